@@ -1,0 +1,400 @@
+"""What a trainer costs: lockstep, Lightning and Accelerate against the same steps in a hand-written loop.
+
+    pip install -c constraints.txt -e ".[bench]"
+    python benchmarks/overhead.py
+
+Everything is measured in one run and interleaved (hand-written, lockstep, Lightning, Accelerate, and again),
+so that a busy machine is busy for all; the figures are differences of the smallest CPU times. The model is as
+small as can be, since the model is not what is measured. Prints a table; writes docs/overhead.md and
+docs/overhead.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+BATCH = 4
+LIBRARIES = {"lockstep": "lockstep", "Lightning": "lightning.pytorch", "Accelerate": "accelerate"}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+}
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a training step logs."""
+
+    label: str
+    values: int
+    options: tuple[str, ...] = ()  # flags of self.log that are set
+
+
+NOTHING = Logged("nothing logged", 0)
+LOGGED = [
+    NOTHING,
+    Logged("1 value logged", 1),
+    Logged("8 values logged", 8),
+    Logged("1 value, on_step + on_epoch + prog_bar", 1, ("on_step", "on_epoch", "prog_bar")),
+]
+
+
+def samples(steps: int, ranks: int = 1) -> TensorDataset:
+    """Random pairs of 8 numbers and 1 number, for so many steps of each rank."""
+    generator = torch.Generator().manual_seed(0)
+    count = steps * BATCH * ranks
+    return TensorDataset(
+        torch.randn(count, 8, generator=generator), torch.randn(count, 1, generator=generator)
+    )
+
+
+def by_hand(model: nn.Module, loader: DataLoader[Any]) -> float:
+    """CPU seconds of the loop that everything else is compared with."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    start = time.process_time()
+    for inputs, targets in loader:
+        loss = mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return time.process_time() - start
+
+
+def with_accelerate(loader: DataLoader[Any]) -> float:
+    """CPU seconds of the same loop by Accelerate's rules."""
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    model: nn.Module = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    start = time.process_time()
+    for inputs, targets in loader:
+        loss = mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+    return time.process_time() - start
+
+
+def make_module(package: Any, logged: Logged) -> Any:
+    """The same step as a LightningModule, with a clock that runs from on_train_start to on_train_end."""
+    names = [f"value_{index}" for index in range(logged.values)]
+    options = dict.fromkeys(logged.options, True)
+
+    class Module(package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+            self.seconds = 0.0
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            inputs, targets = batch
+            loss = mse_loss(self.layer(inputs), targets)
+            for name in names:
+                self.log(name, loss, **options)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        def on_train_start(self) -> None:
+            self.seconds = time.process_time()
+
+        def on_train_end(self) -> None:
+            self.seconds = time.process_time() - self.seconds
+
+    return Module()
+
+
+def with_trainer(package_name: str, loader: DataLoader[Any], logged: Logged, **flags: Any) -> float:
+    """CPU seconds of the training loop of a Trainer, its set-up left out."""
+    package = importlib.import_module(package_name)
+    module = make_module(package, logged)
+    package.Trainer(**{"devices": 1, **QUIET, **flags}).fit(module, loader)
+    seconds: float = module.seconds
+    return seconds
+
+
+def interleaved(variants: dict[str, Callable[[], float]], runs: int, steps: int) -> dict[str, float]:
+    """Microseconds a step of each variant, the smallest of several rounds; a round runs each once."""
+    best = dict.fromkeys(variants, float("inf"))
+    for run in range(runs):
+        for name, measure in variants.items():
+            torch.manual_seed(0)
+            best[name] = min(best[name], measure() / steps * 1e6)
+        print(f"round {run + 1} of {runs} done", file=sys.stderr)
+    return best
+
+
+def one_process(runs: int, steps: int) -> dict[str, float]:
+    """All libraries and all amounts of logging."""
+    loader = DataLoader(samples(steps), batch_size=BATCH, shuffle=True)
+    variants: dict[str, Callable[[], float]] = {"hand-written": lambda: by_hand(nn.Linear(8, 1), loader)}
+    for logged in LOGGED:
+        for library in ("lockstep", "Lightning"):
+            package = LIBRARIES[library]
+            variants[f"{library}, {logged.label}"] = lambda package=package, logged=logged: with_trainer(  # type: ignore[misc]
+                package, loader, logged
+            )
+    variants[f"Accelerate, {NOTHING.label}"] = lambda: with_accelerate(loader)
+    return interleaved(variants, runs, steps)
+
+
+def this_rank(runs: int, steps: int, report: Path) -> None:
+    """One of two ranks: the hand-written loop over lockstep's container against Trainer(strategy="ddp")."""
+    import torch.distributed as dist
+
+    from lockstep.parallel.ddp import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    data = samples(steps, ranks=2)
+    own = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+
+    def mean(seconds: float) -> float:
+        both = torch.tensor(seconds)
+        dist.all_reduce(both)
+        return both.item() / 2
+
+    variants = {
+        "hand-written": lambda: mean(by_hand(DistributedDataParallel(nn.Linear(8, 1)), own)),
+        "lockstep": lambda: mean(with_trainer("lockstep", loader, NOTHING, devices=2, strategy="ddp")),
+    }
+    figures = interleaved(variants, runs, steps)
+    if dist.get_rank() == 0:
+        report.write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def two_processes(runs: int, steps: int) -> dict[str, float]:
+    """Starts this script once a rank, as torchrun does."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "ranks.json"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launch, __file__, "--this-rank", str(report), "--runs", str(runs), "--steps", str(steps)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        figures: dict[str, float] = json.loads(report.read_text())
+    return figures
+
+
+def fresh(code: str) -> list[float]:
+    """The numbers that a new interpreter prints after running ``code``."""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return [float(word) for word in printed.split()]
+
+
+def import_times(times: int = 10) -> dict[str, float]:
+    """CPU seconds that an import adds to ``import torch``: the smallest of ``times`` fresh interpreters."""
+    statements = {
+        "lockstep": "import lockstep",
+        "lockstep, its Trainer": "from lockstep import LightningModule, Trainer",
+        "Lightning": "import lightning.pytorch",
+        "Accelerate": "import accelerate",
+    }
+    code = "import time, torch; start = time.process_time(); {}; print(time.process_time() - start)"
+    rounds = [{name: fresh(code.format(line))[0] for name, line in statements.items()} for _ in range(times)]
+    return {name: min(found[name] for found in rounds) for name in statements}
+
+
+FIRST_BATCH = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self): return {length}
+    def __getitem__(self, index): return torch.tensor([float(index)])
+
+def resident(line):  # "VmRSS" now, "VmHWM" at its peak; Linux tells it in kB
+    return next(int(text.split()[1]) / 1024 for text in open("/proc/self/status") if text.startswith(line))
+
+def begin():
+    global before, start
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak so far, that of the imports
+    before, start = resident("VmRSS"), time.perf_counter()
+
+def end():
+    global seconds, megabytes
+    seconds = time.perf_counter() - start
+    megabytes = resident("VmHWM") - before
+
+loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+{body}
+print(seconds * 1e3, megabytes)
+"""
+BY_HAND = """
+begin()
+next(iter(loader))
+end()
+"""
+BY_TRAINER = """
+from lockstep import LightningModule, Trainer
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx): return self.layer(batch).mean()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.0)
+    def on_train_epoch_start(self): begin()
+    def on_train_batch_start(self, batch, batch_idx): end()
+
+Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False).fit(Module(), loader)
+"""
+
+
+def first_batch() -> dict[str, list[float]]:
+    """Milliseconds and megabytes to the first batch of a shuffled epoch: the fastest of five interpreters."""
+    codes = {
+        "hand-written, 10^7 samples": FIRST_BATCH.format(length=10**7, body=BY_HAND),
+        "lockstep, 10^9 samples": FIRST_BATCH.format(length=10**9, body=BY_TRAINER),
+    }
+    return {name: min(fresh(code) for _ in range(5)) for name, code in codes.items()}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Everything measured, as Markdown; steps in microseconds over the hand-written loop."""
+    one, two = figures["one"], figures["two"]
+    base = one["hand-written"]
+
+    def added(name: str) -> str:
+        return f"+{one[name] - base:.1f}" if name in one else "–"
+
+    def a_value(library: str, logged: Logged) -> str:
+        extra = one[f"{library}, {logged.label}"] - one[f"{library}, {NOTHING.label}"]
+        return f"{extra / logged.values:.1f}"
+
+    promised = {NOTHING.label: "≤ 15"}
+    rows = ["| one process, µs a step | hand-written | lockstep | Lightning | Accelerate | promised |"]
+    rows += ["|---|---|---|---|---|---|"]
+    for logged in LOGGED:
+        cells = [added(f"{library}, {logged.label}") for library in LIBRARIES]
+        first = f"{base:.1f}" if logged is NOTHING else "–"
+        rows.append(f"| {logged.label} | {first} | {' | '.join(cells)} | {promised.get(logged.label, '')} |")
+    for logged, limit in ((LOGGED[2], 3), (LOGGED[3], 5)):
+        cells = [a_value(library, logged) for library in ("lockstep", "Lightning")]
+        rows.append(f"| each value of “{logged.label}” | – | {' | '.join(cells)} | – | ≤ {limit} |")
+    over = two["lockstep"] - two["hand-written"]
+    rows += ["", "| two processes, µs a step | hand-written with lockstep's DDP | Trainer, ddp | promised |"]
+    rows += ["|---|---|---|---|", f"| nothing logged | {two['hand-written']:.1f} | +{over:.1f} | ≤ 15 |"]
+    rows += ["", "| import, CPU seconds over `import torch` | | promised |", "|---|---|---|"]
+    limits = {"lockstep": "≤ 0.15"}
+    rows += [
+        f"| {name} | {found:.3f} | {limits.get(name, '')} |" for name, found in figures["imports"].items()
+    ]
+    rows += ["", "| first batch of a shuffled epoch | ms | peak memory, MB | promised |", "|---|---|---|---|"]
+    for name, (milliseconds, megabytes) in figures["first"].items():
+        limit = "≤ 50 ms, ≤ 20 MB" if name.startswith("lockstep") else ""
+        rows.append(f"| {name} | {milliseconds:.1f} | {megabytes:.1f} | {limit} |")
+    return "\n".join(rows)
+
+
+def draw(one: dict[str, float], path: Path) -> None:
+    """Bars of what a step costs more than by hand, on a logarithmic axis."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
+    colours = {"lockstep": "#1b7837", "Lightning": "#792ee5", "Accelerate": "#e0a000"}
+    height = 0.27
+    for index, (library, colour) in enumerate(colours.items()):
+        found = [
+            (place + (index - 1) * height, one[f"{library}, {logged.label}"] - one["hand-written"])
+            for place, logged in enumerate(LOGGED)
+            if f"{library}, {logged.label}" in one
+        ]
+        bars = axes.barh([place for place, _ in found], [cost for _, cost in found], height, color=colour)
+        bars.set_label(library)
+        axes.bar_label(
+            bars, [f"+{cost:.1f}" if cost < 100 else f"+{cost:.0f}" for _, cost in found], padding=3
+        )
+    axes.set_yticks(range(len(LOGGED)), [logged.label for logged in LOGGED])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(left=1)
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_xlabel("µs of CPU time a step over the hand-written loop (logarithmic)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def versions() -> str:
+    """What the figures were taken with."""
+    from importlib.metadata import version
+
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "accelerate"))
+    return f"Python {platform.python_version()}, {packages}, {os.cpu_count()} CPU cores"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description="Measure what lockstep, Lightning and Accelerate add to a step."
+    )
+    parser.add_argument("--runs", type=int, default=5, help="rounds; each measures every variant once")
+    parser.add_argument("--steps", type=int, default=3000, help="training steps of one measurement")
+    parser.add_argument("--this-rank", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in LIBRARIES.values():
+        importlib.import_module(name)  # Lightning sets its level when it is imported
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if args.this_rank:
+        this_rank(args.runs, args.steps, args.this_rank)
+        return
+
+    figures = {
+        "one": one_process(args.runs, args.steps),
+        "two": two_processes(args.runs, args.steps),
+        "imports": import_times(),
+        "first": first_batch(),
+    }
+    text = table(figures)
+    print(text)
+    about = f"""# What a step costs
+
+Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps}`
+({versions()}).
+
+One linear layer, SGD, batches of {BATCH} from a shuffled `TensorDataset`, one computing thread. A figure is
+the difference of the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps. The Trainers
+run without logger, callbacks, progress bar and checkpoints, and their set-up is not counted. Accelerate
+reduces no logged values, so only its bare step is compared. torch's own shuffle keeps every index in memory,
+so it is shown for a hundredth of the samples.
+
+{text}
+
+![What a step costs over a hand-written loop](overhead.png)
+"""
+    (DOCS / "overhead.md").write_text(about)
+    draw(figures["one"], DOCS / "overhead.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A small GPT, byte by byte, on the source code of Python's own standard library.
+
+    python examples/language_model.py
+    python examples/language_model.py --devices 2 --steps 150
+
+The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minute on one core.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+
+
+class ByteCorpus(Dataset[tuple[Tensor, Tensor]]):
+    """Pieces of ``block`` bytes; a sample is a piece and the same shifted by one, each int64 (block,)."""
+
+    def __init__(self, text: bytes, block: int) -> None:
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.block = block
+
+    @staticmethod
+    def standard_library(megabytes: float = 2.0) -> bytes:
+        """The start of the top-level modules, in order of name; the same for one version of Python."""
+        folder = Path(sysconfig.get_path("stdlib"))
+        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+        return text[: int(megabytes * 1e6)]
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.block
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.block
+        piece = self.bytes[start : start + self.block + 1].long()
+        return piece[:-1], piece[1:]
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each behind a LayerNorm and with a residual; (batch, time, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Bytes (batch, time) to the logits of the next byte (batch, time, 256)."""
+
+    def __init__(self, layers: int, heads: int, width: int, block: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.places = nn.Embedding(block, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, bytes_in: Tensor) -> Tensor:
+        x = self.tokens(bytes_in) + self.places.weight[: bytes_in.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build_gpt(layers: int = 4, heads: int = 4, width: int = 128, block: int = 128) -> GPT:
+    """A GPT, initialized as GPT-2: normal with 0.02, smaller where a layer adds to the residual stream."""
+    gpt = GPT(layers, heads, width, block)
+    for name, parameter in gpt.named_parameters():
+        if parameter.dim() > 1:
+            into_residual = name.endswith(("out.weight", "mlp.2.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if into_residual else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    return gpt
+
+
+class LanguageModel(LightningModule):
+    """Next-byte prediction; losses in nats a byte."""
+
+    def __init__(self, lr: float = 1e-3, **sizes: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.gpt = build_gpt(**sizes)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        bytes_in, bytes_out = batch
+        return cross_entropy(self.gpt(bytes_in).flatten(0, 1), bytes_out.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], betas=(0.9, 0.95))
+
+
+class StandardLibrary(LightningDataModule):
+    """The corpus, its last twentieth held out."""
+
+    def __init__(self, block: int, batch_size: int, megabytes: float = 2.0) -> None:
+        super().__init__()
+        text = ByteCorpus.standard_library(megabytes)
+        cut = len(text) * 19 // 20
+        self.train, self.val = ByteCorpus(text[:cut], block), ByteCorpus(text[cut:], block)
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.val, batch_size=self.batch_size)
+
+
+class PrintLoss(Callback):
+    """One line after each validation."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        losses = ", ".join(f"{name} {value:.3f}" for name, value in sorted(trainer.callback_metrics.items()))
+        trainer.print(f"step {trainer.global_step}: {losses}")
+
+
+def main() -> None:
+    """Train for a number of steps."""
+    parser = argparse.ArgumentParser(description="Train a small GPT on the source of the standard library.")
+    parser.add_argument("--devices", type=int, default=1, help="how many processes, or GPUs")
+    parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp or ddp_spawn")
+    parser.add_argument("--precision", default="32-true", help="32-true, 64-true, bf16-mixed or 16-mixed")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=16, help="pieces in a batch of one device")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in one step of a device")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--block", type=int, default=128, help="bytes in a piece")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for checkpoints; nothing is kept without")
+    args = parser.parse_args()
+
+    seed_everything(args.seed, workers=True)
+    model = LanguageModel(args.lr, layers=args.layers, heads=args.heads, width=args.width, block=args.block)
+    trainer = Trainer(
+        accelerator=args.accelerator,
+        devices=args.devices,
+        strategy=args.strategy,
+        precision=args.precision,
+        accumulate_grad_batches=args.accumulate,
+        max_steps=args.steps,
+        max_epochs=-1,
+        val_check_interval=max(1, args.steps * args.accumulate // 6),
+        check_val_every_n_epoch=None,
+        limit_val_batches=16,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        default_root_dir=args.out,
+        logger=False,
+        enable_checkpointing=args.out is not None,
+        callbacks=[PrintLoss()],
+    )
+    trainer.fit(model, datamodule=StandardLibrary(args.block, args.batch_size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+# The project's own virtual environment, made once and brought up to date when pyproject.toml or constraints.txt change.
+#
+# Sourced by scripts/demo and scripts/test:
+#     enter_environment EXTRAS      afterwards `python` is .venv/bin/python, with lockstep[EXTRAS] installed (editable)
+#
+# PYTHON=/path/to/python chooses the interpreter; otherwise the first of the list below that is 3.10 or newer and can
+# make virtual environments. 3.11 is tried first because the versions in constraints.txt were tested on it.
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.10 python3.13}; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            # The real path, since a wrapper on PATH may choose another Python in another folder.
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    if [ -n "${PYTHON:-}" ]; then
+        echo "PYTHON=$PYTHON is not a Python >= 3.10 with the venv module: set PYTHON to one, or leave it unset." >&2
+    else
+        echo "No Python >= 3.10 with the venv module was found: install one, or say PYTHON=/path/to/python $0" >&2
+    fi
+    return 1
+}
+
+enter_environment() {
+    local extras=$1 stamp wanted python
+    stamp=.venv/installed-$extras
+    # The folder is part of the stamp: an environment holds absolute paths and does not survive a move.
+    wanted=$({ pwd -P; cat pyproject.toml constraints.txt; } | cksum)
+    export PATH="$PWD/.venv/bin:$PATH"
+    unset PYTHONHOME
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+        return
+    fi
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        python=$(find_python) || return 1
+        echo "Making .venv with $("$python" --version) ..."
+        "$python" -m venv --clear .venv || return 1
+    fi
+    rm -f "$stamp"
+    echo "Installing lockstep[$extras] into .venv (some minutes the first time) ..."
+    # torch goes first and by its exact version: a bare "torch" would take the newest build, with gigabytes of CUDA.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" &&
+        printf '%s\n' "$wanted" >"$stamp"
+}

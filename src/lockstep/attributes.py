@@ -1,0 +1,276 @@
+"""What users read of a Trainer: its public attributes, derived from its parts."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.model_checkpoint import Checkpoint
+from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.ground.states import RunningStage
+
+
+class Attributes:
+    """The read side of :class:`lockstep.Trainer`; it holds nothing of its own."""
+
+    callbacks: list[Any]
+    loggers: list[Any]
+
+    def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
+        config = self.__dict__.get("config")
+        if config is not None and name in config.__dataclass_fields__:
+            return getattr(config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # -- where ---------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.strategy.world.rank  # type: ignore[no-any-return]
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return self.strategy.world.local_rank  # type: ignore[no-any-return]
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return self.strategy.world.node_rank  # type: ignore[no-any-return]
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.strategy.world.size  # type: ignore[no-any-return]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.strategy.world.num_nodes  # type: ignore[no-any-return]
+
+    @property
+    def num_devices(self) -> int:
+        """Processes on this node."""
+        return self.strategy.world.local_size  # type: ignore[no-any-return]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.strategy.world.rank == 0  # type: ignore[no-any-return]
+
+    @property
+    def precision(self) -> str:
+        """The full name of the run's precision, "32-true" for one."""
+        return str(self.strategy.precision.name)
+
+    @property
+    def model(self) -> Any:
+        """The module; lockstep wraps it in nothing."""
+        return self.lightning_module
+
+    # -- how far -------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, counted from 0; after a fit the number of finished epochs."""
+        return self.fit_loop.progress.epoch  # type: ignore[no-any-return]
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far, of all optimizers."""
+        return self.fit_loop.progress.global_step  # type: ignore[no-any-return]
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch at hand is the epoch's last."""
+        return self.fit_loop.step.is_last  # type: ignore[no-any-return]
+
+    @property
+    def training(self) -> bool:
+        """Whether a training batch may be running."""
+        return self.state.stage is RunningStage.TRAINING
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation runs."""
+        return self.state.stage is RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test runs."""
+        return self.state.stage is RunningStage.TESTING
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction runs."""
+        return self.state.stage is RunningStage.PREDICTING
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the sanity check runs."""
+        return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation, a test or the sanity check runs."""
+        return self.state.stage is not None and self.state.stage.evaluating
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last call was interrupted."""
+        return self.state.stopped and not self.state.finished
+
+    # -- data ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Training batches of an epoch on each rank; infinite where the length is not known."""
+        return self.fit_loop.feed.num_batches if self.fit_loop.feed is not None else math.inf
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Validation batches of this rank, by loader."""
+        loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
+        return loop.num_batches  # type: ignore[no-any-return]
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of the sanity check, by loader."""
+        steps = self.config.num_sanity_val_steps
+        return [batches if steps == -1 else min(steps, batches) for batches in self.fit_loop.validation.num_batches]
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Test batches of this rank, by loader."""
+        return self.test_loop.num_batches  # type: ignore[no-any-return]
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Prediction batches of this rank, by loader."""
+        return self.predict_loop.num_batches  # type: ignore[no-any-return]
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader or loaders as the user gave them."""
+        return self.fit_loop.given
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader or loaders as the user gave them."""
+        loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
+        return loop.given
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loader or loaders as the user gave them."""
+        return self.test_loop.given
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loader or loaders as the user gave them."""
+        return self.predict_loop.given
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
+        config = self.config
+        if config.max_epochs == -1:
+            return float("inf") if config.max_steps == -1 else config.max_steps
+        self.fit_loop.setup_data()
+        batches, steps = self.num_training_batches, 0.0
+        for epoch in range(config.max_epochs) if isinstance(config.accumulate_grad_batches, dict) else [0]:
+            steps += batches if batches == math.inf else math.ceil(batches / config.accumulation(epoch))
+        if not isinstance(config.accumulate_grad_batches, dict):
+            steps *= config.max_epochs
+        total = steps if config.max_steps == -1 else min(steps, config.max_steps)
+        return total if total == math.inf else int(total)
+
+    # -- optimization --------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers of the fit."""
+        return self.strategy.optimizers  # type: ignore[no-any-return]
+
+    @property
+    def wrapped_optimizers(self) -> list[Any]:
+        """The optimizers as ``self.optimizers()`` gives them."""
+        return self.fit_loop.step.wrapped  # type: ignore[no-any-return]
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers of the fit, and when they are stepped."""
+        return self.strategy.lr_scheduler_configs  # type: ignore[no-any-return]
+
+    # -- metrics, loggers, callbacks -----------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Newest value of everything that was logged; single steps of this rank, epochs of all ranks."""
+        self._publish_step()
+        return self.published.callback  # type: ignore[no-any-return]
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Newest value of what goes to the loggers."""
+        self._publish_step()
+        return self.published.logged  # type: ignore[no-any-return]
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Newest value of what the progress bar shows."""
+        self._publish_step()
+        return {name: float(value) for name, value in self.published.progress_bar.items()}
+
+    def _publish_step(self) -> None:
+        if self.training and self.results is not None:
+            self.published.publish(self.results.step_values())
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run's logs, the same on all ranks."""
+        found = getattr(self.logger, "log_dir", None) if self.loggers else self.default_root_dir
+        return None if found is None else os.fspath(found)
+
+    @property
+    def default_root_dir(self) -> str:
+        """The folder under which logs and checkpoints go."""
+        return self.config.default_root_dir  # type: ignore[no-any-return]
+
+    def _of(self, kind: type) -> list[Any]:
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that write checkpoints."""
+        return self._of(Checkpoint)
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that writes checkpoints, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """The EarlyStopping callbacks."""
+        return self._of(EarlyStopping)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping callback, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar, or None."""
+        return next(iter(self._of(ProgressBar)), None)

@@ -1,0 +1,223 @@
+"""The base class of callbacks: every point of a run at which code outside the model may act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class Callback:
+    """Code that runs at points of a fit, validation, test or prediction, kept apart from the model.
+
+    Override the hooks you need and hand the object to ``Trainer(callbacks=[...])``. Only overridden hooks are
+    called: one that is left alone costs nothing in a step. Hooks run on every rank, in the order of the
+    ``callbacks`` list; one that communicates must do so on all ranks.
+
+    A callback with a memory returns it from :meth:`state_dict`; it is stored in each checkpoint under
+    ``checkpoint["callbacks"][state_key]`` and handed back to :meth:`load_state_dict` on resume. Checkpoints
+    carry no code, so keep to tensors, numbers, strings and dicts, lists or tuples of them.
+
+    Example::
+
+        class Greeter(Callback):
+            def on_train_epoch_end(self, trainer, pl_module):
+                trainer.print(f"epoch {trainer.current_epoch} is done")
+    """
+
+    # -- a run ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Called first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Called last, with the same ``stage`` as :meth:`setup`."""
+
+    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when the fit begins, before the sanity check of validation."""
+
+    def on_fit_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when the fit has ended."""
+
+    def on_sanity_check_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called before the few validation batches that are tried ahead of training."""
+
+    def on_sanity_check_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called after the few validation batches that are tried ahead of training."""
+
+    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+        """Called when an exception (Ctrl-C among them) ends the run; it is raised again afterwards."""
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called once before the first epoch of training, after the sanity check."""
+
+    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called once after the last epoch of training."""
+
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when an epoch of training begins."""
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when an epoch of training ends, after validation; ``pl_module.log`` may be used here."""
+
+    def on_train_batch_start(
+        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int
+    ) -> None:
+        """Called before each ``training_step``; the batch is on its device."""
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Called after each ``training_step`` and the update, if one was due; ``outputs`` is what it gave."""
+
+    def on_before_backward(self, trainer: TrainerView, pl_module: ModuleView, loss: Tensor) -> None:
+        """Called before ``loss.backward()``."""
+
+    def on_after_backward(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called after ``loss.backward()``, before gradients are clipped."""
+
+    def on_before_optimizer_step(
+        self, trainer: TrainerView, pl_module: ModuleView, optimizer: Optimizer
+    ) -> None:
+        """Called before ``optimizer.step()`` with the gradients of the whole window, not yet clipped."""
+
+    def on_before_zero_grad(self, trainer: TrainerView, pl_module: ModuleView, optimizer: Optimizer) -> None:
+        """Called before ``optimizer.zero_grad()``."""
+
+    # -- validation ----------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when validation begins."""
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when validation has ended and its metrics are in ``trainer.callback_metrics``."""
+
+    def on_validation_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called before the first validation batch."""
+
+    def on_validation_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called after the last validation batch; ``pl_module.log`` may be used here."""
+
+    def on_validation_batch_start(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Called before each ``validation_step``."""
+
+    def on_validation_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Called after each ``validation_step``; ``outputs`` is what it returned."""
+
+    # -- test ----------------------------------------------------------------------------------------------
+
+    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when testing begins."""
+
+    def on_test_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when testing has ended and its metrics are in ``trainer.callback_metrics``."""
+
+    def on_test_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called before the first test batch."""
+
+    def on_test_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called after the last test batch; ``pl_module.log`` may be used here."""
+
+    def on_test_batch_start(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Called before each ``test_step``."""
+
+    def on_test_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Called after each ``test_step``; ``outputs`` is what it returned."""
+
+    # -- prediction ----------------------------------------------------------------------------------------
+
+    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when prediction begins."""
+
+    def on_predict_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called when prediction has ended."""
+
+    def on_predict_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called before the first batch of prediction."""
+
+    def on_predict_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Called after the last batch of prediction."""
+
+    def on_predict_batch_start(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Called before each ``predict_step``."""
+
+    def on_predict_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Called after each ``predict_step``; ``outputs`` is the prediction."""
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """The name its state is kept under; two callbacks of one class need two names to keep two states."""
+        return type(self).__qualname__
+
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        """A ``state_key`` made of the class's name and the arguments that tell its instances apart."""
+        return f"{type(self).__qualname__}{kwargs!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint shall keep of this callback; an empty dict (the default) keeps nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave when the checkpoint was written."""
+
+    def on_save_checkpoint(
+        self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called with the whole checkpoint before it is written; it may be changed in place."""
+
+    def on_load_checkpoint(
+        self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]
+    ) -> None:
+        """Called with the whole checkpoint after it was read and before it is used."""

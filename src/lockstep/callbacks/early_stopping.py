@@ -1,0 +1,207 @@
+"""EarlyStopping: ends training when a logged metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import log, rank_prefixed_message, warn_once
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class EarlyStoppingReason(Enum):
+    """Which of the conditions of :class:`EarlyStopping` ended the training."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(Callback):
+    """Ends training when a logged metric has not improved for a number of checks.
+
+    A check happens once after each validation, or at the end of each training epoch (see
+    ``check_on_train_epoch_end``). Logged values are reduced over ranks before callbacks see them, so all
+    ranks come to the same decision and no message is needed for it.
+
+    Args:
+        monitor: name of the logged metric.
+        min_delta: a change of at most this much (absolute) is no improvement.
+        patience: number of checks without improvement after which training stops. It counts checks, not
+            epochs: ``check_val_every_n_epoch=10, patience=3`` trains for 40 epochs at least.
+        verbose: report improvements and the reason for stopping.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        strict: whether a metric that was never logged is an error; otherwise the check is skipped.
+        check_finite: stop when the metric is NaN or infinite.
+        stopping_threshold: stop as soon as the metric is better than this.
+        divergence_threshold: stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: check at the end of training epochs (True) or of validations (False). None
+            chooses the former where validation runs exactly once an epoch.
+        log_rank_zero_only: with ``verbose``, report on rank 0 alone instead of on each rank.
+
+    Attributes:
+        wait_count: checks since the last improvement.
+        best_score: best value so far, a scalar tensor on the CPU.
+        stopped_epoch: the epoch in which training was stopped, 0 if it was not.
+        stopping_reason: the condition that ended this fit.
+        stopping_reason_message: the same in a sentence, None if training was not stopped.
+
+    Raises:
+        MisconfigurationException: an argument is out of its range, or ``monitor`` was never logged.
+
+    Example::
+
+        trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise MisconfigurationException(f"EarlyStopping(mode={mode!r}): mode must be 'min' or 'max'.")
+        if not isinstance(patience, int) or patience < 0:
+            raise MisconfigurationException(
+                f"EarlyStopping(patience={patience!r}): patience is a number of checks, an int of at least 0."
+            )
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._asked_for_train_epoch_end = check_on_train_epoch_end
+        self._check_on_train_epoch_end = bool(check_on_train_epoch_end)
+
+    @property
+    def state_key(self) -> str:
+        """One state for each pair of ``monitor`` and ``mode``."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Decide when to check, if that was left open."""
+        if self._asked_for_train_epoch_end is None:
+            self._check_on_train_epoch_end = (
+                trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+            )
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Forget why an earlier fit was stopped; how long to wait still counts on."""
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message = None
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Check here, if validation runs once an epoch or the user said so."""
+        if self._check_on_train_epoch_end:
+            self._check(trainer)
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Check here otherwise."""
+        if not self._check_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._check(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with the keys of Lightning 2.6."""
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state back; the keys of Lightning before 2.6, which had no reasons, will do."""
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.best_score = torch.as_tensor(state_dict["best_score"]).cpu()
+        self.patience = state_dict["patience"]
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+
+    def _check(self, trainer: TrainerView) -> None:
+        if trainer.fast_dev_run:
+            return
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            self._report_missing(metrics)
+            return
+        current = torch.as_tensor(metrics[self.monitor]).detach().squeeze().cpu()
+        reason, message = self._judge(current)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopping_reason = reason
+            self.stopping_reason_message = message
+            self.stopped_epoch = trainer.current_epoch
+            trainer.should_stop = True
+        if message and self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
+            rank = trainer.global_rank if trainer.world_size > 1 else None
+            log.info(rank_prefixed_message(message, rank))
+
+    def _report_missing(self, metrics: dict[str, Tensor]) -> None:
+        message = (
+            f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
+            f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
+            "or name one of those."
+        )
+        if self.strict:
+            raise MisconfigurationException(message)
+        if self.verbose:
+            warn_once(message, category=RuntimeWarning)
+
+    def _better(self, value: Tensor | float, than: Tensor | float) -> bool:
+        return bool(value < than) if self.mode == "min" else bool(value > than)
+
+    def _judge(self, current: Tensor) -> tuple[EarlyStoppingReason, str | None]:
+        """Whether to stop, and a sentence if there is anything to tell; counts and keeps the best."""
+        shown = f"{self.monitor} = {current.item():.6g}"
+        if self.check_finite and not torch.isfinite(current):
+            best = f"the best value was {self.best_score.item():.6g}"
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{shown} is not finite; {best}."
+        if self.stopping_threshold is not None and self._better(current, self.stopping_threshold):
+            message = f"{shown} has passed the stopping threshold {self.stopping_threshold}."
+            return EarlyStoppingReason.STOPPING_THRESHOLD, message
+        if self.divergence_threshold is not None and self._better(self.divergence_threshold, current):
+            message = f"{shown} is worse than the divergence threshold {self.divergence_threshold}."
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
+        delta = self.min_delta if self.mode == "min" else -self.min_delta
+        if self._better(current + delta, self.best_score):
+            before, self.best_score, self.wait_count = self.best_score.item(), current, 0
+            known = f", from {before:.6g}" if math.isfinite(before) else ""
+            return EarlyStoppingReason.NOT_STOPPED, f"{shown} is the best so far{known}."
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return EarlyStoppingReason.NOT_STOPPED, None
+        message = (
+            f"{self.monitor} did not improve in {self.wait_count} checks; "
+            f"the best value was {self.best_score.item():.6g}."
+        )
+        return EarlyStoppingReason.PATIENCE_EXHAUSTED, message

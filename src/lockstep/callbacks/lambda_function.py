@@ -1,0 +1,43 @@
+"""LambdaCallback: a callback made of plain functions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+
+HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+"""The names of all hooks of a callback."""
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions, each given under the name of its hook.
+
+    Args:
+        **hooks: hook names of :class:`~lockstep.callbacks.base.Callback` with functions of the hook's
+            arguments, ``(trainer, pl_module, ...)``; None leaves a hook alone.
+
+    Raises:
+        MisconfigurationException: there is no hook of that name, or what was given cannot be called.
+
+    Example::
+
+        LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.callback_metrics))
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                near = difflib.get_close_matches(name, HOOKS, n=1)
+                hint = f"did you mean `{near[0]}`?" if near else f"the hooks are {', '.join(sorted(HOOKS))}."
+                raise MisconfigurationException(f"LambdaCallback({name}=...): there is no such hook; {hint}")
+            if function is None:
+                continue
+            if not callable(function):
+                raise MisconfigurationException(
+                    f"LambdaCallback({name}={function!r}): that is no function of (trainer, pl_module, ...)"
+                )
+            setattr(self, name, function)

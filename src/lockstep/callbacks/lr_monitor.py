@@ -1,0 +1,162 @@
+"""LearningRateMonitor: writes the learning rates of a run to its loggers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class LearningRateMonitor(Callback):
+    """Writes the learning rate of each parameter group to the loggers.
+
+    The names are ``lr-Adam``; ``lr-Adam-1`` for the second optimizer of a class; ``lr-Adam/pg1``,
+    ``lr-Adam/pg2`` where it has several parameter groups. A ``"name"`` in a scheduler's dict takes the place
+    of ``lr-Adam``, a ``"name"`` in a parameter group that of ``pg1``.
+
+    Args:
+        logging_interval: ``"step"`` writes all rates every ``log_every_n_steps`` steps, ``"epoch"`` at the
+            start of each epoch, None each one at its scheduler's own interval. Optimizers without a scheduler
+            are written with either.
+        log_momentum: also write ``<name>-momentum`` (the first of ``betas`` in Adam's family; 0 where an
+            optimizer has none).
+        log_weight_decay: also write ``<name>-weight_decay``.
+
+    Attributes:
+        lrs: all values written so far, by name.
+        last_momentum_values, last_weight_decay_values: the values written last, by name.
+
+    Raises:
+        MisconfigurationException: for another ``logging_interval``, without a logger, or when two parameter
+            groups of an optimizer have the same name.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise MisconfigurationException(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): 'step', 'epoch' or None."
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
+        self._last_step = -1
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Check names and loggers before the first step."""
+        if not trainer.loggers:
+            raise MisconfigurationException(
+                "LearningRateMonitor has nowhere to write: the Trainer has no logger. Drop the callback "
+                "or the `logger=False`."
+            )
+        self._last_step = -1
+        self.lrs = {name: [] for _, names, _ in _named(trainer) for name in names}
+        if self.log_momentum and not all(_has_momentum(optimizer) for optimizer, _, _ in _named(trainer)):
+            rank_zero_warn(
+                "LearningRateMonitor(log_momentum=True): an optimizer has no momentum; 0 is written for it.",
+                category=RuntimeWarning,
+            )
+
+    def on_train_batch_start(
+        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int
+    ) -> None:
+        """Write what goes by steps, once for each step that logs."""
+        step = trainer.global_step
+        if (
+            (step + 1) % trainer.log_every_n_steps
+            or self.logging_interval == "epoch"
+            or step == self._last_step
+        ):
+            return
+        self._last_step = step
+        self._write(trainer, "step")
+
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Write what goes by epochs."""
+        if self.logging_interval != "step":
+            self._write(trainer, "epoch")
+
+    def _write(self, trainer: TrainerView, interval: str) -> None:
+        stats: dict[str, float] = {}
+        for optimizer, names, own_interval in _named(trainer):
+            # an optimizer without a scheduler has no interval of its own
+            if self.logging_interval is None and own_interval not in (None, interval):
+                continue
+            for group, name in zip(optimizer.param_groups, names, strict=True):
+                stats.update(self._stats(group, name))
+        if not stats:
+            return
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stats.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(stats, step=trainer.global_step)
+
+    def _stats(self, group: dict[str, Any], name: str) -> dict[str, float]:
+        if name not in self.lrs:
+            # groups were added since: what was `lr-Adam` is now `lr-Adam/pg1`
+            self.lrs[name] = self.lrs.pop(name.removesuffix("/pg1"), [])
+        stats = {name: float(group["lr"])}
+        self.lrs[name].append(stats[name])
+        if self.log_momentum:
+            momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+            stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = float(momentum)
+        if self.log_weight_decay:
+            decay = float(group.get("weight_decay", 0.0))
+            stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = decay
+        return stats
+
+
+def _named(trainer: TrainerView) -> Iterator[tuple[Optimizer, list[str], str | None]]:
+    """Optimizers, the names of their parameter groups, their scheduler's interval (None without one)."""
+    seen: list[Optimizer] = []
+    of_class: Counter[type[Optimizer]] = Counter()
+    for config in trainer.lr_scheduler_configs:
+        optimizer = config.scheduler.optimizer
+        seen.append(optimizer)
+        yield (
+            optimizer,
+            _group_names(optimizer, config.name or _numbered(optimizer, of_class)),
+            config.interval,
+        )
+    for wrapped in trainer.optimizers:
+        optimizer = getattr(wrapped, "optimizer", wrapped)
+        if not any(optimizer is other for other in seen):
+            yield optimizer, _group_names(optimizer, _numbered(optimizer, of_class)), None
+
+
+def _numbered(optimizer: Optimizer, of_class: Counter[type[Optimizer]]) -> str:
+    kind = type(optimizer)
+    of_class[kind] += 1
+    return f"lr-{kind.__name__}" + (f"-{of_class[kind] - 1}" if of_class[kind] > 1 else "")
+
+
+def _group_names(optimizer: Optimizer, name: str) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1 and not groups[0].get("name"):
+        return [name]
+    parts = [group.get("name", f"pg{i}") for i, group in enumerate(groups, start=1)]
+    twice = sorted(part for part, count in Counter(parts).items() if count > 1)
+    if twice:
+        raise MisconfigurationException(
+            f"LearningRateMonitor: parameter groups of {name.removeprefix('lr-')} share the name "
+            f'{", ".join(map(repr, twice))}; give each group a "name" of its own, or none.'
+        )
+    return [f"{name}/{part}" for part in parts]
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    return "momentum" in optimizer.defaults or "betas" in optimizer.defaults

@@ -1,0 +1,500 @@
+"""ModelCheckpoint: when a run is saved, under which name, and which of its checkpoints are kept."""
+
+from __future__ import annotations
+
+import os
+import time
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+import torch
+from torch import Tensor
+
+from lockstep.callbacks import checkpoint_name
+from lockstep.callbacks.base import Callback
+from lockstep.checkpoint import storage
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
+from lockstep.ground.states import TrainerFn
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class Checkpoint(Callback):
+    """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
+
+
+class ModelCheckpoint(Checkpoint):
+    """Saves the run, and keeps the best or the latest of its checkpoints.
+
+    An occasion to save comes at the end of every ``every_n_epochs``-th epoch (of its validation, if that does
+    not come once an epoch), at every ``every_n_train_steps``-th optimizer step, or when
+    ``train_time_interval`` has passed; only one of the three may be given, and without any it is every epoch.
+    The checkpoint is written if it is among the ``save_top_k`` best by ``monitor``; what it displaces is
+    deleted once it is safely there. See :attr:`best_model_path`, :attr:`best_model_score` and
+    :attr:`last_model_path` for the outcome.
+
+    Args:
+        dirpath: folder or URL; by default ``checkpoints`` in the first logger's folder, or in
+            ``default_root_dir``.
+        filename: a template such as ``"{epoch}-{val_loss:.2f}"``: names of logged metrics (and ``epoch``,
+            ``step``) in braces. Default ``"{epoch}-{step}"``.
+        monitor: the metric to rank by. None: the latest counts as the best.
+        verbose: say what is saved.
+        save_last: also write ``last.ckpt`` at each occasion, whether or not this one is among the best; or
+            (``"link"``) make it a link to the file saved last.
+        save_top_k: how many to keep; -1: all, 0: none. Without ``monitor``: -1, 0 or 1.
+        save_on_exception: save when an exception ends the run. One process only.
+        save_weights_only: leave out what only a resume needs.
+        mode: ``"min"`` or ``"max"``: which values of ``monitor`` are better. NaN is worse than all.
+        auto_insert_metric_name: write ``epoch=3`` for ``{epoch}``, not ``3``.
+        every_n_train_steps: optimizer steps between occasions.
+        train_time_interval: time between occasions; the first rank whose clock says so decides for all.
+        every_n_epochs: epochs between occasions; 0: none at epoch ends.
+        save_on_train_epoch_end: save epochs when training ends (True) or after validation (False).
+        enable_version_counter: append ``-v1``, ``-v2`` ... rather than overwrite a file of the same name.
+
+    Raises:
+        MisconfigurationException: an argument is out of range, or the arguments exclude each other; later, a
+            ``monitor`` that was never logged.
+
+    Example::
+
+        keep = ModelCheckpoint(monitor="val_loss", filename="{epoch}-{val_loss:.3f}", save_top_k=3)
+        Trainer(callbacks=[keep]).fit(model)
+        Net.load_from_checkpoint(keep.best_model_path)
+    """
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
+            every_n_epochs = 1
+        self.dirpath: str | None = None
+        if dirpath:
+            name = os.fspath(dirpath)
+            self.dirpath = name if storage.is_remote(name) else os.path.realpath(os.path.expanduser(name))
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self._every_n_train_steps = every_n_train_steps or 0
+        self._train_time_interval = train_time_interval
+        self._every_n_epochs = every_n_epochs or 0
+        self._save_on_train_epoch_end = save_on_train_epoch_end
+        self._enable_version_counter = enable_version_counter
+        self._check_arguments()
+
+        self.best_model_path = ""
+        self.best_model_score: Tensor | None = None
+        self.last_model_path = ""
+        self.current_score: Tensor | None = None
+        self.best_k_models: dict[str, Tensor] = {}
+        self.kth_best_model_path = ""
+        self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
+
+        self._step_of_last_save = 0  # a run of no steps needs no checkpoint
+        self._step_of_last_batch = 0
+        self._latest_path = ""
+        self._time_of_last_save = 0.0
+        self._time_bit = 0
+        self._is_waiting_for_metric = False
+        self._has_validated = False
+
+    def _check_arguments(self) -> None:
+        def refuse(arguments: str, rule: str) -> None:
+            raise MisconfigurationException(f"ModelCheckpoint({arguments}): {rule}.")
+
+        if self.mode not in ("min", "max"):
+            refuse(f"mode={self.mode!r}", 'choose "min" or "max"')
+        if self.save_last not in (None, True, False, "link"):
+            refuse(f"save_last={self.save_last!r}", 'choose True, False or "link"')
+        if self.save_top_k < -1:
+            refuse(f"save_top_k={self.save_top_k}", "choose a number from 0, or -1 to keep all")
+        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
+            refuse(
+                f"save_top_k={self.save_top_k}, monitor=None", "give a monitor to rank by, or choose -1, 0, 1"
+            )
+        for name in ("every_n_train_steps", "every_n_epochs"):
+            if getattr(self, f"_{name}") < 0:
+                refuse(f"{name}={getattr(self, f'_{name}')}", "choose a number from 0")
+        names = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+        given = [f"{n}={getattr(self, f'_{n}')}" for n in names if getattr(self, f"_{n}") not in (0, None)]
+        if len(given) > 1:
+            refuse(", ".join(given), "only one can tell when to save; use several ModelCheckpoint callbacks")
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Epochs between occasions to save; 0: none at epoch ends."""
+        return self._every_n_epochs
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self._train_time_interval,
+        )
+
+    # -- when ----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
+        problem, dirpath = None, None
+        if trainer.is_global_zero:
+            dirpath = self._choose_folder(trainer)
+            try:
+                if stage == "fit" and (self.save_top_k != 0 or self.save_last) and not trainer.fast_dev_run:
+                    storage.check_writable(dirpath)
+            except OSError as error:
+                problem = error
+        self.dirpath, problem = trainer.strategy.broadcast((dirpath, problem))
+        if problem is not None:
+            raise problem
+        if self.save_last == "link" and storage.is_remote(str(self.dirpath)):
+            raise MisconfigurationException(
+                f'ModelCheckpoint(save_last="link"): there are no links in {self.dirpath!r}; choose True.'
+            )
+        if self._train_time_interval is not None and stage == "fit":
+            self._time_bit = trainer.agreement.register(f"save-by-time {self.state_key}")
+        if self.save_on_exception and trainer.world_size > 1:
+            warn_once(
+                "ModelCheckpoint(save_on_exception=True) is ignored on several processes: saving takes all "
+                "of them, and one has failed."
+            )
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        self._time_of_last_save = time.monotonic()
+        self._has_validated = self._is_waiting_for_metric = False
+        # A run that was resumed is already saved as it is now.
+        self._step_of_last_save = self._step_of_last_batch = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self._train_time_interval is not None:
+            waited = time.monotonic() - self._time_of_last_save
+            if waited >= self._train_time_interval.total_seconds():
+                trainer.agreement.request(self._time_bit)
+        if step == self._step_of_last_batch:  # inside a window: gradients are on the way
+            return
+        self._step_of_last_batch = step
+        if self._train_time_interval is not None:
+            if not trainer.agreement.is_up(self._time_bit):
+                return
+            trainer.agreement.lower(self._time_bit)
+            self._time_of_last_save = time.monotonic()
+        elif self._every_n_train_steps < 1 or step % self._every_n_train_steps != 0:
+            return
+        if self._should_skip(trainer):
+            return
+        metrics = self._metrics(trainer)
+        if self.monitor is not None and (
+            self.monitor not in metrics or self._validation_is_next(trainer)  # a value of the last validation
+        ):
+            self._is_waiting_for_metric = True
+            return
+        self._save(trainer, metrics)
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        if trainer.sanity_checking:
+            return
+        self._has_validated = True
+        if not self._saves_when_training_ends(trainer):
+            self._end_of_epoch(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        if self._saves_when_training_ends(trainer) or self._is_waiting_for_metric:
+            self._end_of_epoch(trainer)
+
+    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        if self.save_last and not self._latest_path and not trainer.fast_dev_run:
+            self._save(trainer, self._metrics(trainer), ranked=False)
+
+    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+        if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
+            return
+        metrics = self._metrics(trainer)
+        path = self._free_path(trainer, metrics, "")
+        self._write(trainer, path)
+        self._delete(trainer, self._save_last(trainer, metrics), self.last_model_path)
+        rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
+
+    def _end_of_epoch(self, trainer: TrainerView) -> None:
+        if self._should_skip(trainer):
+            return
+        metrics, every = self._metrics(trainer), self._every_n_epochs
+        is_due = every >= 1 and (trainer.current_epoch + 1) % every == 0
+        is_there = self.monitor in metrics or not self._awaits_validation(trainer)
+        if is_due or (self._is_waiting_for_metric and is_there):
+            self._save(trainer, metrics)
+
+    def _should_skip(self, trainer: TrainerView) -> bool:
+        return (
+            bool(trainer.fast_dev_run)
+            or trainer.state.fn is not TrainerFn.FITTING
+            or trainer.sanity_checking
+            or self._step_of_last_save == trainer.global_step
+        )
+
+    def _saves_when_training_ends(self, trainer: TrainerView) -> bool:
+        """Whether epochs are saved in ``on_train_epoch_end``; otherwise it is in ``on_validation_end``."""
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        if trainer.check_val_every_n_epoch != 1:
+            return False
+        return sum(trainer.num_val_batches) == 0 or trainer.val_check_interval == 1.0
+
+    def _validation_is_next(self, trainer: TrainerView) -> bool:
+        """Whether this was the epoch's last batch, and epochs are saved after the validation that follows."""
+        every = trainer.check_val_every_n_epoch
+        return (
+            trainer.is_last_batch
+            and not self._saves_when_training_ends(trainer)
+            and trainer.enable_validation
+            and sum(trainer.num_val_batches) > 0
+            and (every is None or (trainer.current_epoch + 1) % every == 0)
+        )
+
+    # -- what ----------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: TrainerView, metrics: dict[str, Tensor], ranked: bool = True) -> None:
+        """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
+        self._is_waiting_for_metric = False
+        outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
+        kept = self._latest_path
+        outdated_last = self._save_last(trainer, metrics)
+        # Only now: last.ckpt may have been a link to what is deleted.
+        self._delete(trainer, outdated, kept)
+        self._delete(trainer, outdated_last, self.last_model_path)
+
+    def _save_ranked(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> str:
+        """Saves if this is among the best; gives the path of what it displaced, or ``""``."""
+        if self.monitor is None:
+            displaced = self.best_model_path if self.save_top_k == 1 else ""
+            self.best_model_path = self._free_path(trainer, metrics, self.best_model_path)
+            self._write(trainer, self.best_model_path)
+            return displaced
+        if self.monitor not in metrics:
+            self._report_missing_monitor(trainer, metrics)
+            return ""
+        score = metrics[self.monitor]
+        if self.check_monitor_top_k(trainer, score):
+            return self._save_scored(trainer, metrics, score)
+        if self.verbose:
+            rank_zero_info(
+                f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor} = "
+                f"{score:.5f} is not among the best {self.save_top_k}."
+            )
+        return ""
+
+    def _save_scored(self, trainer: TrainerView, metrics: dict[str, Tensor], score: Tensor) -> str:
+        displaced = ""
+        if self.save_top_k > 0 and len(self.best_k_models) >= self.save_top_k:
+            displaced = self.kth_best_model_path
+            del self.best_k_models[displaced]
+        better, worse = (min, max) if self.mode == "min" else (max, min)
+        if torch.isnan(score):
+            score = torch.full_like(score, torch.inf if self.mode == "min" else -torch.inf)
+        path = self._free_path(trainer, metrics, displaced)
+        # All this is part of the checkpoint itself, so it comes first.
+        self.current_score = self.best_k_models[path] = score
+        if self.save_top_k in (-1, len(self.best_k_models)):
+            self.kth_best_model_path = worse(self.best_k_models, key=lambda name: self.best_k_models[name])
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+        self.best_model_path = better(self.best_k_models, key=lambda name: self.best_k_models[name])
+        self.best_model_score = self.best_k_models[self.best_model_path]
+        if self.verbose:
+            rank_zero_info(
+                f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor} = "
+                f"{score:.5f} (best {self.best_model_score:.5f}), saving to {path!r}."
+            )
+        self._write(trainer, path)
+        return displaced
+
+    def _save_last(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> str:
+        """Writes or links ``last.ckpt``; gives the path that it had before, or ``""``."""
+        if not self.save_last:
+            return ""
+        previous = self.last_model_path
+        self.last_model_path = self._free_path(trainer, metrics, previous, self.CHECKPOINT_NAME_LAST)
+        if self.save_last == "link" and self._latest_path and self.save_top_k != 0:
+            if trainer.is_global_zero and self._latest_path != self.last_model_path:
+                storage.link(self.last_model_path, self._latest_path)
+        else:
+            self._write(trainer, self.last_model_path)
+        return previous
+
+    def _write(self, trainer: TrainerView, path: str) -> None:
+        trainer.save_checkpoint(path, self.save_weights_only)
+        self._step_of_last_save = trainer.global_step
+        self._latest_path = path
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+
+    def _delete(self, trainer: TrainerView, path: str, kept: str) -> None:
+        """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
+        if not path or path == kept or not trainer.is_global_zero:
+            return
+        if not storage.is_remote(path):
+            resumed = getattr(trainer, "ckpt_path", None)
+            place = Path(path).absolute()
+            if resumed and place == Path(resumed).absolute():
+                return
+            if Path(str(self.dirpath)).absolute() not in place.parents:
+                return
+        storage.remove(path)
+
+    def check_monitor_top_k(self, trainer: TrainerView, current: Tensor | None = None) -> bool:
+        """Whether a checkpoint with the score `current` is among the best.
+
+        Metrics are the same on all ranks when they get here, so the ranks need not ask each other.
+        """
+        if current is None:
+            return False
+        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        worst = self.best_k_models[self.kth_best_model_path]
+        return bool(current < worst) if self.mode == "min" else bool(current > worst)
+
+    def _metrics(self, trainer: TrainerView) -> dict[str, Tensor]:
+        """The metrics by name, with ``epoch`` and ``step`` as whole numbers."""
+        metrics = deepcopy(trainer.callback_metrics)
+        for name, value in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            logged = metrics.get(name)
+            metrics[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(value)
+        return metrics
+
+    def _report_missing_monitor(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> None:
+        available = sorted(set(metrics) - {"epoch", "step"})
+        message = (
+            f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged; there are {available}. "
+            f"Log it by self.log({self.monitor!r}, value), or monitor another."
+        )
+        if not self._awaits_validation(trainer):
+            raise MisconfigurationException(message)
+        rank_zero_warn(message + " No validation has run yet; until then the best are not known.")
+
+    def _awaits_validation(self, trainer: TrainerView) -> bool:
+        return trainer.enable_validation and sum(trainer.num_val_batches) > 0 and not self._has_validated
+
+    # -- where ---------------------------------------------------------------------------------------------
+
+    def _choose_folder(self, trainer: TrainerView) -> str:
+        if self.dirpath is not None:
+            return self.dirpath
+        if not trainer.loggers:
+            return os.path.join(trainer.default_root_dir, "checkpoints")
+        logger = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        root = logger.save_dir if logger.save_dir is not None else trainer.default_root_dir
+        return os.path.join(root, str(logger.name), version, "checkpoints")
+
+    def format_checkpoint_name(
+        self,
+        metrics: dict[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """The path for `metrics` by the template `filename` (default: that of the callback)."""
+        template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
+        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
+        version = None if ver is None else f"v{ver}"
+        parts = [part for part in (prefix, checkpoint_name.fill(template, metrics, equals), version) if part]
+        name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION
+        return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def _free_path(
+        self, trainer: TrainerView, metrics: dict[str, Tensor], own: str, filename: str | None = None
+    ) -> str:
+        """A path that no file has, but for `own`, which may be overwritten."""
+        path = self.format_checkpoint_name(metrics, filename)
+        version = self.STARTING_VERSION
+        while self._enable_version_counter and path != own and self.file_exists(path, trainer):
+            path = self.format_checkpoint_name(metrics, filename, ver=version)
+            version += 1
+        return path
+
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: TrainerView) -> bool:
+        """Whether there is such a file where rank 0 is; the same answer on all ranks. Call it on all."""
+        found = storage.exists(filepath) if trainer.is_global_zero else None
+        return bool(trainer.strategy.broadcast(found))
+
+    def find_last_checkpoints(self, trainer: TrainerView) -> set[str]:
+        """Paths of the files in the folder that are named as ``last.ckpt`` is, by this run or earlier."""
+        folder = self._choose_folder(trainer)
+        pattern = checkpoint_name.pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
+        return {os.path.join(folder, name) for name in storage.names(folder) if pattern.fullmatch(name)}
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Writes :attr:`best_k_models` (path: score) as YAML, by default beside the checkpoints."""
+        from lockstep.loggers.base import as_yaml
+
+        if filepath is None:
+            assert self.dirpath is not None, "the folder is chosen when a fit begins"
+            filepath = os.path.join(self.dirpath, "best_k_models.yaml")
+        with storage.replacing(filepath) as file:
+            file.write(as_yaml({path: float(score) for path, score in self.best_k_models.items()}).encode())
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "monitor": self.monitor,
+            "best_model_score": self.best_model_score,
+            "best_model_path": self.best_model_path,
+            "current_score": self.current_score,
+            "dirpath": self.dirpath,
+            "best_k_models": dict(self.best_k_models),
+            "kth_best_model_path": self.kth_best_model_path,
+            "kth_value": self.kth_value,
+            "last_model_path": self.last_model_path,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_model_path = state_dict["best_model_path"]
+        folder = state_dict.get("dirpath", self.dirpath)
+        if folder != self.dirpath:
+            rank_zero_warn(
+                f"The checkpoint was saved in {folder!r}, this run saves in {self.dirpath!r}: the ranking "
+                "starts anew, and only best_model_path is taken over."
+            )
+            return
+        self.best_model_score = state_dict["best_model_score"]
+        self.best_k_models = dict(state_dict.get("best_k_models", self.best_k_models))
+        self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
+        self.kth_value = state_dict.get("kth_value", self.kth_value)
+        self.last_model_path = state_dict.get("last_model_path", self.last_model_path)

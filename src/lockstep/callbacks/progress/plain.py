@@ -1,0 +1,68 @@
+"""PlainProgressBar: now and then a line of text, for logs and pipes."""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic
+
+from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.callbacks.progress.meter import clock, number
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class PlainProgressBar(ProgressBar):
+    """Writes a line to stderr at the end of an epoch, but not more often than once in a while.
+
+    It is what a Trainer takes where stdout is no terminal. The last epoch always gets its line, so a short
+    run writes just that one::
+
+        Epoch 9/9: step 1800, 0:03, train_loss=0.04127, val_acc=0.9778
+
+    It does nothing between the ends of epochs, and costs nothing there.
+
+    Args:
+        interval: least number of seconds between two lines; 0 writes one for each epoch.
+
+    Raises:
+        MisconfigurationException: ``interval`` is negative.
+    """
+
+    def __init__(self, interval: float = 30.0) -> None:
+        super().__init__()
+        if interval < 0:
+            raise MisconfigurationException(f"PlainProgressBar(interval={interval}): seconds, at least 0.")
+        self.interval = interval
+        self._epoch = ""
+        self._written: str | None = None
+        self._epoch_began = self._next = 0.0
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """The first line is due one interval from now."""
+        self._written = None
+        self._epoch_began = monotonic()
+        self._next = self._epoch_began + self.interval
+
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Start the clock of the epoch."""
+        self._epoch = self.epoch_description
+        self._epoch_began = monotonic()
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Write the line if it is time to."""
+        if monotonic() >= self._next:
+            self._write(trainer, pl_module)
+
+    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Write the line of the last epoch if it has none yet."""
+        if self._written != self._epoch:
+            self._write(trainer, pl_module)
+
+    def _write(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        if self.is_disabled:
+            return
+        self._written = self._epoch
+        self._next = monotonic() + self.interval
+        shown = [f"step {trainer.global_step}", clock(monotonic() - self._epoch_began)]
+        shown += [f"{name}={number(value)}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)

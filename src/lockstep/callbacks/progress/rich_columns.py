@@ -1,0 +1,93 @@
+"""What RichProgressBar draws: columns beside the bar, metrics below it. Imports rich, so import it late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from lockstep.callbacks.progress.meter import Meter, clock, number, speed
+from lockstep.callbacks.progress.theme import RichProgressBarTheme
+
+
+class Batches(ProgressColumn):
+    """Batches done and in all."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__(Column(no_wrap=True, justify="right"))
+        self.style = style
+
+    def render(self, task: Task) -> Text:
+        """``40/100``, with dashes for what is not known."""
+        total = "--" if task.total is None else str(int(task.total))
+        return Text(f"{int(task.completed):>{len(total)}}/{total}", style=self.style)
+
+
+class Times(ProgressColumn):
+    """Time spent and time left."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.style = style
+
+    def render(self, task: Task) -> Text:
+        """``0:12<1:20``."""
+        meter: Meter = task.fields["meter"]
+        return Text(f"{clock(meter.seconds)}<{clock(meter.remaining)}", style=self.style)
+
+
+class Speed(ProgressColumn):
+    """Batches per second."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__(Column(no_wrap=True, justify="right"))
+        self.style = style
+
+    def render(self, task: Task) -> Text:
+        """``81.3it/s``."""
+        return Text(speed(task.fields["meter"].rate), style=self.style)
+
+
+class Bars(Progress):
+    """Bars, and one line of metrics below them, which may be longer than fits beside a bar.
+
+    Attributes:
+        metrics: what that line shows.
+    """
+
+    def __init__(
+        self, columns: list[Any], theme: RichProgressBarTheme, console_kwargs: dict[str, Any]
+    ) -> None:
+        # rich asks for its renderables while it is being made
+        self.metrics: dict[str, Any] = {}
+        self.theme = theme
+        super().__init__(*columns, console=Console(**console_kwargs), auto_refresh=False)
+
+    def get_renderables(self) -> Iterator[Any]:
+        """The table of bars, then the metrics."""
+        yield self.make_tasks_table(self.tasks)
+        if self.metrics:
+            shown = (f"{k}={number(v, self.theme.metrics_format)}" for k, v in self.metrics.items())
+            yield Text(self.theme.metrics_text_delimiter.join(shown), style=self.theme.metrics)
+
+
+def columns(theme: RichProgressBarTheme) -> list[Any]:
+    """Description, bar, batches, times, speed, in the styles of the theme."""
+    return [
+        TextColumn("{task.description}", style=theme.description or "none", markup=False),
+        BarColumn(
+            bar_width=None,
+            complete_style=theme.progress_bar,
+            finished_style=theme.progress_bar_finished,
+            pulse_style=theme.progress_bar_pulse,
+            # as wide as there is room for, within reason
+            table_column=Column(min_width=6, max_width=40),
+        ),
+        Batches(theme.batch_progress),
+        Times(theme.time),
+        Speed(theme.processing_speed),
+    ]

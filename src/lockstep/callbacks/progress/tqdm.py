@@ -1,0 +1,321 @@
+"""TQDMProgressBar: progress as a line of text that is written over itself."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+from lockstep.callbacks.progress.base import ProgressBar, in_notebook
+from lockstep.callbacks.progress.meter import Meter, number
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class TQDMProgressBar(ProgressBar):
+    """Draws bars with tqdm on stdout: one for training, one below it for the validation in between.
+
+    The time and speed of training leave validation out. To change how a bar looks, override the method that
+    makes it (:meth:`init_train_tqdm` and its like), or :meth:`get_metrics` for what stands beside it.
+
+    Args:
+        refresh_rate: draw at every n-th batch, yet at most ten times a second; 0 draws nothing.
+        process_position: leave so many pairs of lines above the bars free, for bars of other processes.
+        leave: keep the finished bar of each epoch on the screen.
+
+    Raises:
+        MisconfigurationException: ``refresh_rate`` or ``process_position`` is negative.
+    """
+
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__()
+        for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
+            if value < 0:
+                raise MisconfigurationException(f"TQDMProgressBar({name}={value}): it must be at least 0.")
+        self._refresh_rate = refresh_rate
+        self._process_position = process_position
+        self._leave = leave
+        self._train_bar: Any = None
+        self._eval_bar: Any = None
+        self._train_meter = Meter(refresh_rate)
+        self._eval_meter = Meter(refresh_rate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process: settings; a bar that is being drawn stays here."""
+        return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None}
+
+    @property
+    def refresh_rate(self) -> int:
+        """Batches from one drawing to the next, at least."""
+        return self._refresh_rate
+
+    @property
+    def process_position(self) -> int:
+        """Pairs of lines left free above."""
+        return self._process_position
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is drawn."""
+        return self._enabled and self._refresh_rate > 0
+
+    @property
+    def train_progress_bar(self) -> Any:
+        """tqdm's bar of training, None outside a fit."""
+        return self._train_bar
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """tqdm's bar of the evaluation that runs now, None outside of one."""
+        return self._eval_bar
+
+    test_progress_bar = predict_progress_bar = val_progress_bar
+
+    def disable(self) -> None:
+        """Draw nothing from now on; what was drawn stays."""
+        super().disable()
+        self._close()
+
+    # -- how bars are made ---------------------------------------------------------------------------------
+
+    def init_sanity_tqdm(self) -> Any:
+        """Make the bar of the sanity check."""
+        return self._make(self.sanity_check_description, leave=False)
+
+    def init_train_tqdm(self) -> Any:
+        """Make the bar of training."""
+        return self._make(self.train_description, leave=True)
+
+    def init_validation_tqdm(self) -> Any:
+        """Make the bar of validation: below that of training, or alone in ``trainer.validate``."""
+        below = self.trainer.state.fn == "fit"
+        return self._make(self.validation_description, leave=not below, offset=int(below))
+
+    def init_test_tqdm(self) -> Any:
+        """Make the bar of testing."""
+        return self._make(self.test_description, leave=True)
+
+    def init_predict_tqdm(self) -> Any:
+        """Make the bar of prediction."""
+        return self._make(self.predict_description, leave=True)
+
+    def _make(self, description: str, *, leave: bool, offset: int = 0) -> Any:
+        return _tqdm()(
+            desc=description,
+            position=2 * self._process_position + offset,
+            disable=self.is_disabled,
+            leave=leave,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            smoothing=0,
+            bar_format=self.BAR_FORMAT,
+        )
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Open the bar of training."""
+        if self.is_enabled:
+            self._train_bar = self.init_train_tqdm()
+
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Begin the bar anew."""
+        if self.is_disabled:
+            return
+        if self._leave and self._train_meter.done:
+            self._train_bar.close()
+            self._train_bar = self.init_train_tqdm()
+        self._train_meter.begin(self.total_train_batches)
+        _begin(self._train_bar, self._train_meter, self.epoch_description)
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draw the bar if it is time to."""
+        if self._train_bar is not None and self._train_meter.due(batch_idx + 1):
+            self._draw_training(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Show what was logged at the end of the epoch."""
+        if self._train_bar is not None:
+            self._draw_training(trainer, pl_module)
+
+    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Leave the last bar on the screen."""
+        self._close()
+
+    def _draw_training(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        self._train_bar.initial = self._train_meter.first
+        self._train_bar.n = self._train_meter.done
+        self._train_bar.set_postfix(self.get_metrics(trainer, pl_module))
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def on_sanity_check_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Open the bar of the sanity check."""
+        if self.is_enabled:
+            self._eval_bar = self.init_sanity_tqdm()
+
+    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Open the bar of validation."""
+        if self.is_enabled and not trainer.sanity_checking:
+            self._train_meter.pause()
+            self._eval_bar = self.init_validation_tqdm()
+
+    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Open the bar of testing."""
+        if self.is_enabled:
+            self._eval_bar = self.init_test_tqdm()
+
+    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Open the bar of prediction."""
+        if self.is_enabled:
+            self._eval_bar = self.init_predict_tqdm()
+
+    def on_validation_batch_start(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Begin the bar anew with each loader."""
+        if self._eval_bar is not None and self.has_dataloader_changed(dataloader_idx):
+            name = self.sanity_check_description if trainer.sanity_checking else self.validation_description
+            totals = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            self._begin_loader(name, totals, dataloader_idx)
+
+    def on_test_batch_start(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Begin the bar anew with each loader."""
+        if self._eval_bar is not None and self.has_dataloader_changed(dataloader_idx):
+            self._begin_loader(self.test_description, trainer.num_test_batches, dataloader_idx)
+
+    def on_predict_batch_start(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Begin the bar anew with each loader."""
+        if self._eval_bar is not None and self.has_dataloader_changed(dataloader_idx):
+            self._begin_loader(self.predict_description, trainer.num_predict_batches, dataloader_idx)
+
+    def _begin_loader(self, name: str, totals: list[int | float], dataloader_idx: int) -> None:
+        self._eval_meter.begin(totals[dataloader_idx])
+        of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
+        _begin(self._eval_bar, self._eval_meter, name + of_several)
+
+    def on_validation_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Draw the bar if it is time to."""
+        if self._eval_bar is not None and self._eval_meter.due(batch_idx + 1):
+            self._eval_bar.n = batch_idx + 1
+            self._eval_bar.refresh()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Close the bar of validation and show its metrics beside that of training."""
+        if trainer.sanity_checking:
+            return
+        self._close_evaluation()
+        if self._train_bar is not None:
+            away = self._train_meter.resume()
+            self._train_bar.start_t += away
+            # not behind the start, or tqdm takes the bar for one that was never drawn
+            self._train_bar.last_print_t += away
+            self._draw_training(trainer, pl_module)
+
+    def on_sanity_check_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Close the bar of the sanity check."""
+        self._close_evaluation()
+
+    def on_test_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Leave the bar of testing on the screen."""
+        self._close_evaluation()
+
+    def on_predict_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Leave the bar of prediction on the screen."""
+        self._close_evaluation()
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+        """Leave the bars as they are and go to the next line."""
+        self._close()
+
+    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Close what is still open."""
+        self._close()
+
+    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: Any = None, **kwargs: Any) -> None:
+        """Print above the bars."""
+        if self._train_bar is None and self._eval_bar is None:
+            print(*args, sep=sep, end=end, file=file, **kwargs)
+        else:
+            _tqdm().write(sep.join(map(str, args)), end=end, file=file)
+
+    def _close_evaluation(self) -> None:
+        self.reset_dataloader_idx_tracker()
+        if self._eval_bar is not None:
+            self._eval_bar.close()
+            self._eval_bar = None
+
+    def _close(self) -> None:
+        self._close_evaluation()
+        if self._train_bar is not None:
+            self._train_bar.close()
+            self._train_bar = None
+
+
+def _begin(bar: Any, meter: Meter, description: str) -> None:
+    bar.reset(total=meter.total if math.isfinite(meter.total) else None)
+    bar.total = meter.total if math.isfinite(meter.total) else None
+    bar.initial = 0
+    bar.set_description(description)
+
+
+def _tqdm() -> Any:
+    """tqdm's class, imported when a bar is first drawn, without its thread and its lock between processes."""
+    global _class
+    if _class is None:
+        if in_notebook() and find_spec("ipywidgets"):
+            from tqdm.auto import tqdm
+        else:
+            from tqdm import tqdm
+
+        class Tqdm(tqdm):
+            # one thread of one process draws
+            monitor_interval = 0
+            _lock = threading.RLock()
+
+            @staticmethod
+            def format_num(n: Any) -> str:
+                return number(n)
+
+        _class = Tqdm
+    return _class
+
+
+_class: Any = None

@@ -1,0 +1,290 @@
+"""WeightAveraging: a running average of the weights, shown to validation and left in the model at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class WeightAveraging(Callback):
+    """Keeps an average of the weights beside the model, by default their equal mean over all steps (SWA).
+
+    Validation sees the averaged weights, and the model keeps them when training ends. Until the first update
+    there is no average, and both see the current weights.
+
+    A checkpoint holds the average under ``"state_dict"``, ready for use, the current weights under
+    ``"current_model_state"`` and the number of updates under ``"averaging_state"``, as Lightning's do. A
+    resumed fit takes back all three, bitwise. Every rank averages its own copy of the same weights, so
+    nothing is communicated in a step; buffers, which may differ between ranks, are taken from rank 0 when the
+    average is shown. Sharded models are not supported.
+
+    Override :meth:`should_update` to choose when to average::
+
+        class LateAveraging(WeightAveraging):
+            def should_update(self, step_idx=None, epoch_idx=None):
+                return epoch_idx is not None and epoch_idx >= 75
+
+    Args:
+        device: where the average lives; the model's own device if None. ``"cpu"`` spares GPU memory.
+        use_buffers: average the buffers too (running statistics of BatchNorm); otherwise they are copied.
+        **kwargs: for ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
+
+    Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
+    """
+
+    def __init__(
+        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
+    ) -> None:
+        self._device = device
+        self._use_buffers = use_buffers
+        self._kwargs = kwargs
+        self._average: AveragedModel | None = None
+        self._shown = False
+        self._loaded: dict[str, Any] | None = None
+        self._latest_step = 0
+        self._latest_epoch = -1
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to take the weights of this moment into the average.
+
+        Called after each optimizer step with ``step_idx`` and after each epoch with ``epoch_idx``, both
+        counted from 0. The answer must be the same on all ranks.
+        """
+        return step_idx is not None
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """A new fit begins with a new average."""
+        if stage == "fit":
+            self._average, self._shown, self._loaded = None, False, None
+            self._latest_step, self._latest_epoch = trainer.global_step, -1
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Copy the weights, which by now have their final device and type, or those of the checkpoint."""
+        tensors = nn.Module()
+        for i, parameter in enumerate(_module(pl_module).parameters()):
+            tensors.register_parameter(str(i), parameter)
+        for i, buffer in enumerate(_module(pl_module).buffers()):
+            tensors.register_buffer(f"buffer_{i}", buffer)
+        # AveragedModel copies what it is given: bare tensors, since a module may refer to half the program.
+        # Its counter stays on the CPU, where asking for it does not wait for the device.
+        self._average = AveragedModel(tensors, use_buffers=self._use_buffers, **self._kwargs)
+        self._average.module.to(self._device if self._device is not None else trainer.strategy.root_device)
+        if self._loaded is not None:
+            pairs = self._by_name(pl_module)
+            with torch.no_grad():
+                for name, value in self._loaded["average"].items():
+                    if name in pairs:
+                        pairs[name].copy_(value)
+                self._average.n_averaged.copy_(self._loaded["n_averaged"])
+            self._loaded = None
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update after an optimizer step; most micro-batches of a window bring none."""
+        step = trainer.global_step
+        if step > self._latest_step:
+            self._latest_step = step
+            if self.should_update(step_idx=step - 1):
+                self._update(pl_module)
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Update after an epoch, if asked to."""
+        epoch = trainer.current_epoch
+        if epoch > self._latest_epoch:
+            self._latest_epoch = epoch
+            if self.should_update(epoch_idx=epoch):
+                self._update(pl_module)
+
+    def on_validation_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Show the average to the validation of a fit."""
+        if trainer.state.fn == "fit":
+            self._show(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Go on with the current weights."""
+        if trainer.state.fn == "fit":
+            self._hide(pl_module)
+
+    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Leave the average in the model; the current weights stay here, for later checkpoints."""
+        self._show(trainer, pl_module)
+
+    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+        """A run that ends in the middle of its validation leaves the current weights in the model."""
+        if trainer.state.fn == "fit":
+            self._hide(pl_module)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last step and epoch that were considered."""
+        return {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back; Lightning keeps the step alone."""
+        self._latest_step = state_dict["latest_update_step"]
+        self._latest_epoch = state_dict.get("latest_update_epoch", -1)
+
+    def on_save_checkpoint(
+        self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the average in ``"state_dict"`` and the current weights beside it."""
+        if self._average is None:
+            return
+        in_model, kept = checkpoint["state_dict"], self._by_name(pl_module)
+        here = {name: kept[name].detach() if name in kept else value for name, value in in_model.items()}
+        if not self._has_average():
+            here = in_model
+        average, current = (in_model, here) if self._shown else (here, in_model)
+        checkpoint["state_dict"] = average
+        checkpoint["current_model_state"] = current
+        checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
+
+    def on_load_checkpoint(
+        self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]
+    ) -> None:
+        """On resume, give the model its current weights and keep the average for the start of training.
+
+        Outside a fit the average in ``"state_dict"`` is what shall be used, and what is left of an earlier
+        fit no longer belongs to the model.
+        """
+        if trainer.state.fn != "fit":
+            self._average, self._shown = None, False
+            return
+        if "current_model_state" not in checkpoint:
+            rank_zero_warn(
+                "WeightAveraging: this checkpoint was written without the callback; averaging begins anew "
+                "from its weights."
+            )
+            return
+        self._loaded = {
+            "average": checkpoint["state_dict"],
+            "n_averaged": checkpoint["averaging_state"]["n_averaged"],
+        }
+        # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
+        checkpoint["state_dict"] = checkpoint["current_model_state"]
+        strict = getattr(pl_module, "strict_loading", True)
+        _module(pl_module).load_state_dict(checkpoint["current_model_state"], strict=strict)
+
+    # -- the average ---------------------------------------------------------------------------------------
+
+    def _update(self, pl_module: ModuleView) -> None:
+        assert self._average is not None, "an update before on_train_start"
+        self._average.update_parameters(_module(pl_module))
+
+    def _has_average(self) -> bool:
+        return self._average is not None and int(self._average.n_averaged) > 0
+
+    def _show(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        if self._has_average() and not self._shown:
+            if trainer.world_size > 1:
+                self._take_buffers_of_rank_zero(trainer)
+            self._swap(pl_module)
+            self._shown = True
+
+    def _hide(self, pl_module: ModuleView) -> None:
+        if self._shown:
+            self._swap(pl_module)
+            self._shown = False
+
+    @torch.no_grad()
+    def _swap(self, pl_module: ModuleView) -> None:
+        """Exchange the values, not the tensors: optimizers and gradient buckets hold on to those."""
+        assert self._average is not None
+        for kept, shown in zip(_tensors(self._average.module), _tensors(_module(pl_module)), strict=True):
+            before = shown.detach().clone()
+            shown.copy_(kept)
+            kept.copy_(before)
+
+    @torch.no_grad()
+    def _take_buffers_of_rank_zero(self, trainer: TrainerView) -> None:
+        assert self._average is not None
+        buffers = list(self._average.module.buffers())
+        if buffers:
+            for own, first in zip(
+                buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True
+            ):
+                own.copy_(first)
+
+    def _by_name(self, pl_module: ModuleView) -> Mapping[str, Tensor]:
+        """What is kept here, under all names (tied weights have several) that it has in the model."""
+        assert self._average is not None
+        module = _module(pl_module)
+        kept = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
+        named = chain(
+            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        )
+        return {name: kept[id(tensor)] for name, tensor in named}
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights``.
+
+    Args:
+        device: where the average lives; the model's own device if None.
+        use_buffers: average the buffers too; otherwise they are copied.
+        decay: the share of the old average, between 0 and 1.
+        update_every_n_steps: update after the first and then every n-th optimizer step; 0: not by steps.
+        update_starting_at_step: no update before this step (counted from 0).
+        update_starting_at_epoch: update at the end of each epoch from this one on, too.
+        **kwargs: for ``torch.optim.swa_utils.AveragedModel``.
+
+    Raises:
+        MisconfigurationException: ``decay`` is not between 0 and 1, or ``update_every_n_steps`` is negative.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not 0 <= decay <= 1:
+            raise MisconfigurationException(
+                f"EMAWeightAveraging(decay={decay!r}): it must be between 0 and 1."
+            )
+        if update_every_n_steps < 0:
+            raise MisconfigurationException(
+                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps!r}): it must be at least 0."
+            )
+        super().__init__(device, use_buffers, **{"multi_avg_fn": get_ema_multi_avg_fn(decay), **kwargs})
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Every n-th step from the first allowed one on; the ends of epochs if they were asked for."""
+        if step_idx is not None and self.update_every_n_steps:
+            return (
+                step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+            )
+        return (
+            epoch_idx is not None
+            and self.update_starting_at_epoch is not None
+            and epoch_idx >= self.update_starting_at_epoch
+        )
+
+
+def _module(pl_module: ModuleView) -> nn.Module:
+    return cast(nn.Module, pl_module)
+
+
+def _tensors(module: nn.Module) -> chain[Tensor]:
+    return chain(module.parameters(), module.buffers())

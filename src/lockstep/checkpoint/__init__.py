@@ -1,0 +1,1 @@
+"""Checkpoint files: atomic, hashed, free of code."""

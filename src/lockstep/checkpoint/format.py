@@ -1,0 +1,239 @@
+"""The checkpoint file: torch's zip format, free of code, with a SHA-256 of itself at its end.
+
+Layout: the archive as ``torch.save`` writes it, whose comment (the last field of a zip file) is
+
+    ``LOCKSTEP-SHA256\\0`` (16 bytes), SHA-256 of everything in front of the digest (32 bytes)
+
+so that ``torch.load`` and whatever reads zip files can still read it. The dict in it has the key
+``"lockstep"`` with the version of the format: a file that has the key and not the comment is damaged too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, cast
+
+import torch
+
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.content import readable
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+
+#: Version of the keys and their meaning, in ``checkpoint["lockstep"]["format"]``.
+FORMAT = 1
+#: The key that says that a digest belongs to the file.
+KEY = "lockstep"
+
+_NO_COMMENT = struct.pack("<H", 0)
+_DIGEST_BYTES = 32
+_MARK = b"LOCKSTEP-SHA256\0"
+#: what stands in front of the digest: the length of the comment, and the mark
+_SEAL = struct.pack("<H", len(_MARK) + _DIGEST_BYTES) + _MARK
+_WAY_OUT = "resume from an earlier checkpoint, or fetch the file again"
+
+
+def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
+    """Write `checkpoint` to `path`: whole or not at all, and only if :func:`load` can read it back.
+
+    Tensors, numbers, strings, and dicts, lists, tuples, sets of them are kept. A NumPy number becomes a
+    Python number and an ``AttributeDict`` a dict; what ``torch.serialization.add_safe_globals`` has made
+    known is kept too. The key ``"lockstep"`` (a dict, if given) gets the version of the format.
+
+    Raises:
+        MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
+            message names its key. No file has been touched then.
+        OSError: the file could not be written; the earlier one is whole.
+    """
+    content = readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
+    with storage.replacing(path) as file, ThreadPoolExecutor(1, "sha256") as pool:
+        writer = _HashingWriter(file, pool)
+        try:
+            torch.save(content, cast("IO[bytes]", writer))  # it only writes and flushes
+        except RuntimeError:
+            if writer.error is None:
+                raise
+        if writer.error is not None:  # torch reports a failed write by a position in its own source
+            raise writer.error
+        writer.seal()
+
+
+class _HashingWriter:
+    """Passes on to a file what ``torch.save`` writes, which never goes back, and hashes it on the way."""
+
+    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
+        self.file = file
+        self.error: OSError | None = None
+        self._pool = pool
+        self._hash = hashlib.sha256()
+        self._last = b""  # the last two bytes are held back: the length of the comment will stand there
+
+    def write(self, data: memoryview) -> int:
+        written, kept = len(data), len(_NO_COMMENT)
+        if self.error is None:
+            if written < kept:
+                data = memoryview(self._last + bytes(data))
+            else:
+                self._pass_on(self._last)
+            self._pass_on(data[:-kept])
+            self._last = bytes(data[-kept:])
+        return written
+
+    def _pass_on(self, data: memoryview | bytes) -> None:
+        try:
+            if len(data) > 1 << 20:  # the disk and the hash at the same time
+                hashed = self._pool.submit(self._hash.update, data)
+                try:
+                    self.file.write(data)
+                finally:
+                    hashed.result()  # torch takes its buffer back when this returns
+            else:
+                self._hash.update(data)
+                self.file.write(data)
+        except OSError as error:
+            self.error = error
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed once it is whole."""
+
+    def seal(self) -> None:
+        """Ends the file with the comment that holds the digest."""
+        assert self._last == _NO_COMMENT, "torch.save ended its archive with a comment of its own"
+        self._hash.update(_SEAL)
+        self.file.write(_SEAL + self._hash.digest())
+
+
+def load(
+    path: storage.PathLike, map_location: Any = None, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is whole.
+
+    Args:
+        path: the file, local or a URL.
+        map_location: where its tensors go, as in ``torch.load``.
+        weights_only: False allows the file to run code while it is read: only for a file whose author you
+            trust. Anything else keeps to tensors and plain values.
+
+    Raises:
+        CorruptCheckpoint: the file is truncated or altered, or no checkpoint at all.
+        MisconfigurationException: the file holds objects of other classes: it needs ``weights_only=False``.
+        FileNotFoundError: there is no such file.
+    """
+    name = str(path)
+    try:
+        with storage.reading(path) as file:
+            return _load(file, name, map_location, weights_only is not False)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from error
+
+
+def _load(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    sealed = _check_seal(file, name)
+    if not sealed:
+        _check_archive(file, name)
+    file.seek(0)
+    try:
+        with torch.serialization.safe_globals(_LIGHTNING_DICTS):
+            checkpoint = torch.load(file, map_location=map_location, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        foreign = _foreign_classes(file)
+        if foreign:
+            raise MisconfigurationException(
+                f"The checkpoint {name!r} holds more than tensors and plain values: {', '.join(foreign)}. If "
+                "you trust its author, read it with weights_only=False (code in it may run), or allow these "
+                "classes by torch.serialization.add_safe_globals([...])."
+            ) from error
+        raise CorruptCheckpoint(f"The checkpoint {name!r} is damaged ({error}): {_WAY_OUT}.") from error
+    except (RuntimeError, EOFError, LookupError, UnicodeError, struct.error) as error:
+        # A whole file of ours, or a device that is not here (torch's message tells of map_location).
+        if sealed or "map_location" in str(error):
+            raise
+        raise CorruptCheckpoint(
+            f"The file {name!r} is damaged or no checkpoint ({str(error).splitlines()[0]}): {_WAY_OUT}."
+        ) from error
+    if not isinstance(checkpoint, dict):
+        raise CorruptCheckpoint(
+            f"The file {name!r} holds a {type(checkpoint).__name__}, so it is no checkpoint, which is a "
+            "dict: check the path."
+        )
+    if KEY in checkpoint and not sealed:
+        raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
+    return checkpoint
+
+
+def _check_seal(file: IO[bytes], name: str) -> bool:
+    """Whether the file ends in a digest, which then is right."""
+    length = file.seek(0, 2)
+    covered = length - _DIGEST_BYTES
+    file.seek(max(0, covered - len(_SEAL)))
+    end = file.read()
+    if not (covered >= len(_SEAL) and end.startswith(_SEAL)):
+        return False
+    file.seek(0)
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    while covered > 0:
+        # at most what is left, so that the digest itself stays outside
+        got = file.readinto(buffer[: min(covered, len(buffer))])  # type: ignore[attr-defined]
+        digest.update(buffer[:got])
+        covered -= got
+        if got == 0:
+            break
+    if digest.digest() != end[-_DIGEST_BYTES:]:
+        raise CorruptCheckpoint(
+            f"The checkpoint {name!r} is not as it was written (its bytes do not match the hash in it): "
+            f"{_WAY_OUT}."
+        )
+    return True
+
+
+def _check_archive(file: IO[bytes], name: str) -> None:
+    """Refuses what cannot be a file of ``torch.save``, before any of it is unpickled."""
+    file.seek(0)
+    start = file.read(4)
+    if start != b"PK\x03\x04":
+        what = "is empty" if not start else "was not written by torch.save (since torch 1.6)"
+        raise CorruptCheckpoint(f"The file {name!r} {what}, so it is no checkpoint: check the path.")
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.namelist()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise CorruptCheckpoint(
+            f"The file {name!r} is truncated or damaged ({error}): {_WAY_OUT}."
+        ) from error
+    if not any(member.endswith("/data.pkl") for member in members):
+        raise CorruptCheckpoint(
+            f"The zip file {name!r} is no checkpoint: it has no data.pkl; check the path."
+        )
+
+
+def _foreign_classes(file: IO[bytes]) -> list[str]:
+    """Names in the file that ``weights_only=True`` does not know; empty if its pickle cannot be followed."""
+    file.seek(0)
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # whatever a damaged pickle makes of the scanner: then there is no better answer
+        return []
+
+
+def _plain_dict(module: str) -> type:
+    """A stand-in for the class ``AttributeDict`` of a Lightning module: unpickled, it is a plain dict."""
+    return type("AttributeDict", (), {"__module__": module, "__new__": lambda cls, *args: dict(*args)})
+
+
+#: Nested hyperparameters of Lightning's checkpoints; known by name, so that Lightning need not be installed.
+_LIGHTNING_DICTS: list[Any] = [
+    _plain_dict(module)
+    for module in (
+        "lightning.fabric.utilities.data",
+        "lightning_fabric.utilities.data",
+        "lightning.pytorch.utilities.parsing",
+        "pytorch_lightning.utilities.parsing",
+    )
+]

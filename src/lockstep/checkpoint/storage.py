@@ -1,0 +1,230 @@
+"""Files that are whole or not there: written beside, flushed to the disk, renamed; local or by URL."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+PathLike = str | os.PathLike[str]
+
+#: what the name of a file ends in while it is being written
+UNFINISHED = ".part"
+
+
+def is_remote(path: PathLike) -> bool:
+    """Whether `path` is a URL such as ``s3://bucket/run.ckpt`` (``file://`` is local)."""
+    name = os.fspath(path)
+    return "://" in name and not name.startswith("file://")
+
+
+def _local(path: PathLike) -> Path:
+    return Path(os.fspath(path).removeprefix("file://")).expanduser()
+
+
+def _remote(path: PathLike) -> tuple[Any, str]:
+    """The file system of a URL, and the path on it."""
+    core = importlib.import_module("fsspec.core")  # late: it comes with torch, but costs at import
+    system, name = core.url_to_fs(os.fspath(path))
+    return system, name
+
+
+@contextlib.contextmanager
+def replacing(path: PathLike) -> Iterator[IO[bytes]]:
+    """A binary file to write, which becomes `path` when the block ends without an error.
+
+    Until then, and after an error, whatever was at `path` stays whole. The bytes are on the disk before the
+    file gets its name, so that a machine that loses power leaves the earlier file or the new one. What a
+    killed process left half-written is removed by the next success under the same name. Folders are made.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; the message says which and what is free.
+
+    Example::
+
+        with replacing("run/last.ckpt") as file:
+            file.write(b"...")
+    """
+    if is_remote(path):
+        with _replacing_remote(path) as file:
+            yield file
+        return
+    target = _local(path)
+    # Hidden, in the same folder (a rename is atomic only within a file system), and never the same for two
+    # writers. The name is cut: with all that is added it may not pass the 255 bytes that a name can have.
+    stem = f".{target.name.encode()[:180].decode(errors='ignore')}."
+    beside = target.with_name(f"{stem}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            _lock(file)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(beside, target)
+        _sync_folder(target.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        if isinstance(error, OSError):
+            raise _explained(error, target) from error
+        raise
+    _remove_leftovers(target.parent, stem)
+
+
+@contextlib.contextmanager
+def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
+    # Closing an fsspec file commits what was written, after an error too: so it gets another name first.
+    system, name = _remote(path)
+    beside = f"{name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}"
+    system.makedirs(os.path.dirname(name), exist_ok=True)
+    try:
+        with system.open(beside, "wb") as file:
+            yield file
+        system.mv(beside, name)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            system.rm(beside)
+        raise
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Marks `file` as being written by a process that lives; the mark ends with the process."""
+    with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_leftovers(folder: Path, stem: str) -> None:
+    for name in os.listdir(folder):
+        if name.startswith(stem) and name.endswith(UNFINISHED):
+            with contextlib.suppress(ImportError, OSError):  # OSError: locked by a writer that lives, or gone
+                import fcntl
+
+                with open(folder / name, "rb") as leftover:
+                    fcntl.flock(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(folder / name)
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _explained(error: OSError, target: Path) -> OSError:
+    """`error` as one sentence about the file that was not written."""
+    kept = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with contextlib.suppress(OSError):
+            kept = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {kept}"
+        reason = f"there is no room ({os.strerror(error.errno)}; {kept}): make room, or choose another folder"
+    elif target.is_dir():
+        reason = "there is a folder of this name: choose another name, or move it away"
+    else:
+        cause = error.strerror or str(error)
+        reason = (
+            f"its folder cannot be written ({cause}; {kept}): choose another folder, or change its rights"
+        )
+    return type(error)(error.errno or errno.EIO, f"could not write {str(target)!r}: {reason}")
+
+
+@contextlib.contextmanager
+def reading(path: PathLike) -> Iterator[IO[bytes]]:
+    """A binary file to read, at whose positions one may jump. A remote one is copied to a temporary file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        IsADirectoryError: it is a folder.
+    """
+    if not is_remote(path):
+        with open(_local(path), "rb") as file:
+            yield file
+        return
+    system, name = _remote(path)
+    with system.open(name, "rb") as source, tempfile.TemporaryFile() as copy:
+        shutil.copyfileobj(source, copy, 1 << 22)
+        copy.seek(0)
+        yield copy
+
+
+def exists(path: PathLike) -> bool:
+    """Whether there is a file or folder at `path`; a link that leads nowhere counts as nothing."""
+    if is_remote(path):
+        system, name = _remote(path)
+        return bool(system.exists(name))
+    return _local(path).exists()
+
+
+def size(path: PathLike) -> int:
+    """Bytes of the file at `path`."""
+    if is_remote(path):
+        system, name = _remote(path)
+        return int(system.size(name))
+    return _local(path).stat().st_size
+
+
+def names(folder: PathLike) -> list[str]:
+    """Sorted names of what is in `folder`, but for files being written; none if there is no folder."""
+    if is_remote(folder):
+        system, name = _remote(folder)
+        entries = system.ls(name, detail=False) if system.isdir(name) else []
+        found = [os.path.basename(entry.rstrip("/")) for entry in entries]
+    else:
+        found = os.listdir(_local(folder)) if _local(folder).is_dir() else []
+    return sorted(name for name in found if not name.endswith(UNFINISHED))
+
+
+def remove(path: PathLike) -> None:
+    """Deletes the file or link at `path`; nothing happens if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        if is_remote(path):
+            system, name = _remote(path)
+            system.rm(name)
+        else:
+            _local(path).unlink()
+
+
+def link(path: PathLike, target: PathLike) -> None:
+    """Makes `path` a relative symbolic link to the local file `target`, in place of what had that name."""
+    place, destination = _local(path).absolute(), _local(target).absolute()
+    beside = place.with_name(f".{place.name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
+    with contextlib.suppress(FileNotFoundError):
+        beside.unlink()
+    beside.symlink_to(os.path.relpath(destination, place.parent))
+    os.replace(beside, place)
+
+
+def check_writable(folder: PathLike) -> None:
+    """Checks, without making anything, that files can be written to `folder` or to where it will be made.
+
+    Raises:
+        OSError: they cannot; the message says what stands in the way. URLs are not checked.
+    """
+    if is_remote(folder):
+        return
+    place = _local(folder).absolute()
+    ancestor = place
+    while not ancestor.exists() and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"the folder {str(place)!r} cannot be made, since {str(ancestor)!r} is a file"
+        )
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise PermissionError(
+            errno.EACCES,
+            f"the folder {str(place)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose "
+            "another",
+        )

@@ -1,0 +1,1 @@
+"""Who this process is among the ranks: one file per cluster, pure functions of the environment."""

@@ -1,0 +1,73 @@
+"""Ranks on this machine, or on several by hand: one call of the script on each node.
+
+The variables are those that Lightning's own launch uses, so that scripts which look at them behave alike:
+``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.cluster.base import World, read_number
+from lockstep.ground.errors import MisconfigurationException
+
+
+def is_started(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a rank that a launch made, this one's own or another's."""
+    return "LOCAL_RANK" in environ
+
+
+def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> World:
+    """The world of ``devices`` ranks on each of ``num_nodes`` nodes, as this process sees it.
+
+    A process that no launch made is local rank 0 of its node, and its port is 0 ("choose one") if the
+    environment names none.
+
+    Args:
+        environ: the environment.
+        devices: ranks on each node.
+        num_nodes: how many nodes; from two on, somebody has set ``NODE_RANK``, ``MASTER_ADDR`` and
+            ``MASTER_PORT`` on each.
+
+    Raises:
+        MisconfigurationException: a missing variable, or one that contradicts the flags.
+    """
+    size = devices * num_nodes
+    started_size = read_number(environ, "WORLD_SIZE", default=size)
+    if is_started(environ) and started_size != size:
+        raise MisconfigurationException(
+            f"devices={devices}, num_nodes={num_nodes} make {size} rank(s), but {started_size} were started "
+            f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script, "
+            "or unset LOCAL_RANK"
+        )
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if "GROUP_RANK" in environ and "NODE_RANK" in missing:
+        missing.remove("NODE_RANK")
+    if num_nodes > 1 and missing:
+        raise MisconfigurationException(
+            f"num_nodes={num_nodes}, but {', '.join(missing)} is not set: start the script once on each "
+            "node, with MASTER_ADDR and MASTER_PORT naming a free port of the first, and NODE_RANK=0, 1, ..."
+        )
+    node_rank = read_number(environ, "NODE_RANK", default=read_number(environ, "GROUP_RANK", default=0))
+    local_rank = read_number(environ, "LOCAL_RANK", default=0)
+    return World(
+        rank=node_rank * devices + local_rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=devices,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=read_number(environ, "MASTER_PORT", default=0),
+    )
+
+
+def rank_variables(world: World) -> dict[str, str]:
+    """The environment variables by which `local_world` finds this world again."""
+    return {
+        "LOCAL_RANK": str(world.local_rank),
+        "NODE_RANK": str(world.node_rank),
+        "WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": world.address,
+        "MASTER_PORT": str(world.port),
+    }

@@ -1,0 +1,1 @@
+"""The order of data, samplers and data modules."""

@@ -1,0 +1,240 @@
+"""LightningDataModule: the data of a project in one class, with its hooks."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from typing_extensions import Self
+
+from lockstep.ground.device import move_data_to_device
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import AttributeDict, HyperparametersMixin
+from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from lockstep.ground.view import TrainerView
+
+# Where Lightning has kept the class of its hyperparameters; checkpoints name it.
+_ATTRIBUTE_DICTS = [
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+]
+
+
+class LightningDataModule(HyperparametersMixin):
+    """The data of a project: download, split, transforms and loaders, apart from the model.
+
+    The Trainer calls ``prepare_data`` in one process of a node, then in every process ``setup(stage)``, the
+    loader hooks that the stage needs, and at the end ``teardown(stage)``; ``stage`` is "fit", "validate",
+    "test" or "predict". Loaders are plain ones: lockstep shares their samples over the ranks.
+
+    Example::
+
+        class Digits(LightningDataModule):
+            def __init__(self, batch_size: int = 32):
+                super().__init__()
+                self.save_hyperparameters()
+
+            def setup(self, stage):
+                self.train, self.val = make_datasets()
+
+            def train_dataloader(self):
+                return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+
+            def val_dataloader(self):
+                return DataLoader(self.val, self.hparams.batch_size)
+    """
+
+    #: under which a logger notes this data module's settings
+    name: str | None = None
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        #: the Trainer that this data module is attached to
+        self.trainer: TrainerView | None = None
+        #: ``prepare_data`` runs once on every node (True) or once in all (False)
+        self.prepare_data_per_node: bool = True
+        #: a loader without samples is no error where there are several devices
+        self.allow_zero_length_dataloader_with_multiple_devices: bool = False
+
+    # -- in the order in which the Trainer calls them
+
+    def prepare_data(self) -> None:
+        """Download, tokenize, write to disk. Runs in one process: others would lack attributes set here."""
+
+    def setup(self, stage: str) -> None:
+        """Build data sets and splits. Runs in every process."""
+
+    def train_dataloader(self) -> TRAIN_DATALOADERS:
+        """The training loader; or a dict, list or `CombinedLoader` of several."""
+        raise self._missing("train_dataloader", "fit")
+
+    def val_dataloader(self) -> EVAL_DATALOADERS:
+        """The validation loader, or a list of several."""
+        raise self._missing("val_dataloader", "validate")
+
+    def test_dataloader(self) -> EVAL_DATALOADERS:
+        """The test loader, or a list of several."""
+        raise self._missing("test_dataloader", "test")
+
+    def predict_dataloader(self) -> EVAL_DATALOADERS:
+        """The loader that predictions are made for, or a list of several."""
+        raise self._missing("predict_dataloader", "predict")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it goes to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device; for batches that are no nest of tensors, dicts, lists and tuples."""
+        return move_data_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device."""
+        return batch
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Clean up after a run that failed."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage. Runs in every process."""
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep of this data module."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` gave."""
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | PathLike[str] | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | PathLike[str] | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A data module with the hyperparameters that a checkpoint holds for it, and its state.
+
+        Args:
+            checkpoint_path: a checkpoint file, or an open one.
+            map_location: as in `torch.load`.
+            hparams_file: a YAML file whose hyperparameters stand in for the checkpoint's.
+            weights_only: False lets the file run code when it is loaded; only for files you trust.
+            kwargs: arguments of ``__init__`` that go before those of the checkpoint.
+
+        Raises:
+            MisconfigurationException: the file holds more than tensors and plain values.
+        """
+        checkpoint = _read(checkpoint_path, map_location, weights_only is None or weights_only)
+        saved = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+        if hparams_file is not None:
+            import yaml  # type: ignore[import-untyped]
+
+            with open(hparams_file, encoding="utf-8") as file:
+                saved = yaml.safe_load(file) or {}
+        whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+        parameters = inspect.signature(cls.__init__).parameters
+        if (
+            whole in parameters and whole != "kwargs"
+        ):  # __init__ took one dict or Namespace that held them all
+            arguments: dict[str, Any] = {str(whole): AttributeDict(saved), **kwargs}
+        elif any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            arguments = {**saved, **kwargs}
+        else:
+            arguments = {**{key: value for key, value in saved.items() if key in parameters}, **kwargs}
+        datamodule = cls(**arguments)
+        state = checkpoint.get(cls.__qualname__)
+        if state:
+            datamodule.load_state_dict(state)
+        return datamodule
+
+    # -- without a class of one's own
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Dataset[Any] | Iterable[Dataset[Any]] | None = None,
+        val_dataset: Dataset[Any] | Iterable[Dataset[Any]] | None = None,
+        test_dataset: Dataset[Any] | Iterable[Dataset[Any]] | None = None,
+        predict_dataset: Dataset[Any] | Iterable[Dataset[Any]] | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """A data module around data sets; a dict or list of data sets becomes one of loaders.
+
+        Args:
+            train_dataset: shuffled, unless it is iterable.
+            val_dataset: in order, as the next two.
+            test_dataset: see ``val_dataset``.
+            predict_dataset: see ``val_dataset``.
+            batch_size: of every loader, on each rank; also handed to ``__init__`` if that takes it.
+            num_workers: likewise.
+            datamodule_kwargs: for ``__init__``.
+        """
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        taken = {name: value for name, value in sizes.items() if takes_any or name in parameters}
+        datamodule = cls(**datamodule_kwargs, **taken)
+
+        def loaders_of(datasets: Any, shuffle: bool) -> Callable[[], Any]:
+            def make(dataset: Dataset[Any]) -> DataLoader[Any]:
+                mixed = shuffle and not isinstance(dataset, IterableDataset)
+                pinned = torch.cuda.is_available()
+                return DataLoader(
+                    dataset, batch_size, shuffle=mixed, num_workers=num_workers, pin_memory=pinned
+                )
+
+            def hook() -> Any:
+                if isinstance(datasets, Mapping):
+                    return {name: make(dataset) for name, dataset in datasets.items()}
+                if isinstance(datasets, list | tuple):
+                    return [make(dataset) for dataset in datasets]
+                return make(datasets)
+
+            return hook
+
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, datasets in given.items():
+            if datasets is not None:
+                setattr(datamodule, f"{stage}_dataloader", loaders_of(datasets, stage == "train"))
+        return datamodule
+
+    # -- inside
+
+    def _missing(self, hook: str, stage: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"{type(self).__name__} has no {hook}(): define it to return a DataLoader, or hand loaders to "
+            f"trainer.{stage}() directly."
+        )
+
+
+def _read(path: Any, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    """A checkpoint as a dict; Lightning's class of hyperparameters is read as :class:`AttributeDict`."""
+    names: list[Any] = [AttributeDict, *((AttributeDict, name) for name in _ATTRIBUTE_DICTS)]
+    try:
+        with torch.serialization.safe_globals(names):
+            loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise MisconfigurationException(
+            f"load_from_checkpoint({path!r}): the file holds more than tensors and plain values ({error}). "
+            "If you trust where it comes from, load it with weights_only=False."
+        ) from error
+    return loaded

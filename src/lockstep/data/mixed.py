@@ -1,0 +1,108 @@
+"""Mixed: several sources drawn from side by side, one batch of each for a micro-batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from lockstep.data.combined import LENGTHS, rows
+from lockstep.data.source import Source
+
+
+class Mixed(Source):
+    """Several sources in one of the modes of `CombinedLoader` but ``"sequential"``.
+
+    A micro-batch weighs what the heaviest of its parts weighs.
+
+    Args:
+        parts: the sources.
+        spec: the nest that their batches come in.
+        mode: ``"min_size"``, ``"max_size"`` or ``"max_size_cycle"``.
+        limits: at most so many micro-batches of each part's pass.
+    """
+
+    def __init__(
+        self, parts: list[Source], spec: TreeSpec, mode: str, limits: Sequence[int | float] | None = None
+    ) -> None:
+        self._parts = parts
+        self._spec = spec
+        self._mode = mode
+        self._limits = limits or [math.inf] * len(parts)
+        self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
+        self.rank = parts[0].rank
+        self.length = LENGTHS[mode](self._lengths)
+        self.fixed = all(part.fixed for part in parts)
+        # A sampler of the user's that begins anew is ahead of the loader, and its passes overlap.
+        self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
+        self.even = int(min(map(min, [part.even for part in parts], self._lengths)))
+        self.batch = max(part.batch for part in parts)
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        for row in self._rows([part.open for part in self._parts], epoch, start, stop):
+            yield tree_unflatten(row, self._spec)
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        for row in self._rows([part.weighed for part in self._parts], epoch, start, stop):
+            weight = max(item[1] for item in row if item is not None)
+            yield tree_unflatten([None if item is None else item[0] for item in row], self._spec), weight
+
+    def has(self, number: int) -> bool:
+        if self._mode == "max_size_cycle":
+            return number < self.length
+        parts = zip(self._parts, self._lengths, strict=True)
+        some = all if self._mode == "min_size" else any
+        return some(number < length and part.has(number) for part, length in parts)
+
+    def weights(self, number: int) -> Sequence[float]:
+        found = []
+        for part, length in zip(self._parts, self._lengths, strict=True):
+            local = number % int(length) if self._mode == "max_size_cycle" else number
+            if local < length and part.has(local):
+                found.append(part.weights(local))
+        return [max(weights) for weights in zip(*found, strict=True)]
+
+    def leaves(self) -> list[Source]:
+        return [leaf for part in self._parts for leaf in part.leaves()]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._mode == "max_size_cycle":
+            return {}  # a state does not tell how often its loader has begun anew: read again
+        states = [part.state_dict() for part in self._parts]
+        return {"parts": states} if any(states) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, of_part in zip(self._parts, state.get("parts", []), strict=False):
+            part.load_state_dict(of_part)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _rows(
+        self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
+    ) -> Iterator[list[Any]]:
+        """The parts' batches side by side, from row ``start`` on."""
+        cycles = self._mode == "max_size_cycle"
+        if cycles and any(map(math.isinf, self._lengths)):
+            begin, skip = 0, start  # where a part's later pass begins shows only on reading
+        else:
+            begin, skip = start, 0
+        places = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
+
+        def opener(number: int) -> Callable[[int], Iterator[Any]]:
+            first_turn, first_start = places[number]
+            limit = min(self._limits[number], stop)
+
+            def open_pass(turn: int) -> Iterator[Any]:
+                at = first_start if turn == first_turn else 0
+                opened = open_part[number](epoch, turn, at, limit)
+                return opened if math.isinf(limit) else itertools.islice(opened, max(0, int(limit) - at))
+
+            return open_pass
+
+        openers = [opener(number) for number in range(len(self._parts))]
+        yield from itertools.islice(rows(openers, self._mode, [turn for turn, _ in places]), skip, None)

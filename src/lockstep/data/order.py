@@ -1,0 +1,151 @@
+"""The order of data as a function of (seed, epoch, position), in constant memory and time for any length."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Order = Callable[[Tensor], Tensor]
+"""Positions in an epoch (int64, any shape) to indices into the data set (same shape)."""
+
+SMALL = 1 << 16
+"""Up to this many samples a permutation is a table (Fisher and Yates); above it, a function."""
+
+_ROUNDS = 8
+_MASK62 = (1 << 62) - 1
+_MASK64 = (1 << 64) - 1
+# Odd multipliers of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers for torch.
+_M1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_M2 = 0x94D049BB133111EB - (1 << 64)
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def make_key(*parts: int | str) -> int:
+    """A 64-bit key that changes wholly when any part does, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def mix(key: int, position: int) -> int:
+    """64 well-mixed bits of a key and a position: one output of splitmix64 in plain integers, under 1 us."""
+    x = (key + (position + 1) * _GOLDEN) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def generator(key: int) -> torch.Generator:
+    """A CPU generator of its own, seeded with a key."""
+    made = torch.Generator()
+    made.manual_seed(key)
+    return made
+
+
+def sequential(positions: Tensor) -> Tensor:
+    """The order of a loader that does not shuffle."""
+    return positions
+
+
+class Shuffled:
+    """A keyed permutation of ``range(n)``; positions from ``n`` on go on into further, fresh permutations.
+
+    Args:
+        n: number of samples, at least 1.
+        key: 64 bits, from :func:`make_key`; another key is another permutation.
+
+    Example:
+        >>> order = Shuffled(10**9, make_key(42, 0))
+        >>> order(torch.arange(4)).shape
+        torch.Size([4])
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        self.n = n
+        self.key = key
+        self._pass = -1
+        self._permutation: Order = sequential
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        flat = positions.reshape(-1)
+        if flat.numel() == 0:
+            return positions
+        first, last = int(flat.min()) // self.n, int(flat.max()) // self.n
+        if first == last:
+            return self._on_pass(first)(positions - first * self.n if first else positions)
+        out = torch.empty_like(flat)
+        for number in range(first, last + 1):
+            here = (flat >= number * self.n) & (flat < (number + 1) * self.n)
+            out[here] = self._on_pass(number)(flat[here] - number * self.n)
+        return out.reshape(positions.shape)
+
+    def _on_pass(self, number: int) -> Order:
+        if number != self._pass:
+            key = self.key if number == 0 else make_key(self.key, "pass", number)
+            self._permutation = table(self.n, key) if self.n <= SMALL else Feistel(self.n, key)
+            self._pass = number
+        return self._permutation
+
+
+def table(n: int, key: int) -> Order:
+    """A permutation drawn by Fisher and Yates' shuffle from a generator of its own; for moderate lengths."""
+    indices = torch.randperm(n, generator=generator(key))
+    return lambda positions: indices[positions]
+
+
+class Feistel:
+    """A keyed permutation of ``range(n)`` without a table, for any ``n`` below 2**62.
+
+    A Feistel network over pairs (left, right) of ``a x b >= n`` values, ``a`` and ``b`` near the root of
+    ``n``, that adds modulo ``a`` and ``b`` in turn; a value that leaves ``range(n)`` is sent through again
+    until it is back (cycle walking; at most about one in ``sqrt(n)`` values does). Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. Vectorised: about 0.1 us a sample.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        self.n = n
+        self.a = math.isqrt(n - 1) + 1
+        self.b = -(-n // self.a)
+        self.keys = [mix(key, number) & _MASK62 for number in range(_ROUNDS)]
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        out = self._network(positions)
+        outside = (out >= self.n).nonzero(as_tuple=True)
+        while outside[0].numel():
+            again = self._network(out[outside])
+            out[outside] = again
+            outside = tuple(axis[again >= self.n] for axis in outside)
+        return out
+
+    def _network(self, values: Tensor) -> Tensor:
+        left = torch.div(values, self.b, rounding_mode="trunc")
+        right = values - left * self.b
+        for number, key in enumerate(self.keys):
+            if number % 2 == 0:
+                left = scramble(right, key).add_(left).remainder_(self.a)
+            else:
+                right = scramble(left, key).add_(right).remainder_(self.b)
+        return left.mul_(self.b).add_(right)
+
+
+def scramble(values: Tensor, key: int) -> Tensor:
+    """A new tensor of 61 well-mixed bits for each int64 value: the finisher of splitmix64."""
+    x = (values + key).mul_(_M1)
+    x.bitwise_xor_((x >> 29).bitwise_and_((1 << 35) - 1))
+    x.mul_(_M2)
+    x.bitwise_xor_((x >> 32).bitwise_and_((1 << 32) - 1))
+    return x.bitwise_and_((1 << 61) - 1)
+
+
+class WithReplacement:
+    """Every position draws an index from ``range(n)`` on its own, uniformly."""
+
+    def __init__(self, n: int, key: int) -> None:
+        self.n = n
+        self.key = key & _MASK62
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return scramble(scramble(positions, self.key), self.key ^ 1).remainder_(self.n)

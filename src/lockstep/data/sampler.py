@@ -1,0 +1,327 @@
+"""Schedules: the samples that a rank draws for each micro-batch of an epoch, and how many the others draw."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from lockstep.data.cut import Cut, even_span
+from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
+from lockstep.data.randomness import Lane, SeededIndex, SeededIndices
+
+_BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
+_DRAW = 512  # positions asked of a user's sampler at once
+
+
+class Schedule(ABC):
+    """What one rank draws in an epoch, micro-batch by micro-batch.
+
+    A source calls :meth:`begin` once for each pass over the data and iterates :meth:`draw` (perhaps ahead of
+    training, to keep loader workers busy); the feed asks :meth:`has` and :meth:`weights` in ascending order.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        key: 64 bits that stand for (seed, loader).
+        borrow: give a rank whose part of a global batch is empty one sample of another's part (training).
+        quiet: fetching draws no random numbers, so that indices need not seed any.
+    """
+
+    length: int | float
+    """Number of micro-batches of the rank that has most of them; infinite where that is not known."""
+    even: int = 0
+    """At least so many leading micro-batches hold ``batch`` samples on every rank."""
+    batch: int = 1
+
+    def __init__(self, rank: int, size: int, *, key: int, borrow: bool, quiet: bool) -> None:
+        self.rank = rank
+        self.size = size
+        self.key = key
+        self.borrow = borrow
+        self.quiet = quiet
+        self.epoch_key = 0
+
+    def begin(self, epoch: int, turn: int, start: int) -> None:
+        """Gets ready to draw from micro-batch ``start`` on; ``turn`` counts passes within the epoch."""
+        self.epoch_key = make_key(self.key, "draw", epoch, turn)
+
+    @abstractmethod
+    def has(self, number: int) -> bool:
+        """Whether any rank draws samples for this micro-batch."""
+
+    @abstractmethod
+    def weights(self, number: int) -> Sequence[int]:
+        """How many samples each rank draws for this micro-batch; 0 where a rank's sample is borrowed."""
+
+    @abstractmethod
+    def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        """This rank's indices of each micro-batch from ``start`` up to ``stop``."""
+
+    def _seeding(self, indices: list[int], first: int) -> list[int]:
+        return indices if self.quiet else SeededIndices(indices, self.epoch_key, first)
+
+
+class Ordered(Schedule):
+    """A schedule from an order that is a function: nothing is stored or sent, and any start costs the same.
+
+    Args:
+        cut: how positions are cut.
+        order: ``order(epoch, turn)`` is the order of a pass.
+        alone: indices come one by one, as a loader with ``batch_size=None`` wants them (``cut.batch`` is 1).
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        order: Callable[[int, int], Order],
+        rank: int,
+        *,
+        key: int,
+        borrow: bool,
+        quiet: bool,
+        alone: bool = False,
+    ) -> None:
+        super().__init__(rank, cut.size, key=key, borrow=borrow, quiet=quiet)
+        self.cut = cut
+        self.alone = alone
+        self.length = cut.length
+        self.even = cut.full
+        self.batch = cut.batch
+        self._order_of = order
+        self._order: Order = sequential
+        self._start = 0
+
+    def begin(self, epoch: int, turn: int, start: int) -> None:
+        super().begin(epoch, turn, start)
+        self._order = self._order_of(epoch, turn)
+        self._start = start
+
+    def has(self, number: int) -> bool:
+        return number < self.length
+
+    def weights(self, number: int) -> Sequence[int]:
+        return self.cut.weights(number)
+
+    def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        for indices, first in self._parts(int(min(stop, self.length))):
+            if not self.alone:
+                yield self._seeding(indices, first)
+            elif self.quiet:
+                yield indices[0]
+            else:
+                yield SeededIndex.make(indices[0], self.epoch_key, first)
+
+    def _parts(self, stop: int) -> Iterator[tuple[list[int], int]]:
+        """(indices, position of the first) of this rank's part of each micro-batch."""
+        cut, full = self.cut, min(self.cut.full, stop)
+        at_once = max(1, _BLOCK // cut.batch)
+        within = torch.arange(cut.batch)
+        for begin in range(self._start, full, at_once):
+            end = min(begin + at_once, full)
+            firsts = torch.arange(begin, end).mul_(cut.batch * cut.size).add_(self.rank * cut.batch)
+            yield from zip(self._order(firsts.unsqueeze(1) + within).tolist(), firsts.tolist(), strict=True)
+        if max(full, self._start) < stop:
+            first, end = cut.span(cut.full, self.rank)
+            if first == end and self.borrow:
+                first = cut.full * cut.batch * cut.size
+                end = first + 1
+            if first < end:
+                yield self._order(torch.arange(first, end)).tolist(), first
+
+
+class Drawn(Schedule):
+    """A schedule from a sampler or batch sampler of the user's, drawn on every rank alike.
+
+    It is drawn under generators seeded by (seed, epoch), apart from those of training; its positions are cut
+    like ours. Of a batch sampler every rank takes each ``size``-th batch. The user's ``set_epoch`` is called.
+
+    Args:
+        sampler: yields indices; or lists of them where ``size_of_batch`` is None (a batch sampler).
+        size_of_batch: indices that make a full micro-batch.
+        drop_last: leave out the last global batch if it is not full.
+        alone: the data set is asked for one index at a time (a loader with ``batch_size=None``).
+        agreed: makes the seed of a generator that the sampler holds the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        rank: int,
+        size: int,
+        *,
+        key: int,
+        borrow: bool,
+        quiet: bool,
+        size_of_batch: int | None,
+        drop_last: bool = False,
+        alone: bool = False,
+        agreed: Callable[[int], int] = int,
+    ) -> None:
+        super().__init__(rank, size, key=key, borrow=borrow, quiet=quiet)
+        self.sampler = sampler
+        self.size_of_batch = size_of_batch
+        self.drop_last = drop_last
+        self.alone = alone
+        count = length_of(sampler)
+        self.length = math.inf if count is None else Cut(count, size_of_batch or 1, size, drop_last).length
+        self._unit = size * (size_of_batch or 1)
+        held = [found for holder in holders(sampler) if (found := own_generator(holder)) is not None]
+        self._generators = [(found, agreed(found.initial_seed())) for found in dict.fromkeys(held)]
+        self._lane = Lane(0)
+        self._iterator: Iterator[Any] = iter(())
+        self._mine: deque[tuple[list[int], int]] = (
+            deque()
+        )  # (indices, position of the first), not yet handed out
+        self._weights: dict[int, list[int]] = {}  # of each rank, by micro-batch, not yet asked for
+        self._reached = 0  # micro-batches pulled from the sampler so far
+        self._start = 0
+
+    def begin(self, epoch: int, turn: int, start: int) -> None:
+        super().begin(epoch, turn, start)
+        for holder in holders(self.sampler):
+            call_set_epoch(holder, epoch)
+        seeds = [(made, make_key(seed, epoch, turn)) for made, seed in self._generators]
+        self._lane = Lane(make_key(self.key, "sampler", epoch, turn), seeds)
+        with self._lane:
+            self._iterator = iter(self.sampler)
+            for _ in itertools.islice(self._iterator, start * self._unit):
+                pass
+        self._mine.clear()
+        self._weights.clear()
+        self._reached = self._start = start
+
+    def has(self, number: int) -> bool:
+        while self._reached <= number:
+            if not self._pull():
+                return False
+        return True
+
+    def weights(self, number: int) -> Sequence[int]:
+        reached = self.has(number)
+        assert reached, f"micro-batch {number} was asked of a sampler that has ended"
+        return self._weights.pop(number)
+
+    def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        number = self._start
+        while number < stop and (self._mine or self.has(number)):
+            number += 1
+            if not self._mine:
+                continue  # this rank has no part of the last global batch
+            indices, first = self._mine.popleft()
+            if not self.alone:
+                yield self._seeding(indices, first)
+            else:
+                yield indices[0] if self.quiet else SeededIndex.make(indices[0], self.epoch_key, first)
+
+    def _pull(self) -> bool:
+        """Draws the next few global batches; whether there were any."""
+        with self._lane:
+            drawn = list(itertools.islice(self._iterator, self._unit * max(1, _DRAW // self._unit)))
+        before = self._reached
+        for start in range(0, len(drawn), self._unit):
+            parts = self._parts(drawn[start : start + self._unit])
+            if parts is not None:
+                self._take(parts)
+        return self._reached > before
+
+    def _parts(self, drawn: list[Any]) -> list[list[int]] | None:
+        """Each rank's part of a global batch; None if it is to be dropped."""
+        if self.size_of_batch is None:
+            return [list(part) for part in drawn] + [[] for _ in range(self.size - len(drawn))]
+        if len(drawn) == self._unit:
+            size = self.size_of_batch
+            return [drawn[start : start + size] for start in range(0, len(drawn), size)]
+        if self.drop_last:
+            return None
+        return [drawn[slice(*even_span(len(drawn), self.size, rank))] for rank in range(self.size)]
+
+    def _take(self, parts: list[list[int]]) -> None:
+        mine, number = parts[self.rank], self._reached
+        if self.size_of_batch is None:
+            first = (number * self.size + self.rank) << 20  # batches of unknown size: positions far apart
+        else:
+            first = number * self._unit + sum(map(len, parts[: self.rank]))
+        if not mine and self.borrow:
+            mine = next(part for part in parts if part)[:1]
+        if mine:
+            self._mine.append((mine, first))
+        self._weights[number] = [len(part) for part in parts]
+        self._reached += 1
+
+
+class OwnShare(Schedule):
+    """A schedule from a `DistributedSampler` of the user's, which has cut the data for this rank itself."""
+
+    def __init__(self, drawn: Drawn, size: int) -> None:
+        super().__init__(drawn.rank, size, key=drawn.key, borrow=False, quiet=drawn.quiet)
+        self._drawn = drawn
+        self.length = drawn.length
+
+    def begin(self, epoch: int, turn: int, start: int) -> None:
+        self._drawn.begin(epoch, turn, start)
+
+    def has(self, number: int) -> bool:
+        return self._drawn.has(number)
+
+    def weights(self, number: int) -> Sequence[int]:
+        return list(self._drawn.weights(number)) * self.size
+
+    def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        return self._drawn.draw(stop)
+
+
+def order_of(
+    sampler: object, n: int, *, seed: int, key: int, torch_order: bool
+) -> Callable[[int, int], Order] | None:
+    """The order, given (epoch, turn), that stands for one of torch's plain samplers; None for any other.
+
+    Args:
+        sampler: a loader's.
+        n: length of the data set.
+        seed: of the run.
+        key: stands for (seed, loader).
+        torch_order: shuffle by `torch.randperm` with a generator seeded by ``seed + epoch``.
+    """
+    if type(sampler) is SequentialSampler:
+        return lambda epoch, turn: sequential
+    if type(sampler) is not RandomSampler:
+        return None
+    if sampler.replacement:
+        return lambda epoch, turn: WithReplacement(n, make_key(key, "replacement", epoch, turn))
+    if torch_order:
+        return (lambda epoch, turn: table(n, seed + epoch + turn)) if sampler.num_samples <= n else None
+    return lambda epoch, turn: Shuffled(n, make_key(key, "shuffle", epoch, turn))
+
+
+def length_of(sized: object) -> int | None:
+    """``len()`` of something, or None where it has none."""
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def holders(sampler: object) -> list[object]:
+    """A (batch) sampler and the sampler inside it, where there is one."""
+    inner = getattr(sampler, "sampler", None)
+    return [sampler] if inner is None else [sampler, inner]
+
+
+def own_generator(sampler: object) -> torch.Generator | None:
+    """The CPU generator that a sampler was given by the user."""
+    found = getattr(sampler, "generator", None)
+    return found if isinstance(found, torch.Generator) and found.device.type == "cpu" else None
+
+
+def call_set_epoch(target: object, epoch: int) -> None:
+    """Tells a sampler or data set of the user's which epoch begins, if it wants to know."""
+    set_epoch = getattr(target, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)

@@ -1,0 +1,420 @@
+"""Sources: one loader as one rank draws from it, pass after pass."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from lockstep.data.combined import end_workers
+from lockstep.data.cut import Cut
+from lockstep.data.order import generator, make_key
+from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
+from lockstep.data.sampler import (
+    Drawn,
+    Ordered,
+    OwnShare,
+    Schedule,
+    call_set_epoch,
+    holders,
+    length_of,
+    order_of,
+    own_generator,
+)
+from lockstep.data.stream import Counting, Shard, WatchedInit, stream_length
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.seed import isolate_rng, random_states, set_random_states
+
+SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What every source of a stage is made with."""
+
+    rank: int
+    size: int
+    seed: int
+    stage: str
+    borrow: bool
+    """Training: every rank takes the same number of micro-batches. Else: no sample is drawn twice."""
+    distribute: bool = True
+    """Share the loaders out over the ranks; else each rank iterates what it was given."""
+    torch_order: bool = False
+    """Shuffle by torch's own permutation."""
+    gather: Callable[[Tensor], Tensor] | None = None
+    """Every rank's tensor, stacked; None where there is but one rank."""
+
+    def agreed(self, seed: int) -> int:
+        """Rank 0's seed."""
+        return seed if self.gather is None else int(self.gather(torch.tensor(seed & SEED_BITS))[0])
+
+
+class Source(ABC):
+    """One loader as one rank draws from it.
+
+    Where ``ahead`` is true, the length and the weights of micro-batches are known before they are fetched, by
+    ``has`` and ``weights``; else only :meth:`weighed` tells, batch by batch.
+    """
+
+    ahead: bool
+    fixed: bool = False
+    """``weights`` may be asked at any time and in any order, not only once and ascending."""
+    length: int | float
+    """Micro-batches of a pass on the rank that has most; infinite where it is not known."""
+    even: int = 0
+    """In at least so many leading micro-batches every rank draws ``batch`` samples."""
+    batch: int = 1
+    rank: int
+
+    @abstractmethod
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        """Begins a pass: this rank's micro-batches from ``start`` on; from ``stop`` on none is wanted.
+
+        ``turn`` counts the passes within an epoch.
+        """
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        """As :meth:`open`, with the number of samples drawn for each micro-batch."""
+        for number, batch in enumerate(self.open(epoch, turn, start, stop), start):
+            yield batch, float(self.weights(number)[self.rank])
+
+    def has(self, number: int) -> bool:
+        """Whether any rank has this micro-batch."""
+        return number < self.length
+
+    def weights(self, number: int) -> Sequence[float]:
+        """Number of samples that each rank draws for a micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
+
+    def leaves(self) -> list[Source]:
+        """The sources of single loaders that this one is made of."""
+        return [self]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes, besides the position, to go on from here; empty if nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """For the next pass that is opened."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends loader workers."""
+
+
+class Indexed(Source):
+    """A loader over a map-style data set, whose indices a schedule of ours deals out.
+
+    The user's loader stays as it is: a shallow copy of it (its class, attributes, data set, workers'
+    settings) gets another batch sampler and a generator of its own.
+    """
+
+    ahead = True
+
+    def __init__(self, loader: DataLoader[Any], schedule: Schedule, draft: Draft, key: int) -> None:
+        self.rank = draft.rank
+        self.fixed = isinstance(schedule, Ordered)
+        self._schedule = schedule
+        self._key = key
+        self.length = schedule.length
+        self.even = schedule.even
+        self.batch = schedule.batch
+        self._quiet = schedule.quiet
+        self._own_process = loader.num_workers == 0
+        self._stop: int | float = math.inf
+        dealt = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._copy = copy_loader(loader, **{dealt: _Lists(self)})
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        self._schedule.begin(epoch, turn, start)
+        self._stop = stop
+        self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
+        iterator = iter(self._copy)
+        return apart(iterator) if self._own_process and not self._quiet else iterator
+
+    def has(self, number: int) -> bool:
+        return self._schedule.has(number)
+
+    def weights(self, number: int) -> Sequence[float]:
+        return self._schedule.weights(number)
+
+    def lists(self) -> Iterator[Any]:
+        """What the copy's batch sampler yields in the pass that was opened last."""
+        drawn = self._schedule.draw(self._stop)
+        if self._quiet or not self._own_process:
+            yield from drawn
+            return
+        for indices in drawn:
+            assert isinstance(indices, SeededIndices | SeededIndex)
+            indices.seed()
+            yield indices
+
+    def close(self) -> None:
+        end_workers(self._copy)
+
+
+class _Lists:
+    """The batch sampler of a source's loader: one for all passes, as persistent workers keep the first."""
+
+    def __init__(self, source: Indexed) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._source.lists()
+
+    def __len__(self) -> int:
+        return int(self._source.length)
+
+
+class Stream(Source):
+    """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`."""
+
+    ahead = False
+
+    def __init__(self, loader: DataLoader[Any], draft: Draft, key: int) -> None:
+        self.rank = draft.rank
+        self._key = key
+        samples, batches = length_of(loader.dataset), loader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        self.length = math.inf
+        if samples is not None:
+            self.length = stream_length(samples, size, loader.drop_last, draft.size, loader.num_workers)
+        self._shard = Shard(loader.dataset, draft.rank, draft.size, key)
+        self._counts = batches is not None
+        self._own_process = loader.num_workers == 0
+        changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
+        if self._counts:
+            changes["collate_fn"] = Counting(loader.collate_fn)
+        if loader.worker_init_fn is not None:
+            changes["worker_init_fn"] = WatchedInit(loader.worker_init_fn)
+        self._copy = copy_loader(loader, **changes)
+        self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
+        self._resume = False
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        if self._coming != (epoch, turn):
+            end_workers(self._copy)  # they count epochs by themselves, and would be wrong
+        self._coming = (epoch + 1, turn)
+        self._shard.set_epoch(epoch, turn)
+        self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
+        iterator: Iterator[Any] = iter(self._copy)
+        if self._own_process:
+            iterator = apart(iterator)
+        if not self._resume:
+            iterator = skipped(iterator, start)
+        self._resume = False
+        if not self._counts:
+            return ((batch, 1.0) for batch in iterator)
+        return ((batch, float(count)) for count, batch in iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        if hasattr(self._copy, "state_dict"):
+            return {"loader": self._copy.state_dict()}
+        if self._own_process and hasattr(self._shard.dataset, "state_dict"):
+            return {"stream": self._shard.state_dict()}
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "loader" in state:
+            self._copy.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        elif "stream" in state:
+            self._shard.load_state_dict(state["stream"])
+        self._resume = bool(state)
+
+    def close(self) -> None:
+        end_workers(self._copy)
+
+
+class Untouched(Source):
+    """An iterable that is taken as it stands, with the process' own random numbers.
+
+    Its state holds the random states at the beginning of the pass, so that a resumed run draws the same
+    order; and the loader's own state, if it has one, instead of reading again.
+
+    Args:
+        loader: any iterable.
+        cut: tells how many samples are in its batches; without it a batch weighs 1.
+    """
+
+    def __init__(self, loader: Any, cut: Cut | None, draft: Draft) -> None:
+        self.rank = draft.rank
+        self._loader = loader
+        self._cut = cut
+        self._size = draft.size
+        self._states: dict[str, Any] | None = None
+        self._resume: dict[str, Any] = {}
+        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        length = length_of(loader)
+        self.length = math.inf if length is None else length
+        # A plain loader over a map-style data set keeps to its length; what others say of theirs is not built
+        # on.
+        plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+        indexed = plain and not isinstance(loader.dataset, IterableDataset)
+        self.ahead = self.fixed = indexed and length is not None
+        if cut is not None:
+            self.even, self.batch = cut.full, cut.batch
+        elif length is not None:
+            self.even = length
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        resume, self._resume = self._resume, {}
+        announce_epoch(self._loader, epoch)
+        if "loader" in resume:
+            self._loader.load_state_dict(resume["loader"])
+            return iter(self._loader)
+        if "random" not in resume or start == 0:
+            self._states = random_states(include_cuda=False)
+            return skipped(iter(self._loader), start)
+        self._states = resume["random"]
+        with isolate_rng(include_cuda=False):
+            set_random_states(self._states)
+            return skipped(iter(self._loader), start)
+
+    def weights(self, number: int) -> Sequence[float]:
+        return [1.0] * self._size if self._cut is None else self._cut.weights(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._stateful:
+            return {"loader": self._loader.state_dict()}
+        return {} if self._states is None else {"random": self._states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume = state
+
+    def close(self) -> None:
+        end_workers(self._loader)
+
+
+def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A shallow copy of a loader, of its own class and with all its attributes, some of them changed.
+
+    Making a new one would need the arguments of a subclass' ``__init__``. The attributes are written past
+    `DataLoader.__setattr__`, which keeps users from changing a loader that is in use.
+    """
+    made: DataLoader[Any] = object.__new__(type(loader))
+    # Weights are matched with batches by their order; the user's loader keeps its own workers.
+    made.__dict__.update(loader.__dict__, _iterator=None, in_order=True, **changes)
+    return made
+
+
+def apart(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Fetches with the random states of training put back after each fetch."""
+    while True:
+        states = capture()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            put_back(states)
+        yield batch
+
+
+def skipped(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    """The iterator after ``count`` batches have been read and thrown away."""
+    for _ in itertools.islice(iterator, count):
+        pass
+    return iterator
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` on whatever of a loader has it."""
+    for attribute in ("sampler", "batch_sampler"):
+        for holder in holders(getattr(loader, attribute, None)):
+            call_set_epoch(holder, epoch)
+
+
+def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
+    """The source for a loader or other iterable.
+
+    Args:
+        loader: what a dataloader hook returned, or one part of it.
+        draft: rank, seed and the like.
+        number: place among the loaders of the stage; loaders of one stage are shuffled apart.
+        name: for messages.
+
+    Raises:
+        MisconfigurationException: it has a `DistributedSampler` made for other ranks.
+    """
+    if not isinstance(loader, DataLoader) or not draft.distribute:
+        return Untouched(loader, None, draft)
+    key = make_key(draft.seed, draft.stage, number)
+    if isinstance(loader.dataset, IterableDataset):
+        return Stream(loader, draft, key)
+    if draft.torch_order and draft.size == 1:
+        return Untouched(loader, plain_cut(loader, 1), draft)
+    return make_indexed(loader, draft, key, name)
+
+
+def plain_cut(loader: DataLoader[Any], size: int) -> Cut | None:
+    """How a plain loader's samples are cut over ``size`` ranks; None if its batches are not of one size."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return None
+    count = length_of(batches.sampler)
+    return None if count is None else Cut(count, batches.batch_size, size, batches.drop_last)
+
+
+def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> Indexed:
+    """Takes over a loader of a map-style data set: finds the schedule that its sampler asks for."""
+    quiet = draws_nothing(loader.dataset, loader.collate_fn)
+    batches: Any = loader.batch_sampler
+    plain = type(batches) is BatchSampler
+    sampler: Any = batches.sampler if plain else (loader.sampler if batches is None else batches)
+    alone = batches is None
+    size_of_batch = batches.batch_size if plain else (1 if alone else None)
+    drop_last = plain and batches.drop_last
+    own = own_generator(sampler)
+    order = None
+    if plain or alone:
+        own_key = key if own is None else make_key(draft.agreed(own.initial_seed()), "generator")
+        order = order_of(
+            sampler,
+            length_of(loader.dataset) or 0,
+            seed=draft.seed,
+            key=own_key,
+            torch_order=draft.torch_order,
+        )
+    schedule: Schedule
+    if order is not None:
+        cut = Cut(len(sampler), size_of_batch or 1, draft.size, drop_last)
+        schedule = Ordered(cut, order, draft.rank, key=key, borrow=draft.borrow, quiet=quiet, alone=alone)
+        return Indexed(loader, schedule, draft, key)
+    distributed = next((s for s in holders(sampler) if isinstance(s, DistributedSampler)), None)
+    if distributed is not None:
+        check_own_share(distributed, draft, name)
+    rank, size = (draft.rank, draft.size) if distributed is None else (0, 1)
+    drawn = Drawn(
+        sampler,
+        rank,
+        size,
+        key=key,
+        borrow=draft.borrow,
+        quiet=quiet,
+        size_of_batch=size_of_batch,
+        drop_last=drop_last,
+        alone=alone,
+        agreed=draft.agreed,
+    )
+    return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key)
+
+
+def check_own_share(sampler: DistributedSampler[Any], draft: Draft, name: str) -> None:
+    """Refuses a `DistributedSampler` that was made for another number of ranks than there are."""
+    if (sampler.rank, sampler.num_replicas) != (draft.rank, draft.size):
+        raise MisconfigurationException(
+            f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
+            f"this is rank {draft.rank} of {draft.size}. Leave the sampler out: lockstep shares the data "
+            "over the ranks by itself; or set Trainer(use_distributed_sampler=False) to have the loader "
+            "taken as it is."
+        )

@@ -1,0 +1,162 @@
+"""Iterable data sets: one stream of samples shared out over ranks and loader workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from lockstep.data.order import make_key, mix
+from lockstep.data.randomness import seed_all
+from lockstep.data.sampler import call_set_epoch
+
+_END = object()
+
+
+class Shard(IterableDataset[Any]):
+    """The part of an iterable data set that one loader worker of one rank takes.
+
+    Every rank and worker reads the same stream (random numbers are seeded alike everywhere) and takes its
+    part:
+
+    - Of a data set that shards itself over workers, rank ``r`` takes items ``r``, ``r + ranks``, ... of each
+      worker's stream. It is known by its looking at the ``id`` or ``num_workers`` of
+      `torch.utils.data.get_worker_info()` before its first sample (or by a ``worker_init_fn`` that does, or
+      that reaches for the data set through it).
+    - Of any other, sample ``i`` goes to worker ``w`` of rank ``r`` if ``i % (workers x ranks) == w x ranks +
+      r``.
+    - One that shards itself over ranks is taken whole if that can be seen (``split_dataset_by_node`` of
+      Hugging Face's `datasets`); otherwise set ``Trainer(use_distributed_sampler=False)``.
+
+    Before each sample the generators are seeded from (seed, epoch, position in the stream).
+
+    Args:
+        dataset: the user's.
+        rank: this rank.
+        size: number of ranks.
+        key: 64 bits that stand for (seed, loader).
+    """
+
+    def __init__(self, dataset: Any, rank: int, size: int, key: int) -> None:
+        whole = getattr(dataset, "_distributed", None) is not None
+        self.dataset = dataset
+        self.rank, self.size = (0, 1) if whole else (rank, size)
+        self.key = key
+        self.epoch = 0
+        self.turn = 0
+        self._passes = 0  # begun by this copy: those in persistent workers live from epoch to epoch
+        self._read = 0  # samples of the stream in this pass
+        self._looked = False
+        self._resume: dict[str, Any] | None = None
+
+    def set_epoch(self, epoch: int, turn: int) -> None:
+        """For the next pass; the copies in persistent workers count epochs on from there."""
+        self.epoch, self.turn, self._passes = epoch, turn, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch + self._passes
+        self._passes += 1
+        self._read = 0
+        call_set_epoch(self.dataset, epoch)
+        state, self._resume = self._resume, None
+        if state is not None:
+            self._read, self._looked = state["read"], state["looked"]
+            self.dataset.load_state_dict(state["dataset"])
+        return self._mine(make_key(self.key, "stream", epoch, self.turn))
+
+    def _mine(self, key: int) -> Iterator[Any]:
+        info = watch_worker_info()
+        worker = 0 if info is None else info.worker
+        seed_all(mix(key, self._read))
+        iterator = iter(self.dataset)
+        for number in itertools.count(self._read):
+            # Workers that shard by themselves are at different samples: each gets random numbers of its own.
+            seed_all(mix(make_key(key, worker) if self._looked else key, number))
+            item = next(iterator, _END)
+            if item is _END:
+                return
+            self._read = number + 1
+            if info is not None and not self._looked:
+                self._looked = info.looked
+            if info is None or self._looked:
+                mine = number % self.size == self.rank
+            else:
+                mine = number % (info.workers * self.size) == worker * self.size + self.rank
+            if mine:
+                yield item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples read so far, and the data set's own state (it must have one)."""
+        return {"read": self._read, "looked": self._looked, "dataset": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next pass goes on from there."""
+        self._resume = state
+
+
+class WatchedInfo:
+    """Stands in for a loader worker's `WorkerInfo`: notes who looks, and shows the user's own data set."""
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+        self.worker: int = info.id
+        self.workers: int = info.num_workers
+        self.looked = False
+        self.reached = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            self.reached = True
+            return self._info.dataset.dataset
+        if name in ("id", "num_workers"):
+            self.looked = True
+        return getattr(self._info, name)
+
+
+def watch_worker_info() -> WatchedInfo | None:
+    """In a loader's worker: puts a watch on `get_worker_info()`, if there is none yet; elsewhere None."""
+    info: Any = get_worker_info()
+    if info is not None and not isinstance(info, WatchedInfo):
+        info = WatchedInfo(info)
+        torch_worker._worker_info = info
+    return info
+
+
+class WatchedInit:
+    """A loader's ``worker_init_fn`` under the watch: if it reaches for the data set, it shards it."""
+
+    def __init__(self, init: Callable[[int], None]) -> None:
+        self.init = init
+
+    def __call__(self, worker: int) -> None:
+        watched = watch_worker_info()
+        assert watched is not None, "worker_init_fn ran outside of a loader's worker"
+        self.init(worker)
+        watched.looked = watched.looked or watched.reached
+
+
+class Counting:
+    """A ``collate_fn`` that tells how many samples it was given: returns (count, batch)."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self.collate(samples)
+
+
+def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:
+    """Batches of the rank that gets most, of a stream of known length shared over ranks and workers.
+
+    Every worker forms batches of its own, so that each may end with a partial one.
+    """
+    shards = ranks * max(1, workers)
+    lengths = []
+    for rank in range(ranks):
+        parts = [-(-(samples - shard) // shards) for shard in range(rank, shards, ranks)]
+        step = batch or 1
+        lengths.append(sum(max(0, part) // step if drop_last else -(-max(0, part) // step) for part in parts))
+    return max(lengths)

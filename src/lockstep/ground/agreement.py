@@ -1,0 +1,336 @@
+"""Flags that any rank may raise and that every rank sees at the same boundary: stop, save, a signal, a clock.
+
+Scalars that steer control flow must be agreed before they steer, or one rank leaves the loop while another
+waits for it in a collective. An agreement costs neither a device sync nor, on one host, a message.
+
+Words: a *window* is the stretch between two boundaries, a *boundary* the end of a window. Windows are counted
+alike on all ranks. A flag is a *bit*, named at `Agreement.register`.
+
+**Ranks on one host** (`_Shared`) share a page of memory with two cells for each bit, one for even and one for
+odd windows. A rank that wants the bit in window ``w`` writes ``w`` into the cell of ``w``'s parity; at the
+boundary the bit goes up if the cell holds ``w``. All ranks read the same, because
+
+1. a rank publishes before it contributes to a reduction of the window, and a reduction completes nowhere
+   before every rank has contributed: whoever reads at the boundary of ``w`` reads after every rank's writes
+   for ``w``;
+2. nobody is more than one window ahead: to complete the reduction of ``w + 1`` it needs the contribution of
+   the slowest, which comes after that rank's reading for ``w``. So while anyone still reads the cell of
+   ``w``, the others write at most ``w + 1``, which is the other cell; and all who write a cell in a window
+   write the same number, so that no write is lost.
+
+A window without a reduction (``synced=False``) is therefore not settled: it gets one with the windows after
+it.
+
+**Ranks on several hosts**, or whose reductions do not hold up the CPU (NCCL's are only queued when the loop
+goes on, so point 1 does not hold) (`_Messages`) start an asynchronous maximum over the ranks' requests every
+k-th window, on a gloo group of their own, and read it k windows later, when it has long arrived. All ranks
+wait for the same message at the same boundary. A flag is seen k to 2k - 1 windows after its request.
+
+In both, what is agreed on is the number of the window in which the bit was wanted, so that `Agreement.lower`
+answers every request up to now, on whichever rank, and what was asked for later still counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.ground import comm
+
+BITS = 63
+"""How many flags can be registered."""
+_PAGE = 4096
+_ANY = 2 * BITS  # the two cells that say whether any bit at all is wanted in a window
+
+
+class Agreement:
+    """Flags that every rank sees at the same boundary; the module's docstring says how.
+
+    The loop calls, in every window on every rank: `publish` before the last backward that synchronises (or
+    before anything that could), then `settle` at the boundary. Whoever wants something calls `request` at any
+    time and looks at `is_up` at a boundary. At world size 1 a request is seen at the next boundary.
+
+    Args:
+        group: the ranks; ``None`` is the default group (or this process alone, if there is none).
+        every: across hosts, the number of windows between two messages.
+        mode: ``"shared"`` or ``"messages"`` to choose by hand; ``None`` takes shared memory where all ranks
+            are on one host and ``group`` is a gloo group, messages otherwise.
+
+    Raises:
+        ValueError: if ``mode="shared"`` and the ranks have no memory in common, or ``every`` is below 1.
+
+    Example:
+        >>> agreement = Agreement()
+        >>> stop = agreement.register("stop")
+        >>> agreement.request(stop)
+        >>> agreement.publish(); agreement.settle(synced=True); agreement.is_up(stop)
+        True
+    """
+
+    def __init__(
+        self, group: comm.Group = None, *, every: int = 8, mode: Literal["shared", "messages"] | None = None
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"Agreement(every={every}): messages are sent every 1 or more windows")
+        self._group = group
+        self._names: list[str] = []
+        self._wanted: set[int] = set()  # requested on this rank, not yet answered
+        self._up: set[int] = set()
+        self._channel: _Channel = self._open(mode, every)
+
+    def _open(self, mode: str | None, every: int) -> _Channel:
+        if comm.world_size(self._group) == 1:
+            return _Alone()
+        blocking = dist.get_backend(self._group) == "gloo"
+        if mode == "shared" or (mode is None and blocking):
+            page = _shared_page(self._group)
+            if page is not None:
+                return _Shared(page)
+            if mode == "shared":
+                raise ValueError(
+                    'Agreement(mode="shared"): the ranks are not on one host; use mode="messages"'
+                )
+        return _Messages(self._group, every)
+
+    # -- flags
+
+    def register(self, name: str) -> int:
+        """The bit for ``name``, a new one at the first call; in the same order on every rank."""
+        if name in self._names:
+            return self._names.index(name)
+        if len(self._names) == BITS:
+            raise ValueError(f"Agreement.register({name!r}): all {BITS} flags are taken: {self._names}")
+        self._names.append(name)
+        return len(self._names) - 1
+
+    def request(self, bit: int) -> None:
+        """This rank wants ``bit`` raised. Nothing else happens until the window is settled."""
+        if bit not in self._up:
+            self._wanted.add(bit)
+
+    def is_up(self, bit: int) -> bool:
+        """Whether ``bit`` is raised: the same on all ranks between one boundary and the next."""
+        return bit in self._up
+
+    def lower(self, bit: int) -> None:
+        """Take ``bit`` down, on every rank at the same boundary: all requests until now are answered."""
+        self._up.discard(bit)
+        self._wanted.discard(bit)
+        self._channel.void(bit)
+
+    def now(self, bit: int) -> bool:
+        """Whether any rank wants ``bit``, asked of all at once: a blocking collective, for ends of epochs."""
+        if comm.world_size(self._group) > 1:
+            mine = torch.tensor([bit in self._wanted or bit in self._up], dtype=torch.int32)
+            anyone = bool(comm.all_reduce(mine, "max", self._group).item())
+        else:
+            anyone = bit in self._wanted or bit in self._up
+        if anyone:
+            self._up.add(bit)
+            self._wanted.discard(bit)
+        return anyone
+
+    # -- the loop's calls
+
+    def publish(self) -> None:
+        """Show the other ranks this rank's requests; before it contributes to a reduction of the window."""
+        self._channel.publish(self._wanted)
+
+    def settle(self, synced: bool) -> None:
+        """Find out, at a boundary, which bits are up from here on.
+
+        Args:
+            synced: whether a reduction over all ranks that began after `publish` has completed in this
+                window; the same on every rank.
+        """
+        raised = self._channel.settle(synced, self._wanted)
+        if raised:
+            self._up.update(raised)
+            self._wanted.difference_update(raised)
+
+    def close(self) -> None:
+        """Give back the memory or the group. The flags stay as they are."""
+        self._channel.close()
+        self._channel = _Alone()
+
+
+class _Channel(Protocol):
+    """How requests travel."""
+
+    def publish(self, wanted: Iterable[int]) -> None: ...
+
+    def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
+        """The bits that somebody wanted since they were last voided."""
+        ...
+
+    def void(self, bit: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Alone:
+    """The channel of a single rank."""
+
+    def publish(self, wanted: Iterable[int]) -> None:
+        pass
+
+    def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
+        return tuple(wanted) if wanted else ()
+
+    def void(self, bit: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Shared:
+    """Two cells for each bit in memory that all ranks of a host see."""
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._page = page
+        self._cells = memoryview(page).cast("q")
+        self._window = 1  # counts settled windows
+        self._published = 0  # the last window in which publish was called
+        self._voided = [0] * BITS  # requests of windows up to this one are answered
+
+    def publish(self, wanted: Iterable[int]) -> None:
+        window = self._published = self._window
+        if wanted:
+            parity = window & 1
+            for bit in wanted:
+                self._cells[2 * bit + parity] = window
+            self._cells[_ANY + parity] = window
+
+    def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
+        if not synced:
+            return ()
+        window = self._window
+        self._window = window + 1
+        parity = window & 1
+        if self._cells[_ANY + parity] != window:
+            return ()
+        return [
+            bit
+            for bit in range(BITS)
+            if self._cells[2 * bit + parity] == window and self._voided[bit] < window
+        ]
+
+    def void(self, bit: int) -> None:
+        # A request that comes in this window after its publish is published again with the next one, so it is
+        # not lost.
+        self._voided[bit] = self._published
+
+    def close(self) -> None:
+        self._cells.release()
+        self._page.close()
+
+
+class _Messages:
+    """An asynchronous maximum of the ranks' requests, every k-th window, read k windows later."""
+
+    def __init__(self, group: comm.Group, every: int) -> None:
+        self._every = every
+        self._window = 0  # counts boundaries
+        self._voided = [0] * BITS
+        self._work: dist.Work | None = None
+        self._tags = torch.zeros(BITS, dtype=torch.int64)  # per bit: the window in which it was wanted, or 0
+        members = None if group is None else dist.get_process_group_ranks(group)
+        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+
+    def publish(self, wanted: Iterable[int]) -> None:
+        pass
+
+    def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
+        window = self._window = self._window + 1
+        if window % self._every:
+            return ()
+        raised: list[int] = []
+        if self._work is not None:
+            self._work.wait()
+            raised = [bit for bit, tag in enumerate(self._tags.tolist()) if tag > self._voided[bit]]
+        self._tags = torch.zeros(BITS, dtype=torch.int64)
+        for bit in wanted.difference(raised):
+            self._tags[bit] = window
+        self._work = dist.all_reduce(self._tags, dist.ReduceOp.MAX, self._group, async_op=True)
+        return raised
+
+    def void(self, bit: int) -> None:
+        self._voided[bit] = self._window
+
+    def close(self) -> None:
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more
+                self._work.wait(timedelta(seconds=5))
+        if comm.is_distributed():
+            dist.destroy_process_group(self._group)
+
+
+def _shared_page(group: comm.Group) -> mmap.mmap | None:
+    """A page of zeros that all ranks of ``group`` have mapped, or None on all where that cannot be."""
+    host = _host()
+    if len(set(comm.all_gather_object(host, group))) > 1:
+        return None
+    leader = comm.rank(group) == 0
+    path = comm.broadcast_object(_new_file() if leader else None, 0, group)
+    page = _map(path) if path else None
+    mapped = comm.all_gather_object(page is not None, group)
+    if leader and path:
+        os.unlink(path)
+    if all(mapped):
+        return page
+    if page is not None:
+        page.close()
+    return None
+
+
+def _host() -> str:
+    """What two processes have in common that run on one host and one boot of it."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _new_file() -> str | None:
+    """The path of a new page of zeros: in memory if there is room, else in the temporary folder."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        path = os.path.join(folder, f"lockstep-{os.getpid()}-{secrets.token_hex(8)}")
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError:
+            continue
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, _PAGE)  # a full /dev/shm is an error here, not a SIGBUS later
+            else:
+                os.write(handle, bytes(_PAGE))
+            return path
+        except OSError:
+            os.unlink(path)
+        finally:
+            os.close(handle)
+    return None
+
+
+def _map(path: str) -> mmap.mmap | None:
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(handle, _PAGE)
+    except OSError:
+        return None
+    finally:
+        os.close(handle)

@@ -1,0 +1,221 @@
+"""Collectives that also answer at world size 1: without a process group, a world of one rank is taken.
+
+Every function takes a process group or ``None``, the default group. Tensors are made contiguous before they
+travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) are counted within the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+Operation = Literal["sum", "mean", "min", "max"]
+
+BROADCAST_BYTES = 64 * 2**20
+"""At most this much of several tensors is copied together for one broadcast (a larger tensor goes alone)."""
+
+
+# -- the group
+
+
+def is_distributed() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size(group: Group = None) -> int:
+    """The number of ranks of ``group``; 1 without a process group."""
+    return dist.get_world_size(group) if is_distributed() else 1
+
+
+def rank(group: Group = None) -> int:
+    """This process's rank in ``group``; 0 without a process group."""
+    return dist.get_rank(group) if is_distributed() else 0
+
+
+def carrier(group: Group, preferred: torch.device) -> torch.device:
+    """The device on which ``group`` can carry a tensor: ``preferred`` if it can, else this process's GPU or
+    CPU.
+
+    NCCL carries GPU tensors only, so what lives on the CPU takes a detour over the current GPU.
+    """
+    backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", "cuda:nccl", ...
+    if f"{preferred.type}:" in backends or "cuda:" not in backends:
+        return preferred
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# -- collectives
+
+
+def barrier(group: Group = None) -> None:
+    """Return once every rank of ``group`` has come here."""
+    if world_size(group) == 1:
+        return
+    if "cpu:" in dist.get_backend_config(group):
+        dist.barrier(group)
+    else:
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+
+
+def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Tensor:
+    """The sum, mean, smallest or largest of ``tensor`` over the ranks, element by element.
+
+    Args:
+        tensor: same shape and dtype on every rank; it is left as it is.
+        op: ``"mean"`` of whole numbers is a float tensor. ``"min"`` and ``"max"`` of floats are NaN where any
+            rank's value is (gloo's own maximum forgets a NaN that is not on the first rank).
+
+    Returns:
+        A new tensor on ``tensor``'s device, the same on every rank.
+    """
+    if op not in ("sum", "mean", "min", "max"):
+        raise ValueError(f'all_reduce(op={op!r}): choose "sum", "mean", "min" or "max"')
+    world = world_size(group)
+    if world == 1:
+        whole = op == "mean" and not (tensor.is_floating_point() or tensor.is_complex())
+        return tensor.detach().to(torch.get_default_dtype()) if whole else tensor.detach().clone()
+    source = tensor.detach().to(carrier(group, tensor.device))
+    if op in ("min", "max") and source.is_floating_point():
+        result = _extreme(source, op, group)
+    else:
+        result = source.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, _operation(op), group)
+        if op == "mean":
+            result = result / world
+    return result.to(tensor.device)
+
+
+def _extreme(source: Tensor, op: Operation, group: Group) -> Tensor:
+    """Minimum or maximum of floats in which NaN wins: its marks travel beside the values."""
+    sign = 1 if op == "max" else -1
+    missing = source.isnan()
+    pair = torch.stack([torch.where(missing, -sign * torch.inf, source), missing.to(source.dtype) * sign])
+    dist.all_reduce(pair, _operation(op), group)
+    return torch.where(pair[1] != 0, torch.nan, pair[0])
+
+
+def _operation(op: Operation) -> dist.ReduceOp.RedOpType:
+    return {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
+
+
+def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
+    """Every rank's ``tensor`` (same shape and dtype everywhere), stacked: shape ``(world size, *shape)``."""
+    world = world_size(group)
+    if world == 1:
+        return tensor.detach().clone().unsqueeze(0)
+    source = tensor.detach().to(carrier(group, tensor.device)).contiguous()
+    if source.numel() == 0:
+        return tensor.detach().new_empty((world, *tensor.shape))
+    parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not know every dtype
+    dist.all_gather(list(parts.unbind()), source.reshape(-1).view(torch.uint8), group)
+    return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
+
+
+def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
+    """Every rank's ``tensor``, by rank, where the first dimension may differ between ranks (0 is allowed).
+
+    Raises:
+        ValueError: on every rank, if dtypes or the other dimensions differ.
+    """
+    if world_size(group) == 1:
+        return [tensor.detach().clone()]
+    kinds = all_gather_object((tuple(tensor.shape), tensor.dtype), group)
+    for other, (shape, dtype) in enumerate(kinds):
+        if not shape or shape[1:] != kinds[0][0][1:] or dtype != kinds[0][1]:
+            raise ValueError(
+                f"all_gather_uneven: rank 0 has {kinds[0][1]} of shape {kinds[0][0]}, rank {other} has "
+                f"{dtype} of shape {shape}; there must be a dimension, and only the first may differ"
+            )
+    lengths = [shape[0] for shape, _ in kinds]
+    padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor.detach()
+    gathered = all_gather_tensor(padded, group)
+    return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+
+
+def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
+    """`all_gather_tensor` that backward passes through.
+
+    The gradient of this rank's ``tensor`` is the sum over all ranks of the gradients that reached its copy
+    there. Every rank must therefore run the backward.
+    """
+    if world_size(group) == 1:
+        return tensor.unsqueeze(0)
+    return _AllGather.apply(tensor, group)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather_tensor(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, "sum", ctx.group)[rank(ctx.group)], None
+
+
+def all_gather_object(obj: Any, group: Group = None) -> list[Any]:
+    """Every rank's ``obj``, by rank. Objects travel pickled: only between processes that trust each other."""
+    world = world_size(group)
+    if world == 1:
+        return [obj]
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, obj, group)
+    return objects
+
+
+def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
+    """Rank ``src``'s ``obj``, on every rank (pickled on the way; what the others pass is ignored)."""
+    if world_size(group) == 1:
+        return obj
+    box = [obj if rank(group) == src else None]
+    dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
+    return box[0]
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = None) -> None:
+    """Overwrite ``tensors`` on every rank with those of rank ``src``, bitwise, many of them in one message.
+
+    Args:
+        tensors: same shapes, dtypes and order on every rank; strided views and any dtype are fine.
+    """
+    if world_size(group) == 1:
+        return
+    with torch.no_grad():
+        for chunk in _chunks(tensors):
+            parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in chunk]
+            flat = torch.cat(parts).to(carrier(group, chunk[0].device))
+            dist.broadcast(flat, _global_rank(src, group), group)
+            arrived = flat.to(chunk[0].device).split([part.numel() for part in parts])
+            for tensor, data in zip(chunk, arrived, strict=True):
+                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that travel together: of one device, wide dtypes first, so that each starts at a multiple of
+    its width and its bytes can be viewed as its dtype again."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor)
+    for alike in by_device.values():
+        chunk: list[Tensor] = []
+        size = 0
+        for tensor in sorted(alike, key=lambda tensor: -tensor.element_size()):
+            if chunk and size + tensor.nbytes > BROADCAST_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(tensor)
+            size += tensor.nbytes
+        yield chunk
+
+
+def _global_rank(member: int, group: Group) -> int:
+    return member if group is None else dist.get_global_rank(group, member)

@@ -1,0 +1,42 @@
+"""Norms of gradients, to be logged."""
+
+from __future__ import annotations
+
+import torch
+
+
+def grad_norm(
+    module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/"
+) -> dict[str, torch.Tensor]:
+    """The p-norm of each parameter's gradient, and of all of them as one vector.
+
+    Args:
+        module: where the parameters are; those without a gradient are left out.
+        norm_type: p > 0; ``"inf"`` for the largest element.
+        group_separator: stands between the norm's name and the parameter's, as the logger groups names.
+
+    Returns:
+        scalars ``grad_2.0_norm/<parameter>``, and ``grad_2.0_norm_total``; empty if there is no gradient.
+
+    Raises:
+        ValueError: p is not positive.
+
+    Example::
+
+        def on_before_optimizer_step(self, optimizer):
+            self.log_dict(grad_norm(self, norm_type=2))
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type!r}: give a positive number, or 'inf'")
+    norms = {
+        f"grad_{p}_norm{group_separator}{name}": torch.linalg.vector_norm(parameter.grad.detach(), p)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        values = list(norms.values())
+        # parameters may lie on several devices
+        together = torch.stack([value.to(values[0].device) for value in values])
+        norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(together, p)
+    return norms

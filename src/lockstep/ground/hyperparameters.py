@@ -1,0 +1,201 @@
+"""Hyperparameters: what a module was built with, collected from its ``__init__`` for the checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from argparse import Namespace
+from collections.abc import Iterable, MutableMapping
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose items can be read, set and deleted as attributes too.
+
+    Example::
+
+        >>> settings = AttributeDict(lr=0.1)
+        >>> settings.lr
+        0.1
+        >>> settings.depth = 3
+        >>> settings["depth"]
+        3
+    """
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {key!r}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __delattr__(self, key: str) -> None:
+        try:
+            del self[key]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {key!r}") from None
+
+    def __repr__(self) -> str:
+        width = max((len(str(key)) for key in self), default=0) + 3
+        return "\n".join(f"{_label(key):{width}} {self[key]}" for key in sorted(self, key=str))
+
+
+def _label(key: str) -> str:
+    return f'"{key}":'
+
+
+class HyperparametersMixin:
+    """Gives a class :meth:`save_hyperparameters`, :attr:`hparams` and :attr:`hparams_initial`."""
+
+    #: whether the Trainer sends these hyperparameters to its loggers
+    _log_hyperparams: bool = False
+    #: the argument of ``__init__`` that takes all hyperparameters at once; "kwargs": each is an argument
+    _hparams_name: str | None = None
+    _hparams: MutableMapping[str, Any]
+
+    __jit_unused_properties__: list[str] = ["hparams", "hparams_initial"]
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
+
+        Checkpoints carry them, and ``load_from_checkpoint`` builds the module from them. Called in a base
+        class, it collects the arguments of the subclasses' ``__init__`` too (where names meet, the outermost
+        call wins). Several calls add to what is there.
+
+        Args:
+            args: nothing (all arguments), names of arguments, or one dict or Namespace that holds them all.
+            ignore: names to leave out; what a base class has saved under them is dropped.
+            frame: the frame of ``__init__``, if it is not the caller's.
+            logger: whether the Trainer's loggers record them.
+
+        Raises:
+            MisconfigurationException: a name is no argument of ``__init__``, or there are several containers.
+
+        Example::
+
+            class Net(LightningModule):
+                def __init__(self, width, lr=1e-3, loss=None):
+                    super().__init__()
+                    self.save_hyperparameters(ignore="loss")     # self.hparams.width, self.hparams.lr
+        """
+        self._log_hyperparams = logger
+        if len(args) == 1 and not isinstance(args[0], str) and not args[0]:
+            return
+        if frame is None:
+            current = inspect.currentframe()
+            assert current is not None
+            frame = current.f_back
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        found = {name: value for name, value in _init_arguments(self, frame).items() if name not in ignored}
+        chosen, self._hparams_name = _choose(args, found)
+        self._set_hparams(chosen)
+        for name in ignored:
+            self.hparams.pop(name, None)
+        for name, value in self.hparams.items():
+            if isinstance(value, nn.Module):
+                rank_zero_warn(
+                    f"The hyperparameter {name!r} is a module, whose weights a checkpoint has already: leave "
+                    f"it out by `self.save_hyperparameters(ignore=[{name!r}])`."
+                )
+        self._hparams_initial = copy.deepcopy(self.hparams)
+
+    def _set_hparams(self, hparams: Any) -> None:
+        if isinstance(hparams, Namespace):
+            hparams = vars(hparams)
+        if not isinstance(hparams, MutableMapping):
+            raise MisconfigurationException(
+                f"save_hyperparameters() was given a {type(hparams).__name__}; give it names of arguments, "
+                "or one dict or Namespace."
+            )
+        if isinstance(hparams, dict) and isinstance(self.hparams, dict):
+            self.hparams.update(hparams)
+        else:
+            self._hparams = hparams
+
+    @property
+    def hparams(self) -> Any:
+        """The hyperparameters, as an :class:`AttributeDict` that may be changed."""
+        if "_hparams" not in self.__dict__:
+            self._hparams = AttributeDict()
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """A copy of the hyperparameters as they were when last saved; changing it changes nothing."""
+        return copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+
+
+def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | None]:
+    """What `save_hyperparameters(*args)` keeps of the arguments `found`, and the ``_hparams_name`` of it."""
+    if not args:
+        return found, "kwargs" if found else None
+    containers = [arg for arg in args if not isinstance(arg, str)]
+    if len(containers) == 1:
+        return containers[0], next((n for n, value in found.items() if _same(value, containers[0])), None)
+    if containers:
+        raise MisconfigurationException(
+            f"save_hyperparameters() was given {len(containers)} containers; give it names of arguments, or "
+            "one dict or Namespace."
+        )
+    unknown = [name for name in args if name not in found]
+    if unknown:
+        raise MisconfigurationException(
+            f"save_hyperparameters({', '.join(map(repr, args))}): {unknown[0]!r} is no argument of __init__, "
+            f"or is ignored; there are {sorted(found)}."
+        )
+    return {name: found[name] for name in args}, "kwargs"
+
+
+def _same(value: Any, container: Any) -> bool:
+    if value is container:
+        return True
+    try:
+        return type(value) is type(container) and bool(value == container)
+    except (RuntimeError, ValueError):  # tensors and arrays inside have no single truth value
+        return False
+
+
+def _init_arguments(obj: Any, frame: FrameType | None) -> dict[str, Any]:
+    """Arguments of all ``__init__`` calls of `obj` that are running, from `frame` outwards."""
+    if dataclasses.is_dataclass(obj):
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+    found: dict[str, Any] = {}
+    inside = False
+    while frame is not None:
+        arguments = _arguments_of_init(obj, frame)
+        if arguments is not None:
+            inside = True
+            found.update(arguments)  # an outer call belongs to a subclass: its names win
+        elif inside:
+            break
+        frame = frame.f_back
+    return found
+
+
+def _arguments_of_init(obj: Any, frame: FrameType) -> dict[str, Any] | None:
+    """The arguments of the call that `frame` is, if that is an ``__init__`` of `obj`; None otherwise."""
+    code = frame.f_code
+    if code.co_name != "__init__" or code.co_argcount == 0:
+        return None
+    names, _, keywords, values = inspect.getargvalues(frame)
+    if values.get(names[0]) is not obj:
+        return None
+    arguments = {name: values[name] for name in names[1:] if name in values}
+    if keywords is not None:
+        arguments.update(values.get(keywords, {}))
+    return arguments

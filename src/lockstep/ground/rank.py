@@ -1,0 +1,135 @@
+"""What only rank 0 does: calls, messages, warnings."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from typing_extensions import ParamSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Screen(logging.Handler):
+    """Shows lockstep's messages on stderr as long as nobody has configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+log = logging.getLogger("lockstep")
+if not log.handlers:
+    log.addHandler(_Screen())
+    log.setLevel(logging.INFO)
+
+
+class _RankZeroOnly:
+    """The decorator behind `rank_zero_only`; it also carries this process' global rank."""
+
+    def __init__(self) -> None:
+        self.rank: int = 0
+
+    @overload
+    def __call__(self, fn: Callable[P, T], default: T) -> Callable[P, T]: ...
+
+    @overload
+    def __call__(self, fn: Callable[P, T], default: None = None) -> Callable[P, T | None]: ...
+
+    @overload
+    def __call__(
+        self, fn: None = None, default: Any = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+    def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Callable[..., Any]:
+        if fn is None:
+            return functools.partial(self.__call__, default=default)
+        function = fn
+
+        @functools.wraps(function)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = _RankZeroOnly()
+"""Decorator: the function runs on global rank 0; elsewhere the call returns ``default``.
+
+`rank_zero_only.rank` is the global rank of this process; the launch sets it, 0 until then. The rank is looked
+up at each call, so decorating comes before or after the launch alike.
+
+Example::
+
+    @rank_zero_only
+    def announce(text): print(text)
+
+    @rank_zero_only(default=0)
+    def files_written(): ...
+"""
+
+
+@rank_zero_only
+def rank_zero_debug(message: object, *args: Any, **kwargs: Any) -> None:
+    """Log at debug level, on rank 0. Arguments as of `logging.Logger.debug`."""
+    log.debug(message, *args, **_at_caller(kwargs))
+
+
+@rank_zero_only
+def rank_zero_info(message: object, *args: Any, **kwargs: Any) -> None:
+    """Log at info level, on rank 0. Arguments as of `logging.Logger.info`."""
+    log.info(message, *args, **_at_caller(kwargs))
+
+
+@rank_zero_only
+def rank_zero_warn(
+    message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1, **kwargs: Any
+) -> None:
+    """Warn, on rank 0.
+
+    The warning carries the place of the call, so Python's own filter shows it once per message and place.
+
+    Args:
+        message: the text, or a warning object.
+        category: class of the warning.
+        stacklevel: as of `warnings.warn`: 1 is the line that calls this function, 2 its caller.
+    """
+    # two frames lie between warnings.warn and the line that called: this function and its decorator
+    warnings.warn(message, category, stacklevel=stacklevel + 2, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 1, **kwargs: Any) -> None:
+    """Warn of something deprecated, on rank 0. Arguments as of `rank_zero_warn`."""
+    warnings.warn(message, kwargs.pop("category", DeprecationWarning), stacklevel=stacklevel + 2, **kwargs)
+
+
+def warn_once(message: str, *, key: str | None = None, category: type[Warning] = UserWarning) -> None:
+    """Warn, on rank 0, once in this process.
+
+    Args:
+        message: the text.
+        key: what makes two warnings the same one; the message itself if None.
+        category: class of the warning.
+    """
+    if (key or message) not in _warned:
+        _warned.add(key or message)
+        rank_zero_warn(message, category, stacklevel=2)
+
+
+_warned: set[str] = set()
+
+
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """``"[rank: 3] message"``; the message alone where the rank is not known."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+def _at_caller(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Logging arguments that name the line that called a ``rank_zero_*`` function as the record's place."""
+    return {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 2}

@@ -1,0 +1,84 @@
+"""Type aliases for the arguments and results of hooks, by the names that users import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import NotRequired, Required
+
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+"""What ``training_step`` returns: the loss, a mapping with ``"loss"``, or None to skip the batch."""
+
+EVALUATE_OUTPUT = list[Mapping[str, float]]
+"""What ``validate`` and ``test`` return: the metrics of each loader."""
+
+PREDICT_OUTPUT = list[Any] | list[list[Any]]
+"""What ``predict`` returns: the results of each batch, in a list for each loader if there are several."""
+
+TRAIN_DATALOADERS = Any
+"""An iterable of batches, or a dict, list or CombinedLoader of such."""
+
+EVAL_DATALOADERS = Any
+"""An iterable of batches, or several."""
+
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+
+
+@dataclass
+class LRSchedulerConfig:
+    """When and how a scheduler is stepped."""
+
+    scheduler: LRSchedulerTypeUnion
+    name: str | None = None  #: under which LearningRateMonitor logs it; None: derived from the optimizer
+    interval: str = "epoch"  #: "epoch" or "step"
+    frequency: int = 1  #: every so many intervals
+    reduce_on_plateau: bool = False  #: stepped with the value of `monitor`
+    monitor: str | None = None  #: name of a logged metric
+    strict: bool = True  #: a monitor that was never logged is an error, not a warning
+
+
+class LRSchedulerConfigType(TypedDict, total=False):
+    """`LRSchedulerConfig` as the dict that a user writes."""
+
+    scheduler: Required[LRSchedulerTypeUnion]
+    name: str | None
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+    monitor: str | None
+    strict: bool
+
+
+class OptimizerConfig(TypedDict):
+    """An optimizer in a dict."""
+
+    optimizer: Optimizer
+
+
+class OptimizerLRSchedulerConfig(TypedDict):
+    """An optimizer and its scheduler in a dict."""
+
+    optimizer: Optimizer
+    lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
+    monitor: NotRequired[str]
+
+
+OptimizerLRScheduler = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[LRSchedulerTypeUnion | LRSchedulerConfig]]
+    | OptimizerConfig
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerConfig]
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
+"""What ``configure_optimizers`` returns."""

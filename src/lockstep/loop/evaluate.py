@@ -1,0 +1,242 @@
+"""Validation, test and prediction: every sample once, metrics reduced over all ranks at the end."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.states import RunningStage, TrainerFn
+from lockstep.hooks import ModuleHooks
+from lockstep.loop import report
+from lockstep.loop.data import EvaluationFeed
+from lockstep.loop.hooks import is_overridden
+from lockstep.loop.results import Results
+from lockstep.loop.session import session
+from lockstep.loop.transfer import Transfer
+
+FN_OF = {
+    RunningStage.VALIDATING: TrainerFn.VALIDATING,
+    RunningStage.TESTING: TrainerFn.TESTING,
+    RunningStage.PREDICTING: TrainerFn.PREDICTING,
+}
+
+
+class EvaluationLoop:
+    """One pass over the loaders of a stage.
+
+    As pseudo-code::
+
+        eval mode; on_<stage>_start; on_<stage>_epoch_start
+        for batch in feed:
+            to the device; on_<stage>_batch_start; <stage>_step; on_<stage>_batch_end
+        reduce metrics over steps and ranks; on_<stage>_epoch_end; log; on_<stage>_end; train mode
+    """
+
+    def __init__(self, trainer: Any, stage: RunningStage) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.name = "validation" if stage is RunningStage.VALIDATING else stage.value
+        self.prefix = stage.dataloader_prefix
+        self.feed: EvaluationFeed | None = None
+        self.given: Any = None  # the loaders as the user made them
+        self.seen = 0  # batches logged so far: the x axis of on_step values in evaluation
+
+    @property
+    def num_batches(self) -> list[int | float]:
+        """Batches of this rank in each loader, limits applied."""
+        return self.feed.num_batches if self.feed is not None else []
+
+    def run(self, ckpt_path: Any = None, verbose: bool = True, return_predictions: bool = True) -> Any:
+        """Evaluate as a call of its own: ``trainer.validate``, ``test`` or ``predict``."""
+        trainer = self.trainer
+        self.feed = None
+        with session(trainer, FN_OF[self.stage], ckpt_path):
+            trainer.state.stage = self.stage
+            self.setup_data()
+            trainer.strategy.sync_gradients = False
+            if self.stage is RunningStage.PREDICTING:
+                return self.predict(return_predictions)
+            values = self.evaluate()
+            if verbose and trainer.is_global_zero:
+                trainer.print(report.table(values, self.name))
+            return values
+        return None  # interrupted by Ctrl-C
+
+    def setup_data(self) -> None:
+        """Ask for the stage's loaders and share them over the ranks; does nothing the second time."""
+        if self.feed is not None:
+            return
+        trainer, config = self.trainer, self.trainer.config
+        limit = getattr(config, f"limit_{self.prefix}_batches")
+        source = trainer.loaders.request(self.prefix) if limit != 0 else None
+        if source is None:
+            return
+        self.given = source
+        self.feed = EvaluationFeed.of(
+            source,
+            world=trainer.strategy.world,
+            seed=trainer.seed,
+            limit=limit,
+            distribute=config.use_distributed_sampler,
+            order="torch" if config.order == "torch" else "keyed",
+            flag=f"limit_{self.prefix}_batches",
+        )
+
+    # -- validate, test ------------------------------------------------------------------------------------
+
+    def evaluate(self, sanity_steps: int = 0) -> list[dict[str, float]]:
+        """One pass; gives the metrics of each loader. Metrics of a sanity check are not published.
+
+        Args:
+            sanity_steps: batches of each loader to try, -1 for all; 0: this is no sanity check.
+        """
+        self.setup_data()
+        if self.feed is None:
+            return []
+        trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
+        outer, outer_sync = trainer.results, trainer.strategy.sync_gradients
+        strategy = trainer.strategy
+        results = Results(strategy.gather_stacked, strategy.gather_objects, strategy.world_size, strategy.global_rank)
+        trainer.results = results
+        strategy.sync_gradients = False
+        try:
+            with self._no_gradients(), self._eval_mode():
+                hooks.call(f"on_{name}_start")
+                hooks.call(f"on_{name}_epoch_start")
+                for _ in self._steps(f"{name}_step", sanity_steps):
+                    pass
+                return self._end(results, publish=not sanity_steps)
+        finally:
+            trainer.results = outer
+            strategy.sync_gradients = outer_sync
+
+    def _end(self, results: Results, publish: bool) -> list[dict[str, float]]:
+        trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
+        assert self.feed is not None
+        values = results.reduce_epoch()
+        for_loggers = trainer.published.publish(values) if publish else {}
+        epoch_end = getattr(hooks, f"on_{name}_epoch_end")
+        if epoch_end is not None:
+            results.hook = ("", -1)
+            hooks.call(f"on_{name}_epoch_end")
+            late = results.reduce_epoch()
+            for_loggers.update(trainer.published.publish(late) if publish else {})
+            values = values + late
+        if for_loggers:
+            trainer.send_to_loggers(for_loggers, None)
+        hooks.call(f"on_{name}_end")
+        return _by_loader(values, len(self.feed.num_batches))
+
+    def _steps(self, step_name: str, sanity_steps: int = 0) -> Iterator[tuple[Any, int]]:
+        """Run the stage's step over the loaders; gives (output, dataloader_idx) of each batch."""
+        trainer, feed, hooks, name = self.trainer, self.feed, self.trainer.hooks, self.name
+        assert feed is not None
+        module, results = trainer.lightning_module, trainer.results
+        several = len(feed.num_batches) > 1 and feed.sequential
+        step = getattr(module, step_name)
+        takes = _arguments(step, several, step_name)
+        transfer = Transfer(module, trainer.datamodule, trainer.strategy)
+        start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
+        feed.begin(trainer.fit_loop.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
+        for batch, batch_idx, dataloader_idx, weight in feed:
+            if trainer.interruption is not None:
+                raise KeyboardInterrupt
+            shown = dataloader_idx if several else -1
+            results.hook, results.weight = ("", shown), weight
+            if not transfer.idle:
+                batch = transfer(batch, dataloader_idx)
+            position = (batch, batch_idx, dataloader_idx) if several else (batch, batch_idx)
+            hooks.call(start, *position)
+            results.enter(step_name, shown)
+            output = trainer.strategy.run(step, *position[:takes])
+            results.enter("", shown)
+            hooks.call(end, output, *position)
+            if not sanity_steps and trainer.loggers:
+                self._log_steps(results)
+            yield output, dataloader_idx
+        results.hook = ("", -1)
+
+    def _log_steps(self, results: Results) -> None:
+        """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
+        values = results.step_values()
+        if values:
+            for entry, _, _ in values:
+                entry.step_fresh = False
+            for_loggers = self.trainer.published.publish(values)
+            if for_loggers:
+                self.trainer.send_to_loggers(for_loggers, self.seen)
+                self.seen += 1
+
+    # -- predict -------------------------------------------------------------------------------------------
+
+    def predict(self, return_predictions: bool) -> Any:
+        """One pass; gives what ``predict_step`` returned, a list for each loader where there are several."""
+        trainer, hooks = self.trainer, self.trainer.hooks
+        assert self.feed is not None
+        collected: list[list[Any]] = [[] for _ in self.feed.num_batches]
+        with self._no_gradients(), self._eval_mode():
+            hooks.call("on_predict_start")
+            hooks.call("on_predict_epoch_start")
+            for output, dataloader_idx in self._steps("predict_step"):
+                if return_predictions:
+                    collected[dataloader_idx].append(output)
+            hooks.call("on_predict_epoch_end")
+            hooks.call("on_predict_end")
+        if not return_predictions:
+            return None
+        return collected[0] if len(collected) == 1 else collected
+
+    # -- modes ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _no_gradients(self) -> Iterator[None]:
+        """``inference_mode``, or ``no_grad`` where the flag says so or the fit goes on with the same tensors."""
+        inside_fit = self.trainer.state.fn is TrainerFn.FITTING
+        quiet = torch.inference_mode if self.trainer.config.inference_mode and not inside_fit else torch.no_grad
+        with quiet():
+            yield
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """The module in eval mode; afterwards every submodule is in the mode that it had."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        modes = [(part, part.training) for part in module.modules()]
+        trainer.hooks.own(f"on_{self.name}_model_eval")
+        yield
+        back = f"on_{self.name}_model_train"
+        if hasattr(module, back) and is_overridden(back, module, ModuleHooks):
+            trainer.hooks.own(back)
+        else:
+            for part, training in modes:
+                part.training = training
+
+
+def _arguments(step: Any, several: bool, name: str) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) the user's step takes."""
+    parameters = inspect.signature(step).parameters.values()
+    wanted = 3 if several else 2
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return wanted
+    takes = min(wanted, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
+    if several and takes < 3:
+        raise MisconfigurationException(
+            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as "
+            f"`{name}(self, batch, batch_idx, dataloader_idx=0)`."
+        )
+    return takes
+
+
+def _by_loader(values: list[tuple[Any, str, Any]], loaders: int) -> list[dict[str, float]]:
+    """The metrics of each loader as floats; what was logged for all of them is in each dict."""
+    found: list[dict[str, float]] = [{} for _ in range(loaders)]
+    for entry, name, value in values:
+        if entry.logger:
+            loader = entry.key[1]
+            for part in found if loader < 0 else [found[loader]]:
+                part[name] = float(value)
+    return found

@@ -1,0 +1,368 @@
+"""The fit: epochs of windows; when to validate, save and stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.seed import isolate_rng
+from lockstep.ground.states import RunningStage, TrainerFn
+from lockstep.loop import state
+from lockstep.loop.data import Feed
+from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.results import Results
+from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, VALIDATED, Progress
+from lockstep.loop.session import session
+from lockstep.loop.step import Step
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a fit ended; the same on one process and on many.
+
+    Attributes:
+        stopped: why it ended, in words: ``max_epochs=5 reached``.
+        metrics: newest value of everything that was logged.
+        best_model_path: the best checkpoint, "" where none was kept.
+        best_model_score: the monitored value of that checkpoint.
+        epochs: epochs that were finished.
+        global_step: optimizer steps, those before a resume included.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    stopped: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    best_model_path: str = ""
+    best_model_score: float | None = None
+    epochs: int = 0
+    global_step: int = 0
+    interrupted: bool = False
+
+
+class FitLoop:
+    """Epochs of windows.
+
+    As pseudo-code::
+
+        set up; sanity check; on_train_start
+        until done:
+            on_train_epoch_start
+            for window in feed:
+                for each micro-batch of step.window(window):     # see loop/step.py
+                    log, validate, stop where due
+            reduce the epoch's metrics; on_train_epoch_end; plateau schedulers; log
+        on_train_end; tear down
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.progress = Progress()
+        self.step = Step(trainer)
+        self.validation = EvaluationLoop(trainer, RunningStage.VALIDATING)
+        self.feed: Feed | None = None
+        self.given: Any = None  # the training loaders as the user made them
+        self.results: Results | None = None
+        self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
+        self._started = 0.0
+        self._reason: str | None = None
+
+    # -- the fit -------------------------------------------------------------------------------------------
+
+    def run(self, ckpt_path: Any = None, weights_only: bool | None = None) -> Result:
+        """Fit the trainer's module; returns how it ended."""
+        trainer = self.trainer
+        self.progress, self.feed, self.resumed, self._reason = Progress(), None, None, None
+        trainer.should_stop = False
+        self._started = time.monotonic()
+        with session(trainer, TrainerFn.FITTING, ckpt_path, weights_only), self._anomalies():
+            self.results = trainer.results
+            self.step.setup()
+            self._sanity_check()
+            trainer.state.stage = RunningStage.TRAINING
+            self.setup_data()
+            if self._done() is None:
+                self.validation.setup_data()
+                trainer.hooks.call("on_train_start")
+                self._restore_randomness()
+                while self._done() is None:
+                    self.epoch()
+                trainer.hooks.call("on_train_end")
+            self._share_interruption()
+        return self._result()
+
+    def _anomalies(self) -> Any:
+        detect = self.trainer.config.detect_anomaly
+        return torch.autograd.set_detect_anomaly(True) if detect else nullcontext()
+
+    def setup_data(self) -> None:
+        """Ask for the training loaders and share them over the ranks; does nothing the second time."""
+        if self.feed is not None:
+            return
+        trainer, config = self.trainer, self.trainer.config
+        self.given = trainer.loaders.request("train")
+        self.feed = Feed.train(
+            self.given,
+            world=trainer.strategy.world,
+            seed=trainer.seed,
+            limit=config.limit_train_batches,
+            distribute=config.use_distributed_sampler,
+            order="torch" if config.order == "torch" else "keyed",
+        )
+        batches = self.feed.num_batches
+        self._validate_every = _validation_interval(config, batches)
+        if trainer.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
+            rank_zero_warn(
+                f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
+                f"{config.log_every_n_steps}): give it a lower value to see values of single steps."
+            )
+
+    def epoch(self) -> None:
+        """One epoch, or what is left of it after a resume."""
+        trainer, progress, feed, step = self.trainer, self.progress, self.feed, self.step
+        assert feed is not None
+        whole = progress.phase == EPOCH_END
+        if progress.phase == EPOCH_START:
+            progress.batch = 0
+            trainer.hooks.call("on_train_epoch_start")
+        if not whole:
+            accumulate = trainer.config.accumulation(progress.epoch)
+            log_every, validates = trainer.config.log_every_n_steps, self._validates
+            feed.begin(progress.epoch, progress.batch)
+            whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
+            stop = whole or self._stop_in_epoch()
+            windows = iter(()) if stop else feed.windows(accumulate)
+            for window in windows:
+                left = window.size
+                for _ in step.window(window, progress.batch):
+                    left -= 1
+                    if not left and log_every and (progress.windows + 1) % log_every == 0:
+                        self._log_step()
+                    if validates and self._validation_due(step.is_last):
+                        self._validate(not left)
+                if not left:
+                    self._after_window()
+                if step.ended_by_user:
+                    step.ended_by_user, whole = False, True
+                    break
+                whole = step.is_last
+                if self._stop_in_epoch():
+                    break
+        self._end_epoch(whole)
+
+    def _go_on_after_batch(self, accumulate: int) -> bool:
+        """Do what was still to come after the batch at which the checkpoint was taken; tells whether it was the last."""
+        progress, feed = self.progress, self.feed
+        assert feed is not None
+        is_last = progress.batch >= feed.num_batches
+        at_end = is_last or progress.batch % accumulate == 0
+        if progress.phase == BATCH_END and self._validates and self._validation_due(is_last):
+            self._validate(at_end)
+        if at_end:
+            self._after_window()
+        return is_last
+
+    def _after_window(self) -> None:
+        self.step.step_plateau("step", self.progress.batch)
+        self.progress.windows += 1
+        limit = self.trainer.config.max_time
+        if limit is not None and self.seconds() >= limit and self.trainer.is_global_zero:
+            self.trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
+            self._reason = f"max_time={limit:g} s reached"
+
+    def _end_epoch(self, whole: bool) -> None:
+        trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
+        if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
+            for_loggers = {}
+        else:
+            for_loggers = trainer.published.publish(results.reduce_epoch())
+            overridden = hooks.on_train_epoch_end is not None
+            if overridden:
+                hooks.call("on_train_epoch_end")
+                for_loggers.update(trainer.published.publish(results.reduce_epoch()))
+            if whole:
+                progress.phase = EPOCH_END
+            results.enter("on_train_epoch_end")
+            for monitor in hooks.epoch_end_monitors:
+                monitor()
+            for_loggers.update(trainer.published.publish(results.reduce_epoch()))
+        if whole:
+            self.step.step_plateau("epoch", progress.epoch + 1)
+        if for_loggers:
+            trainer.send_to_loggers(for_loggers, progress.windows - 1)
+        if whole or self._done_in_epoch() is None:
+            progress.epoch += 1
+            progress.batch, progress.phase = 0, EPOCH_START
+
+    # -- stopping ------------------------------------------------------------------------------------------
+
+    def _can_stop_early(self) -> bool:
+        config, progress = self.trainer.config, self.progress
+        return progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
+
+    def _stop_in_epoch(self) -> bool:
+        return self._done_in_epoch() is not None
+
+    def _done_in_epoch(self) -> str | None:
+        trainer, config = self.trainer, self.trainer.config
+        if config.max_steps != -1 and self.progress.global_step >= config.max_steps:
+            return f"max_steps={config.max_steps} reached"
+        if trainer.world_size == 1:
+            stop = trainer.should_stop
+        else:
+            stop = trainer.agreement.is_up(trainer.stop_flag)
+        if stop and (trainer.interruption is not None or self._can_stop_early()):
+            trainer.should_stop = True
+            return self._reason or self._early_reason()
+        return None
+
+    def _done(self) -> str | None:
+        """Why the fit is over; None while it is not."""
+        trainer, config = self.trainer, self.trainer.config
+        assert self.feed is not None
+        reason = None
+        if self.feed.num_batches == 0:
+            reason = "no training batches"
+        elif config.max_epochs != -1 and self.progress.epoch >= config.max_epochs:
+            reason = f"max_epochs={config.max_epochs} reached"
+        else:
+            if trainer.world_size > 1:
+                if trainer.should_stop:
+                    trainer.agreement.request(trainer.stop_flag)
+                if trainer.agreement.now(trainer.stop_flag):
+                    trainer.should_stop = True
+            reason = self._done_in_epoch()
+        if reason is not None:
+            self._reason = reason
+            rank_zero_info(f"trainer.fit ended: {reason}.")
+        return reason
+
+    def _early_reason(self) -> str:
+        if self.trainer.interruption is not None:
+            return "interrupted by Ctrl-C"
+        for callback in self.trainer.early_stopping_callbacks:
+            message = getattr(callback, "stopping_reason_message", None)
+            if message:
+                return f"EarlyStopping: {message}"
+        return "trainer.should_stop was set"
+
+    def _share_interruption(self) -> None:
+        """Ctrl-C on one rank is an interruption on all."""
+        trainer = self.trainer
+        if trainer.should_stop and trainer.world_size > 1:
+            flags = trainer.strategy.gather_objects(trainer.interruption)
+            trainer.interruption = next((flag for flag in flags if flag is not None), None)
+
+    def seconds(self) -> float:
+        """Time spent in this fit, its earlier lives included."""
+        return self.progress.seconds + time.monotonic() - self._started
+
+    # -- validation ----------------------------------------------------------------------------------------
+
+    @property
+    def _validates(self) -> bool:
+        every = self.trainer.config.check_val_every_n_epoch
+        return self.trainer.enable_validation and (every is None or (self.progress.epoch + 1) % every == 0)
+
+    def _validation_due(self, is_last: bool) -> bool:
+        every, progress = self._validate_every, self.progress
+        if every == math.inf:
+            return is_last
+        count = progress.total_batches if self.trainer.config.check_val_every_n_epoch is None else progress.batch
+        return count % every == 0 or self._stops_for_validation()
+
+    def _stops_for_validation(self) -> bool:
+        trainer = self.trainer
+        stop = trainer.should_stop if trainer.world_size == 1 else trainer.agreement.is_up(trainer.stop_flag)
+        return bool(stop) and trainer.interruption is None and self._can_stop_early()
+
+    def _validate(self, at_window_end: bool) -> None:
+        trainer = self.trainer
+        self.progress.phase = VALIDATED
+        if at_window_end:
+            trainer.hooks.own("on_validation_model_zero_grad")
+        trainer.state.stage = RunningStage.VALIDATING
+        self.validation.evaluate()
+        trainer.state.stage = RunningStage.TRAINING
+        if trainer.world_size > 1:
+            if trainer.should_stop:
+                trainer.agreement.request(trainer.stop_flag)
+            trainer.agreement.now(trainer.stop_flag)
+
+    def _sanity_check(self) -> None:
+        trainer = self.trainer
+        steps = trainer.config.num_sanity_val_steps
+        if not trainer.enable_validation or steps == 0 or self.resumed is not None:
+            return
+        with isolate_rng():
+            trainer.state.stage = RunningStage.SANITY_CHECKING
+            self.validation.setup_data()
+            trainer.hooks.call("on_sanity_check_start")
+            self.validation.evaluate(sanity_steps=steps)
+            trainer.hooks.call("on_sanity_check_end")
+            trainer.published.clear()
+
+    # -- what it leaves ------------------------------------------------------------------------------------
+
+    def _log_step(self) -> None:
+        trainer = self.trainer
+        if trainer.world_size > 1 and trainer.loggers:
+            values = trainer.results.reduce_step()
+        else:
+            values = trainer.results.step_values()
+        for_loggers = trainer.published.publish(values)
+        if for_loggers:
+            trainer.send_to_loggers(for_loggers, self.progress.windows)
+
+    def _restore_randomness(self) -> None:
+        if self.resumed is not None:
+            state.restore_rank(self.trainer, self.resumed)
+            self.resumed = None
+
+    def _result(self) -> Result:
+        trainer = self.trainer
+        best = trainer.checkpoint_callback
+        score = getattr(best, "best_model_score", None)
+        return Result(
+            stopped="interrupted by Ctrl-C" if trainer.interruption is not None else self._reason or "",
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+            best_model_path=str(getattr(best, "best_model_path", "") or ""),
+            best_model_score=None if score is None else float(score),
+            epochs=self.progress.epoch,
+            global_step=self.progress.global_step,
+            interrupted=trainer.interruption is not None,
+        )
+
+    def release(self) -> None:
+        """Let go of loaders and their workers."""
+        for loaders in (self.feed, self.validation.feed):
+            if loaders is not None:
+                loaders.close()
+
+
+def _validation_interval(config: Any, batches: int | float) -> int | float:
+    """Training batches between validations; infinite: at the epoch's end."""
+    interval = config.val_check_interval
+    if isinstance(interval, int):
+        if interval > batches and config.check_val_every_n_epoch is not None and config.limit_val_batches:
+            raise MisconfigurationException(
+                f"Trainer(val_check_interval={interval}): an epoch has {batches} training batches, so validation "
+                "would never run; give a smaller number, or check_val_every_n_epoch=None to count across epochs."
+            )
+        return interval
+    if batches == math.inf:
+        if interval != 1.0:
+            raise MisconfigurationException(
+                f"Trainer(val_check_interval={interval}) is a fraction of an epoch whose length is not known: give "
+                "an int (training batches), or 1.0 for the epoch's end."
+            )
+        return math.inf
+    return max(1, int(batches * interval))
+
+

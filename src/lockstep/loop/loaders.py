@@ -1,0 +1,53 @@
+"""Where the loaders of a call come from: arguments of the call, the data module, or the module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.data.datamodule import LightningDataModule
+from lockstep.hooks import ModuleHooks
+from lockstep.loop.data import explain_loader_error
+from lockstep.loop.hooks import is_overridden
+
+
+@dataclass
+class Loaders:
+    """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
+
+    Attributes:
+        given: what was passed to the call.
+        datamodule: the data module of the call, or None.
+        module: the LightningModule of the call.
+    """
+
+    given: dict[str, Any]
+    datamodule: Any
+    module: Any
+
+    def _hook(self, stage: str) -> Any:
+        name = f"{stage}_dataloader"
+        if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
+            return getattr(self.datamodule, name)
+        if is_overridden(name, self.module, ModuleHooks):
+            return getattr(self.module, name)
+        return None
+
+    def defined(self, stage: str) -> bool:
+        """Whether there is a loader for this stage."""
+        return self.given.get(stage) is not None or self._hook(stage) is not None
+
+    def request(self, stage: str) -> Any:
+        """The loader or loaders of this stage; None where there are none."""
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        hook = self._hook(stage)
+        if hook is None:
+            return None
+        try:
+            return hook()
+        except Exception as error:
+            explained = explain_loader_error(error)
+            if explained is not None:
+                raise explained from error
+            raise

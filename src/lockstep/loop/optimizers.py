@@ -1,0 +1,205 @@
+"""The optimizers and schedulers of a run: what ``configure_optimizers`` returned, as lists that the loops play."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.types import LRSchedulerConfig
+
+SHAPES = (
+    "an optimizer, a list of optimizers, ([optimizers], [schedulers]), or a dict with the keys "
+    '"optimizer" and (optional) "lr_scheduler" and "monitor"'
+)
+
+
+class LightningOptimizer:
+    """An optimizer as ``self.optimizers()`` gives it: stepping it runs the hooks and counts the step.
+
+    Everything else is the wrapped optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any], module: Any, sync: Callable[..., Any]) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        self._module = module
+        self._sync = sync
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped ``torch.optim.Optimizer``."""
+        return self._optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One update of the parameters, with the hooks around it; returns what the closure returns."""
+        if closure is not None and not callable(closure):
+            raise MisconfigurationException(f"optimizer.step(closure={closure!r}): the closure must be callable.")
+        return self._step(self._optimizer, closure, kwargs)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only this optimizer's parameters need gradients inside; ``sync_grad=False`` does not reduce them."""
+        with self._sync(sync_grad), self._module.toggled_optimizer(self):
+            yield
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"LightningOptimizer({self._optimizer!r})"
+
+
+class NoOptimizer(Optimizer):
+    """Stands in where ``configure_optimizers`` returned None: the loop runs and nothing is updated."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Run the closure, update nothing."""
+        return closure() if closure is not None else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """No gradients to drop."""
+
+
+def parse(returned: Any, *, automatic: bool, custom_scheduler_step: bool) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Read what ``configure_optimizers`` returned.
+
+    Args:
+        returned: any of the shapes that Lightning documents.
+        automatic: the module's ``automatic_optimization``.
+        custom_scheduler_step: whether the module overrides ``lr_scheduler_step``, so that any scheduler will do.
+
+    Raises:
+        MisconfigurationException: for another shape, a scheduler without its metric or optimizer, or several
+            optimizers under automatic optimization.
+    """
+    if returned is None:
+        rank_zero_warn("`configure_optimizers` returned None: this run updates no parameters.")
+        return [NoOptimizer()], []
+    optimizers, schedulers, monitor = _unpack(returned)
+    if automatic and len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned {len(optimizers)} optimizers, and automatic optimization steps one: "
+            "set `self.automatic_optimization = False` in the module and step them in `training_step` "
+            "(`a, b = self.optimizers()`)."
+        )
+    configs = [_scheduler_config(scheduler, monitor, automatic) for scheduler in schedulers]
+    for config in configs:
+        _check_scheduler(config, optimizers, automatic, custom_scheduler_step)
+    return optimizers, configs
+
+
+def _is_optimizer(obj: Any) -> bool:
+    return isinstance(obj, Optimizer) or all(
+        hasattr(obj, name) for name in ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+    )
+
+
+def _unpack(returned: Any) -> tuple[list[Any], list[Any], str | None]:
+    if _is_optimizer(returned):
+        return [returned], [], None
+    if isinstance(returned, dict):
+        _check_keys(returned)
+        return [returned["optimizer"]], [returned["lr_scheduler"]] if returned.get("lr_scheduler") else [], returned.get(
+            "monitor"
+        )
+    if isinstance(returned, (list, tuple)):
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):
+            schedulers = returned[1] if isinstance(returned[1], (list, tuple)) else [returned[1]]
+            return list(returned[0]), list(schedulers), None
+        if returned and all(isinstance(entry, dict) for entry in returned):
+            for entry in returned:
+                _check_keys(entry)
+            schedulers = [
+                {"monitor": entry.get("monitor"), **_as_dict(entry["lr_scheduler"])}
+                for entry in returned
+                if entry.get("lr_scheduler")
+            ]
+            return [entry["optimizer"] for entry in returned], schedulers, None
+        if returned and all(map(_is_optimizer, returned)):
+            return list(returned), [], None
+    raise MisconfigurationException(
+        f"`configure_optimizers` returned {type(returned).__name__} ({returned!r:.200}); it must return {SHAPES}."
+    )
+
+
+def _as_dict(scheduler: Any) -> dict[str, Any]:
+    return dict(scheduler) if isinstance(scheduler, dict) else {"scheduler": scheduler}
+
+
+def _check_keys(entry: dict[str, Any]) -> None:
+    if "optimizer" not in entry:
+        raise MisconfigurationException(
+            f'`configure_optimizers` returned a dict without the key "optimizer" (it has {sorted(entry)}); '
+            f"it must return {SHAPES}."
+        )
+    extra = sorted(set(entry) - {"optimizer", "lr_scheduler", "monitor"})
+    if extra:
+        rank_zero_warn(f"`configure_optimizers` returned keys that nothing reads: {extra}.")
+
+
+def _scheduler_config(scheduler: Any, monitor: str | None, automatic: bool) -> LRSchedulerConfig:
+    given = _as_dict(scheduler)
+    known = {field.name for field in fields(LRSchedulerConfig)}
+    extra = sorted(set(given) - known)
+    if extra:
+        rank_zero_warn(f"The lr scheduler's dict has keys that nothing reads: {extra}.")
+    if "scheduler" not in given:
+        raise MisconfigurationException(f'The lr scheduler\'s dict has no key "scheduler" (it has {sorted(given)}).')
+    config = LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})
+    config.monitor = config.monitor or monitor
+    if "reduce_on_plateau" not in given:
+        config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+    if config.interval not in ("step", "epoch"):
+        raise MisconfigurationException(
+            f'The lr scheduler\'s "interval" is {config.interval!r}; it must be "step" or "epoch".'
+        )
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise MisconfigurationException(
+            f'The lr scheduler\'s "frequency" is {config.frequency!r}; it must be an int of at least 1.'
+        )
+    if automatic and config.reduce_on_plateau and config.monitor is None:
+        raise MisconfigurationException(
+            "ReduceLROnPlateau needs the name of the metric that it watches: return "
+            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
+        )
+    return config
+
+
+def _check_scheduler(
+    config: LRSchedulerConfig, optimizers: list[Any], automatic: bool, custom_scheduler_step: bool
+) -> None:
+    scheduler = config.scheduler
+    kind = type(scheduler).__name__
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise MisconfigurationException(
+            f"The lr scheduler {kind} has no `state_dict`/`load_state_dict`, so a resumed run would lose its place."
+        )
+    ordinary = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
+    if automatic and not ordinary and not custom_scheduler_step:
+        raise MisconfigurationException(
+            f"The lr scheduler {kind} is no torch LRScheduler: override `lr_scheduler_step` in the module to say how "
+            "it is stepped."
+        )
+    owner = getattr(scheduler, "optimizer", None)
+    if owner is not None and not any(owner is optimizer for optimizer in optimizers):
+        raise MisconfigurationException(
+            f"The lr scheduler {kind} belongs to an optimizer that `configure_optimizers` did not return."
+        )

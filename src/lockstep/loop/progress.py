@@ -1,0 +1,76 @@
+"""The counters of a fit that a checkpoint restores."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+# Where in an epoch a checkpoint was taken, and so where a resumed run goes on.
+EPOCH_START = "epoch_start"  # before the epoch's first batch
+BATCH_END = "batch_end"  # after a training batch; a validation due at it is still to come
+VALIDATED = "validated"  # after the validation that followed a batch
+EPOCH_END = "epoch_end"  # after the last batch and its validation
+
+
+@dataclass
+class Progress:
+    """How far a fit has come.
+
+    Attributes:
+        epoch: the epoch that runs, counted from 0; the number of finished epochs between two.
+        batch: training batches finished in this epoch (the one whose ``on_train_batch_end`` runs included).
+        total_batches: training batches finished in all epochs.
+        global_step: optimizer steps, of all optimizers, as ``trainer.global_step``.
+        windows: windows finished; the x axis of the loggers.
+        phase: where in the epoch, see the constants of this file.
+        seconds: time spent fitting, earlier lives of the run included.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    total_batches: int = 0
+    global_step: int = 0
+    windows: int = 0
+    phase: str = EPOCH_START
+    seconds: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as a plain dict."""
+        return asdict(self)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over the counters of :meth:`state_dict`."""
+        for field in fields(self):
+            setattr(self, field.name, state[field.name])
+
+    def load_lightning(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the counters of a checkpoint that Lightning 2.x wrote.
+
+        Lightning counts a batch as ready, started, processed and completed; a checkpoint taken in the middle of
+        an epoch has fewer processed epochs than started ones.
+        """
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        batches = loop.get("epoch_loop.batch_progress", {})
+        epochs = loop.get("epoch_progress", {}).get("current", {})
+        self.global_step = int(checkpoint.get("global_step", 0))
+        self.windows = int(loop.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", self.global_step))
+        self.total_batches = int(batches.get("total", {}).get("processed", 0))
+        inside = epochs.get("processed", 0) < epochs.get("started", 0)
+        self.epoch = int(epochs.get("processed", checkpoint.get("epoch", -1) + 1))
+        self.batch = int(batches.get("current", {}).get("processed", 0)) if inside else 0
+        self.phase = VALIDATED if inside and self.batch else EPOCH_START
+
+    def lightning_loops(self) -> dict[str, Any]:
+        """The counters under the names that Lightning's checkpoints give them."""
+        ended = self.phase == EPOCH_END
+        batch = {"ready": self.batch, "started": self.batch, "processed": self.batch, "completed": self.batch}
+        total = dict.fromkeys(batch, self.total_batches)
+        epochs = {"ready": self.epoch + 1, "started": self.epoch + 1, "processed": self.epoch + ended}
+        epochs["completed"] = self.epoch
+        return {
+            "fit_loop": {
+                "epoch_loop.batch_progress": {"total": total, "current": batch, "is_last_batch": ended},
+                "epoch_loop.state_dict": {"_batches_that_stepped": self.windows},
+                "epoch_progress": {"total": dict(epochs), "current": epochs},
+            }
+        }

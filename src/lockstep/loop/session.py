@@ -1,0 +1,249 @@
+"""One call of the Trainer from its first hook to its last: everything before and after the loop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lockstep.data.datamodule import LightningDataModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.seed import current_seed
+from lockstep.ground.states import TrainerFn, TrainerStatus
+from lockstep.hooks import ModuleHooks
+from lockstep.loop import state
+from lockstep.loop.hooks import Hooks, is_overridden
+from lockstep.loop.optimizers import parse
+from lockstep.loop.results import Published, Results
+from lockstep.module import LightningModule
+
+STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
+
+
+@contextmanager
+def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bool | None = None) -> Iterator[None]:
+    """Set up what ``fn`` needs, hand over to its loop, and tear down whatever happened.
+
+    The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
+    weights and callbacks restored, module on its device, ``configure_optimizers``, ``on_fit_start``, training
+    state restored, the loop, ``on_fit_end``, ``teardown``.
+    """
+    trainer.state.fn, trainer.state.status = fn, TrainerStatus.RUNNING
+    trainer.interruption = None
+    trainer.agreement = trainer.results = None
+    try:
+        with _interruptible(trainer):
+            _set_up(trainer, fn, ckpt_path, weights_only)
+            yield
+            if trainer.interruption is not None:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        _failed(trainer, interrupt)
+        if trainer.interruption is None:  # raised by somebody else than our own handler
+            raise
+    except BaseException as error:
+        _failed(trainer, error)
+        raise
+    else:
+        if fn is TrainerFn.FITTING:
+            trainer.hooks.call("on_fit_end")
+        _call_setup_hooks(trainer, "teardown")
+        for logger in trainer.loggers:
+            logger.finalize("success")
+        trainer.state.status = TrainerStatus.FINISHED
+    finally:
+        _release(trainer)
+
+
+def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None) -> None:
+    trainer.connect()
+    module, strategy = trainer.lightning_module, trainer.strategy
+    module.trainer = trainer
+    if trainer.datamodule is not None:
+        trainer.datamodule.trainer = trainer
+    trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
+    check_module(trainer, fn)
+    strategy.setup_environment()
+    trainer.agreement = strategy.make_agreement()
+    trainer.stop_flag = trainer.agreement.register("stop")
+    trainer.results = Results(
+        strategy.gather_stacked, strategy.gather_objects, strategy.world_size, strategy.global_rank
+    )
+    trainer.published = Published()
+    trainer.hooks = Hooks(trainer, module, trainer.callbacks)
+    _choose_seed(trainer)
+    _prepare_data(trainer)
+    for logger in trainer.loggers:
+        logger.share(strategy.broadcast)
+    strategy.barrier("before setup")
+    _call_setup_hooks(trainer, "setup")
+    strategy.barrier("after setup")
+    trainer.hooks.own("configure_model")
+    checkpoint = state.read(trainer, ckpt_path, weights_only) if ckpt_path is not None else None
+    if checkpoint is not None:
+        state.restore_model(trainer, checkpoint)
+        state.restore_callbacks(trainer, checkpoint, fitting=fn is TrainerFn.FITTING)
+    strategy.setup_module(module, module.backward if is_overridden("backward", module, LightningModule) else None)
+    if fn is TrainerFn.FITTING:
+        own_step = is_overridden("lr_scheduler_step", module, LightningModule)
+        returned = trainer.hooks.own("configure_optimizers")
+        found = parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
+        strategy.setup_optimizers(*found)
+        trainer.hooks.call("on_fit_start")
+    _log_hyperparameters(trainer)
+    if checkpoint is not None and fn is TrainerFn.FITTING:
+        state.restore_training(trainer, checkpoint)
+    strategy.barrier("run")
+    module.zero_grad()
+
+
+def check_module(trainer: Any, fn: TrainerFn) -> None:
+    """Refuse a module that lacks what ``fn`` needs, before anything is started.
+
+    Raises:
+        MisconfigurationException: with the method that is missing, or the flag that cannot go with the module.
+    """
+    module, loaders, kind = trainer.lightning_module, trainer.loaders, type(trainer.lightning_module).__name__
+
+    def has(name: str) -> bool:
+        return is_overridden(name, module, LightningModule)
+
+    if fn is TrainerFn.FITTING:
+        for name in ("training_step", "configure_optimizers"):
+            if not has(name):
+                raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
+        if not loaders.defined("train"):
+            raise MisconfigurationException(
+                f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "
+                "`train_dataloader` in the module."
+            )
+        if loaders.defined("val") != has("validation_step"):
+            there, lacking = ("a val_dataloader", "validation_step")
+            if has("validation_step"):
+                there, lacking = ("a validation_step", "val_dataloader")
+            rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
+        if not module.automatic_optimization:
+            _check_manual(trainer.config)
+    elif fn in STEP_OF:
+        stage = "val" if fn is TrainerFn.VALIDATING else "test"
+        if not has(STEP_OF[fn]):
+            raise MisconfigurationException(f"trainer.{fn}({kind}): the module has no `{STEP_OF[fn]}`; define it.")
+        _check_loader(loaders, fn, stage)
+    else:
+        if not has("predict_step") and type(module).forward is torch.nn.Module.forward:
+            raise MisconfigurationException(
+                f"trainer.predict({kind}): the module has neither `predict_step` nor `forward`; define one."
+            )
+        _check_loader(loaders, fn, "predict")
+
+
+def _check_loader(loaders: Any, fn: TrainerFn, stage: str) -> None:
+    if not loaders.defined(stage):
+        raise MisconfigurationException(
+            f"trainer.{fn}(): no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."
+        )
+
+
+def _check_manual(config: Any) -> None:
+    if config.gradient_clip_val is not None:
+        raise MisconfigurationException(
+            f"Trainer(gradient_clip_val={config.gradient_clip_val}) clips only under automatic optimization: call "
+            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step` instead."
+        )
+    if config.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}) works only under automatic "
+            "optimization: in manual optimization step the optimizer at every k-th batch instead."
+        )
+
+
+def _with_model_callbacks(callbacks: list[Any], module: Any) -> list[Any]:
+    """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of the same type."""
+    own = module.configure_callbacks()
+    own = list(own) if isinstance(own, (list, tuple)) else [own]
+    kinds = {type(callback) for callback in own}
+    merged = [callback for callback in callbacks if type(callback) not in kinds] + own
+    return state.checkpoints_last(merged)
+
+
+def _choose_seed(trainer: Any) -> None:
+    """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
+    if trainer.seed is None:
+        seed = current_seed()
+        drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
+        trainer.seed = trainer.strategy.broadcast(drawn)
+
+
+def _prepare_data(trainer: Any) -> None:
+    """``prepare_data`` on one process of each node, the others waiting."""
+    datamodule, module = trainer.datamodule, trainer.lightning_module
+    if trainer.local_rank == 0:
+        if datamodule is not None and is_overridden("prepare_data", datamodule, LightningDataModule):
+            datamodule.prepare_data()
+        if is_overridden("prepare_data", module, ModuleHooks):
+            module.prepare_data()
+    trainer.strategy.barrier("prepare_data")
+
+
+def _call_setup_hooks(trainer: Any, name: str) -> None:
+    stage = trainer.state.fn.value
+    if trainer.datamodule is not None:
+        getattr(trainer.datamodule, name)(stage=stage)
+    trainer.hooks.call(name, stage)
+
+
+def _log_hyperparameters(trainer: Any) -> None:
+    sources = [obj for obj in (trainer.lightning_module, trainer.datamodule) if obj is not None]
+    merged: dict[str, Any] = {}
+    for source in sources:
+        if getattr(source, "_log_hyperparams", False):
+            merged.update(source.hparams_initial)
+    for logger in trainer.loggers:
+        if merged:
+            logger.log_hyperparams(merged)
+        logger.log_graph(trainer.lightning_module)
+        logger.save()
+
+
+def _failed(trainer: Any, error: BaseException) -> None:
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    if trainer.results is None:  # nothing of the user's has been set up
+        return
+    trainer.hooks.call("on_exception", error)
+    if trainer.datamodule is not None:
+        trainer.datamodule.on_exception(error)
+    for logger in trainer.loggers:
+        logger.finalize("failed")
+
+
+def _release(trainer: Any) -> None:
+    trainer.fit_loop.release()
+    trainer.strategy.teardown()
+    if trainer.agreement is not None:
+        trainer.agreement.close()
+    trainer.state.stage = None
+
+
+@contextmanager
+def _interruptible(trainer: Any) -> Iterator[None]:
+    """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if trainer.interruption is not None:
+            raise KeyboardInterrupt
+        trainer.interruption = "Ctrl-C"
+        trainer.should_stop = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

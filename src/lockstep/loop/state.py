@@ -1,0 +1,258 @@
+"""A run as a dict, and back: what a checkpoint holds under Lightning's keys, and what resuming bitwise needs besides."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lockstep.callbacks.model_checkpoint import Checkpoint
+from lockstep.checkpoint import format
+from lockstep.data.datamodule import LightningDataModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, warn_once
+from lockstep.ground.seed import random_states, set_random_states
+from lockstep.loop.results import is_metric
+
+OWN = "lockstep"  # our own part of a checkpoint; everything else is under Lightning's names
+# Lightning asks for this key to know which migrations a file needs; ours have the layout of this version.
+LAYOUT = "2.6.0"
+
+
+# -- saving ------------------------------------------------------------------------------------------------
+
+
+def collect(trainer: Any, weights_only: bool = False) -> dict[str, Any]:
+    """The run as a dict. Collective: every rank adds its random states and what it has logged so far.
+
+    Args:
+        trainer: in a fit, or after one.
+        weights_only: leave out what only a resume needs.
+    """
+    module, datamodule, progress = trainer.lightning_module, trainer.datamodule, trainer.fit_loop.progress
+    checkpoint: dict[str, Any] = {
+        "epoch": progress.epoch,
+        "global_step": progress.global_step,
+        "pytorch-lightning_version": LAYOUT,
+        "state_dict": module.state_dict(),
+        "loops": progress.lightning_loops(),
+        OWN: {"progress": progress.state_dict()},
+    }
+    if not weights_only:
+        checkpoint["callbacks"] = {
+            callback.state_key: saved for callback in trainer.callbacks if (saved := callback.state_dict())
+        }
+        checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.strategy.optimizers]
+        configs = trainer.strategy.lr_scheduler_configs
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in configs]
+        scaler = trainer.strategy.precision.scaler
+        if scaler is not None:
+            checkpoint["MixedPrecision"] = scaler.state_dict()
+        checkpoint[OWN].update(_resume(trainer))
+    for source in (module, datamodule):
+        if source is not None and source.hparams:
+            checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = dict(source.hparams)
+            if source is module and source._hparams_name is not None:
+                checkpoint[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
+    if datamodule is not None and not weights_only:
+        saved = datamodule.state_dict()
+        if saved:
+            checkpoint[type(datamodule).__qualname__] = saved
+    trainer.hooks.call("on_save_checkpoint", checkpoint)
+    return checkpoint
+
+
+def _resume(trainer: Any) -> dict[str, Any]:
+    """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
+    progress = trainer.fit_loop.progress
+    progress_state = {**progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
+    feed = trainer.fit_loop.feed
+    module = trainer.lightning_module
+    part: dict[str, Any] = {
+        "random": random_states(),
+        "results": trainer.fit_loop.results.state_dict() if trainer.fit_loop.results is not None else [],
+        "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "data": feed.state_dict() if feed is not None else {},
+    }
+    accumulate = trainer.config.accumulation(progress.epoch)
+    if progress.batch % accumulate and not trainer.fit_loop.step.is_last:
+        part["gradients"] = {
+            name: parameter.grad.detach().cpu().clone()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+    return {
+        "progress": progress_state,
+        "seed": trainer.seed,
+        "strategy": trainer.strategy.state_dict(),
+        "metrics": {name: value.cpu() for name, value in trainer.published.callback.items()},
+        "ranks": trainer.strategy.gather_objects(part),
+    }
+
+
+def _metric_state(metric: Any) -> dict[str, Any]:
+    return {"states": metric._copy_state_dict(), "count": metric._update_count}
+
+
+def save(trainer: Any, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+    """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank."""
+    checkpoint = collect(trainer, weights_only)
+    error: BaseException | None = None
+    if trainer.is_global_zero:
+        try:
+            format.save(checkpoint, path)
+        except Exception as failed:
+            error = failed
+    said = trainer.strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if said is not None:
+        raise RuntimeError(f"rank 0 could not write the checkpoint {os.fspath(path)!r}: {said}")
+
+
+# -- loading -----------------------------------------------------------------------------------------------
+
+
+def find(trainer: Any, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
+    """The path that ``ckpt_path`` stands for.
+
+    Args:
+        trainer: whose ModelCheckpoint knows "best" and "last".
+        asked: a path, "best", "last", or None.
+        model_given: whether the call was given a module; without one and without a path, the best is taken.
+
+    Raises:
+        MisconfigurationException: where there is no such checkpoint.
+    """
+    fn = trainer.state.fn
+    if asked is None:
+        if model_given:
+            return None
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if best:
+            rank_zero_info(f"trainer.{fn}(): no module given; the best checkpoint of the last fit is loaded: {best}")
+        return best or None
+    if asked not in ("best", "last"):
+        return os.fspath(asked)
+    callback = trainer.checkpoint_callback
+    if callback is None:
+        raise MisconfigurationException(
+            f'trainer.{fn}(ckpt_path="{asked}"): this Trainer has no ModelCheckpoint; give a path, or leave '
+            "`enable_checkpointing` on."
+        )
+    path = callback.best_model_path if asked == "best" else _last(trainer)
+    if path:
+        return str(path)
+    if asked == "last" and fn is not None and fn.value == "fit":
+        warn_once('trainer.fit(ckpt_path="last"): there is no checkpoint yet; the fit starts from the beginning.')
+        return None
+    raise MisconfigurationException(
+        f'trainer.{fn}(ckpt_path="{asked}"): ModelCheckpoint has kept no such checkpoint yet; give a path.'
+    )
+
+
+def _last(trainer: Any) -> str | None:
+    """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk."""
+    found: set[str] = set()
+    for callback in trainer.checkpoint_callbacks:
+        found |= {str(path) for path in callback.find_last(trainer)}
+    existing = [path for path in found if os.path.exists(path)]
+    return max(existing, key=os.path.getmtime) if existing else None
+
+
+def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
+    """Load a checkpoint on every rank, to the CPU."""
+    checkpoint = format.load(path, map_location="cpu", weights_only=weights_only)
+    rank_zero_info(f"trainer.{trainer.state.fn}: restoring from {path}")
+    own = checkpoint.get(OWN, {})
+    if own.get("seed") is not None:
+        trainer.seed = own["seed"]  # the order of data goes on as it was
+    return checkpoint
+
+
+def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """The data module's state, the hooks that may look at the checkpoint, then the weights."""
+    module, datamodule = trainer.lightning_module, trainer.datamodule
+    if datamodule is not None:
+        saved = checkpoint.get(type(datamodule).__qualname__)
+        if saved is not None and isinstance(datamodule, LightningDataModule):
+            datamodule.load_state_dict(saved)
+    trainer.hooks.call("on_load_checkpoint", checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+
+
+def restore_callbacks(trainer: Any, checkpoint: dict[str, Any], fitting: bool) -> None:
+    """Hand each callback the state that its ``state_key`` saved."""
+    states = checkpoint.get("callbacks", {})
+    for callback in trainer.callbacks:
+        saved = states.get(callback.state_key)
+        if saved is not None and (fitting or isinstance(callback, Checkpoint)):
+            callback.load_state_dict(saved)
+
+
+def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Optimizers, schedulers, counters, bucket plan; random states wait until the loop goes on."""
+    for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
+        if key not in checkpoint:
+            raise MisconfigurationException(
+                f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot go on "
+                "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
+            )
+    strategy, fit_loop = trainer.strategy, trainer.fit_loop
+    _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"])
+    for optimizer, saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+        optimizer.load_state_dict(saved)
+    configs = strategy.lr_scheduler_configs
+    _same_number("lr schedulers", configs, checkpoint["lr_schedulers"])
+    for config, saved in zip(configs, checkpoint["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(saved)
+    if strategy.precision.scaler is not None and "MixedPrecision" in checkpoint:
+        strategy.precision.scaler.load_state_dict(checkpoint["MixedPrecision"])
+    own = checkpoint.get(OWN, {})
+    if "ranks" in own:
+        fit_loop.progress.load(own["progress"])
+        strategy.load_state_dict(own["strategy"])
+        trainer.published.callback.update(own["metrics"])
+        ranks = own["ranks"]
+        fit_loop.resumed = ranks[trainer.global_rank] if len(ranks) == trainer.world_size else {"data": {}}
+    else:
+        fit_loop.progress.load_lightning(checkpoint)
+        fit_loop.resumed = {"data": {}}
+
+
+def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
+    if len(have) != len(saved):
+        raise MisconfigurationException(
+            f"trainer.fit(ckpt_path=...): the checkpoint has {len(saved)} {what}, `configure_optimizers` returned "
+            f"{len(have)}: resume with the module that wrote it."
+        )
+
+
+def restore_rank(trainer: Any, part: dict[str, Any]) -> None:
+    """This rank's part, at the last moment before training goes on: random states, sums, data, gradients.
+
+    It is empty where the run goes on with another number of ranks, or was written by Lightning.
+    """
+    module = trainer.lightning_module
+    trainer.fit_loop.feed.load_state_dict(part["data"])
+    if "random" not in part:
+        return
+    trainer.results.load_state_dict(part["results"])
+    modules = dict(module.named_modules())
+    for name, saved in part["metrics"].items():
+        metric = modules[name]
+        for key, value in saved["states"].items():
+            setattr(metric, key, _to(value, metric.device))
+        metric._update_count, metric._computed = saved["count"], None
+    parameters = dict(module.named_parameters())
+    for name, gradient in part.get("gradients", {}).items():
+        parameters[name].grad = gradient.to(parameters[name].device)
+    set_random_states(part["random"])
+
+
+def _to(value: Any, device: Any) -> Any:
+    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
+
+
+def checkpoints_last(callbacks: list[Any]) -> list[Any]:
+    """Callbacks in their order, those that write checkpoints after all others, whose state they save."""
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -1,0 +1,413 @@
+"""One window: micro-batches, backward, clipping, update, schedulers; and manual optimization below it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.ground.seed import random_states, set_random_states
+from lockstep.loop.hooks import is_overridden
+from lockstep.loop.optimizers import LightningOptimizer
+from lockstep.loop.progress import BATCH_END
+from lockstep.loop.results import is_metric
+from lockstep.loop.transfer import Transfer
+from lockstep.module import LightningModule
+
+
+class Step:
+    """Plays the windows of a fit.
+
+    The order of a window of two micro-batches, as users' hooks see it (Lightning's)::
+
+        on_train_batch_start, training_step, on_before_zero_grad, zero_grad,
+            on_before_backward, backward, on_after_backward, on_train_batch_end
+        on_train_batch_start, training_step,
+            on_before_backward, backward, on_after_backward,
+            on_before_optimizer_step, clip, optimizer.step, schedulers, on_train_batch_end
+
+    Three roads lead through a window; :meth:`setup` takes one for the whole fit: the plain one, the closure
+    road where the optimizer demands a closure (LBFGS) or the module overrides ``optimizer_step``, and manual
+    optimization.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.ended_by_user = False  # on_train_batch_start returned -1
+        self.is_last = False  # the micro-batch at hand is the epoch's last
+        self.wrapped: list[LightningOptimizer] = []
+
+    def setup(self) -> None:
+        """Bind what the windows of this fit use; called once, when strategy, module and optimizers are ready."""
+        trainer = self.trainer
+        self.module: Any = trainer.lightning_module
+        self.strategy = trainer.strategy
+        self.hooks = trainer.hooks
+        self.results = trainer.results
+        self.progress = trainer.fit_loop.progress
+        self.config = trainer.config
+        self.agreement = trainer.agreement
+        self.scaler = self.strategy.precision.scaler
+        self.transfer = Transfer(self.module, trainer.datamodule, self.strategy)
+        self.results.enter("training_step")
+        self.table = self.results.table
+        arguments = inspect.signature(self.module.training_step).parameters
+        self._takes_idx = len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+        own = {name: is_overridden(name, self.module, LightningModule) for name in vars(LightningModule)}
+        self._own_zero_grad = own["optimizer_zero_grad"]
+        self._own_clipping = own["configure_gradient_clipping"]
+        self._own_scheduler_step = own["lr_scheduler_step"]
+        self._clips = self._own_clipping or self.config.gradient_clip_val is not None
+        optimizers, configs = self.strategy.optimizers, self.strategy.lr_scheduler_configs
+        self.wrapped = [
+            LightningOptimizer(opt, self._stepped_by_user, self.module, self.strategy.synchronize)
+            for opt in optimizers
+        ]
+        self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
+        self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
+        self._plateau = [c for c in configs if c.reduce_on_plateau]
+        self._weights: Any = None
+        automatic = self.module.automatic_optimization
+        self.optimizer = optimizers[0] if automatic else None
+        self._needs_closure = automatic and _demands_closure(self.optimizer)
+        self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
+        self._losses: list[Tensor] = []
+        if not automatic:
+            self.window = self._manual
+        elif self._by_closure_road:
+            self.window = self._by_closure
+        else:
+            self.window = self._plain
+        if self.scaler is not None and self._needs_closure:
+            raise MisconfigurationException(
+                f'Trainer(precision="16-mixed") with {type(self.optimizer).__name__}: a scaled loss and a line search '
+                'do not go together; use precision="bf16-mixed" or "32-true".'
+            )
+
+    # -- the roads -----------------------------------------------------------------------------------------
+
+    def _plain(self, window: Any, batch_idx: int) -> Iterator[None]:
+        """Play one window, yielding after each micro-batch, when its hooks have run."""
+        last = window.size - 1
+        for i, (batch, weight, share) in enumerate(window):
+            self.strategy.sync_gradients = at_end = i == last
+            self.is_last = at_end and window.last
+            batch = self._begin(batch, batch_idx, weight)
+            if self.ended_by_user:
+                return
+            outputs = self._micro_batch(batch, batch_idx, weight, share, i == 0)
+            if at_end:
+                self._update()
+                self._end_window(batch_idx, window.last)
+            self._end(outputs, batch, batch_idx)
+            yield
+            batch_idx += 1
+
+    def _by_closure(self, window: Any, batch_idx: int) -> Iterator[None]:
+        """Play one window whose update is made by ``optimizer.step(closure)``.
+
+        The closure's first call runs the window's last micro-batch; each further one drops the gradients and
+        runs the whole window again.
+        """
+        last = window.size - 1
+        micro_batches: list[tuple[Any, int, float, float]] = []
+        losses: list[Tensor] = []
+        for i, (batch, weight, share) in enumerate(window):
+            self.strategy.sync_gradients = at_end = i == last
+            self.is_last = at_end and window.last
+            batch = self._begin(batch, batch_idx, weight)
+            if self.ended_by_user:
+                return
+            micro_batches.append((batch, batch_idx, weight, share))
+            if not at_end:
+                outputs = self._micro_batch(*micro_batches[-1], i == 0)
+                losses += self._take_losses()
+            else:
+                outputs = self._step_by_closure(micro_batches, losses)
+                self._end_window(batch_idx, window.last)
+            self._end(outputs, batch, batch_idx)
+            yield
+            batch_idx += 1
+
+    def _step_by_closure(
+        self, micro_batches: list[tuple[Any, int, float, float]], earlier: list[Tensor]
+    ) -> Any:
+        last = len(micro_batches) - 1
+        outputs: Any = {}
+        first_call = True
+
+        def closure() -> Tensor | None:
+            nonlocal outputs, first_call
+            losses = list(earlier) if first_call else []
+            for i in [last] if first_call else range(last + 1):
+                self.strategy.sync_gradients = i == last
+                self.results.table = self.table
+                self.results.muted = not first_call or micro_batches[i][2] == 0.0
+                outputs = self._micro_batch(*micro_batches[i], i == 0)
+                losses += self._take_losses()
+            first_call = False
+            self._prepare_update()
+            if not losses:
+                return None
+            total = torch.stack(losses).sum()
+            # a line search steers by it, so it must be the same number on all ranks
+            return self.strategy.reduce(total, reduce_op="mean") if self._needs_closure else total
+
+        self.module.optimizer_step(self.progress.epoch, micro_batches[last][1], self.wrapped[0], closure)
+        return outputs
+
+    def _take_losses(self) -> list[Tensor]:
+        taken, self._losses = self._losses, []
+        return taken
+
+    def _manual(self, window: Any, batch_idx: int) -> Iterator[None]:
+        """Play one batch of manual optimization: ``training_step`` does it all."""
+        for batch, weight, _ in window:
+            self.strategy.sync_gradients = True
+            self.is_last = window.last
+            batch = self._begin(batch, batch_idx, weight)
+            if self.ended_by_user:
+                return
+            if self.trainer.should_stop:
+                self.agreement.request(self.trainer.stop_flag)
+            self.agreement.publish()
+            arguments = (batch, batch_idx) if self._takes_idx else (batch,)
+            rounds = self.strategy.rounds
+            if weight == 0.0:
+                with self._borrowed():
+                    output = self.strategy.run(self.module.training_step, *arguments)
+            else:
+                output = self.strategy.run(self.module.training_step, *arguments)
+            outputs = _detached(output if isinstance(output, dict) else {} if output is None else {"loss": output})
+            self.progress.batch += 1
+            self.progress.total_batches += 1
+            self.progress.phase = BATCH_END
+            self.agreement.settle(self.strategy.rounds != rounds)
+            self._end(outputs, batch, batch_idx)
+            yield
+            batch_idx += 1
+
+    # -- parts of a window ---------------------------------------------------------------------------------
+
+    def _begin(self, batch: Any, batch_idx: int, weight: float) -> Any:
+        results = self.results
+        results.weight = weight
+        results.muted = weight == 0.0
+        if not self.transfer.idle:
+            batch = self.transfer(batch)
+        if self.hooks.on_train_batch_start is not None:
+            self.ended_by_user = self.hooks.call("on_train_batch_start", batch, batch_idx) == -1
+        results.table = self.table
+        return batch
+
+    def _micro_batch(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
+        """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
+        if weight == 0.0:
+            with self._borrowed():
+                return self._forward_backward(batch, batch_idx, 0.0, 1.0, first)
+        return self._forward_backward(batch, batch_idx, weight, share, first)
+
+    def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
+        strategy, hooks = self.strategy, self.hooks
+        step = self.module.training_step
+        output = strategy.run(step, batch, batch_idx) if self._takes_idx else strategy.run(step, batch)
+        if type(output) is Tensor:
+            loss: Tensor | None = output
+        else:
+            loss, share = self._read(output, weight, share)
+        if first:
+            self._zero_grad(batch_idx)
+        if strategy.sync_gradients:
+            if self.trainer.should_stop:
+                self.agreement.request(self.trainer.stop_flag)
+            self.agreement.publish()
+        if loss is None:
+            strategy.skip_backward()
+        else:
+            scaled = loss if share == 1.0 else loss * share
+            if self._by_closure_road:
+                self._losses.append(scaled.detach())
+            self._backward(scaled)
+        if hooks.on_train_batch_end is None:
+            return None
+        if type(output) is Tensor:
+            return {"loss": output.detach()}
+        return {} if output is None else _detached(output)
+
+    def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, Any]:
+        """The loss and its factor from what ``training_step`` returned."""
+        if output is None:
+            warn_once("`training_step` returned None: the micro-batch is skipped.", key="training_step None")
+            return None, share
+        if isinstance(output, Tensor):
+            return output, share
+        if not isinstance(output, dict) or not isinstance(output.get("loss"), Tensor):
+            raise MisconfigurationException(
+                f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
+                '"loss", or None.'
+            )
+        if "weight" not in output:
+            return output["loss"], share
+        own = output["weight"] if weight else 0.0
+        self._weights = own if self._weights is None else self._weights + own
+        return output["loss"], own if weight else 1.0
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        hooks = self.hooks
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if hooks.on_before_backward is not None:
+            hooks.call("on_before_backward", loss)
+        self.strategy.backward(loss, *args, **kwargs)
+        if hooks.on_after_backward is not None:
+            hooks.call("on_after_backward")
+
+    def _zero_grad(self, batch_idx: int) -> None:
+        if self.hooks.on_before_zero_grad is not None:
+            self.hooks.call("on_before_zero_grad", self.optimizer)
+        if self._own_zero_grad:
+            self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, self.optimizer)
+        else:
+            self.optimizer.zero_grad()  # type: ignore[union-attr]
+
+    def _prepare_update(self) -> None:
+        """The window's gradient is whole: divide the users' weights out, unscale, run the hook, clip."""
+        if self._weights is not None:
+            self.strategy.divide_gradients(self._weights)
+            self._weights = None
+        if self.scaler is not None:
+            self.scaler.unscale(self.optimizer)
+        if self.hooks.on_before_optimizer_step is not None:
+            self.hooks.call("on_before_optimizer_step", self.optimizer)
+        if self._clips:
+            value, algorithm = self.config.gradient_clip_val, self.config.gradient_clip_algorithm
+            if self._own_clipping:
+                self.module.configure_gradient_clipping(self.optimizer, value, algorithm)
+            else:
+                self.strategy.clip(self.optimizer, value, algorithm)
+
+    def _update(self) -> None:
+        self._prepare_update()
+        self.strategy.step(self.optimizer)
+        self.progress.global_step += 1
+
+    def _end_window(self, batch_idx: int, epoch_ends: bool) -> None:
+        self.agreement.settle(True)
+        if self._by_step:
+            self._step_schedulers(self._by_step, batch_idx + 1)
+        if epoch_ends and self._by_epoch:
+            self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
+
+    def _end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        progress = self.progress
+        if self.optimizer is not None:
+            progress.batch += 1
+            progress.total_batches += 1
+            progress.phase = BATCH_END
+        if self.hooks.on_train_batch_end is not None:
+            self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        self.results.muted = False
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """Run a micro-batch for the other ranks' sake: this rank's share is empty, and it leaves no trace here."""
+        states = random_states()
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        metrics = [(m, m._copy_state_dict(), m._update_count) for m in self.module.modules() if is_metric(m)]
+        self.strategy.mute(True)
+        try:
+            yield
+        finally:
+            self.strategy.mute(False)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for metric, saved, count in metrics:
+                for name, value in saved.items():
+                    setattr(metric, name, value)
+                metric._update_count, metric._computed = count, None
+            set_random_states(states)
+
+    # -- what users call -----------------------------------------------------------------------------------
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in manual optimization, with the hooks around it."""
+        self._backward(loss, *args, **kwargs)
+
+    def clip(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer, with the Trainer's settings where none are given."""
+        value = self.config.gradient_clip_val if value is None else value
+        if value is None:
+            return
+        algorithm = self.config.gradient_clip_algorithm if algorithm is None else str(algorithm).lower()
+        if algorithm not in ("norm", "value"):
+            raise MisconfigurationException(
+                f'clip_gradients(gradient_clip_algorithm={algorithm!r}): choose "norm" or "value".'
+            )
+        self.strategy.clip(optimizer, value, algorithm)
+
+    def _stepped_by_user(self, optimizer: Any, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """``LightningOptimizer.step``: in ``optimizer_step`` the closure is the window's, in manual the user's."""
+        if not self.module.automatic_optimization:
+            own = closure
+
+            def closure() -> Any:
+                result = own() if own is not None else None
+                if self.scaler is not None:
+                    self.scaler.unscale(optimizer)
+                if self.hooks.on_before_optimizer_step is not None:
+                    self.hooks.call("on_before_optimizer_step", optimizer)
+                return result
+
+        result = self.strategy.step(optimizer, closure, **options)
+        self.progress.global_step += 1
+        return result
+
+    # -- schedulers ----------------------------------------------------------------------------------------
+
+    def _step_schedulers(self, configs: Iterable[Any], count: int) -> None:
+        for config in configs:
+            if count % config.frequency == 0:
+                self._step_scheduler(config, None)
+
+    def _step_scheduler(self, config: Any, metric: Any) -> None:
+        if self._own_scheduler_step or metric is not None:
+            self.module.lr_scheduler_step(config.scheduler, metric)
+        else:
+            config.scheduler.step()
+
+    def step_plateau(self, interval: str, count: int) -> None:
+        """Step the schedulers that watch a metric; after the validation that may have logged it."""
+        if self.optimizer is None:
+            return
+        for config in self._plateau:
+            if config.interval != interval or count % config.frequency:
+                continue
+            metrics = self.trainer.callback_metrics
+            metric = metrics.get(config.monitor)
+            if metric is not None:
+                self._step_scheduler(config, metric)
+            elif config.strict:
+                raise MisconfigurationException(
+                    f"The lr scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
+                    f"logged; logged are {sorted(metrics)}. Log it, or give the scheduler's dict strict=False."
+                )
+            else:
+                warn_once(f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.")
+
+
+def _demands_closure(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
+    parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
+    closure = parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _detached(output: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}

@@ -1,0 +1,423 @@
+"""LightningModule: a torch module that says how it is trained, validated, tested and used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing_extensions import Self
+
+from lockstep.checkpoint.format import load as load_checkpoint
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import HyperparametersMixin
+from lockstep.ground.rank import warn_once
+from lockstep.ground.tree import tree_map
+from lockstep.ground.types import STEP_OUTPUT, OptimizerLRScheduler
+from lockstep.ground.view import TrainerView
+from lockstep.hooks import ModuleHooks
+
+
+class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
+    """A model together with its training.
+
+    Write ``training_step`` and ``configure_optimizers``; everything else has a default. One such class runs
+    unchanged on one process and on many.
+
+    Example::
+
+        class Classifier(LightningModule):
+            def __init__(self, lr: float = 1e-3):
+                super().__init__()
+                self.save_hyperparameters()
+                self.net = nn.Linear(64, 10)
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                loss = nn.functional.cross_entropy(self.net(x), y)
+                self.log("train_loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+    """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._trainer: Any = None
+        self._automatic_optimization = True
+        self._strict_loading: bool | None = None
+        self._example_input_array: Any = None
+        self._toggled: dict[nn.Parameter, bool] = {}
+
+    # -- where it runs -------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The Trainer that runs this module.
+
+        Raises:
+            RuntimeError: while no Trainer does.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call trainer.fit(module) first.")
+        return self._trainer  # type: ignore[no-any-return]
+
+    @trainer.setter
+    def trainer(self, trainer: TrainerView | None) -> None:
+        self._trainer = trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        first = next(self.parameters(), None)
+        if first is not None:
+            return first.device
+        return self._trainer.strategy.root_device if self._trainer is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the floating parameters."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the parameters are on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, counted from 0; 0 without a Trainer."""
+        return self._trainer.current_epoch if self._trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far; 0 without a Trainer."""
+        return self._trainer.global_step if self._trainer is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all; 0 without a Trainer."""
+        return self._trainer.global_rank if self._trainer is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node; 0 without a Trainer."""
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def logger(self) -> Any:
+        """The first logger of the Trainer, or None."""
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers of the Trainer."""
+        return self._trainer.loggers if self._trainer is not None else []
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """Whether the loop calls backward and the optimizer; set it to False to do so in ``training_step``."""
+        return self._automatic_optimization
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, automatic: bool) -> None:
+        self._automatic_optimization = automatic
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether a checkpoint's weights must match this module's names exactly."""
+        return True if self._strict_loading is None else self._strict_loading
+
+    @strict_loading.setter
+    def strict_loading(self, strict: bool) -> None:
+        self._strict_loading = strict
+
+    @property
+    def example_input_array(self) -> Any:
+        """An input of ``forward``, for sizes in the model summary."""
+        return self._example_input_array
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None:
+        self._example_input_array = example
+
+    # -- what it does --------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Compute the loss of one micro-batch: ``training_step(batch, batch_idx)``.
+
+        Return the loss, a dict with ``"loss"``, or None to skip the micro-batch. A dict may say by ``"weight"``
+        how much the micro-batch counts in its window (target tokens, say): weights are summed over the window
+        and the ranks, and divided out of the gradient. Without it a micro-batch counts by its samples.
+        """
+        raise NotImplementedError("`training_step` is not defined")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Measure one batch: ``validation_step(batch, batch_idx, dataloader_idx=0)``."""
+        raise NotImplementedError("`validation_step` is not defined")
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Measure one batch: ``test_step(batch, batch_idx, dataloader_idx=0)``."""
+        raise NotImplementedError("`test_step` is not defined")
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer one batch: ``predict_step(batch, batch_idx, dataloader_idx=0)``; the default calls ``forward``."""
+        return self(kwargs.get("batch", args[0] if args else None))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Make the optimizer and its schedulers; called once per fit, with the parameters on their device."""
+        raise NotImplementedError("`configure_optimizers` is not defined")
+
+    def configure_callbacks(self) -> Any:
+        """Callbacks that come with the model; one replaces the Trainer's of the same type."""
+        return []
+
+    # -- logging -------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep one number under ``name``.
+
+        Values are averaged over an epoch by the number of samples that lockstep's loader drew for the batch,
+        and always reduced over the ranks: at the end of the epoch, and for on_step values when they are logged.
+
+        Args:
+            name: key in the loggers and in ``trainer.callback_metrics``; with both ``on_step`` and ``on_epoch``
+                it gets the endings ``_step`` and ``_epoch``.
+            value: number, tensor of one element, or a torchmetrics object.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers (default True).
+            on_step: keep the newest value (default: in training hooks).
+            on_epoch: keep the reduction over the epoch (default: in evaluation and epoch hooks).
+            reduce_fx: over steps and ranks: "mean", "sum", "min" or "max".
+            enable_graph: accepted; values are always detached.
+            sync_dist: accepted; values are always reduced over the ranks.
+            sync_dist_group: accepted; the reduction is over all ranks.
+            add_dataloader_idx: with several evaluation loaders, add ``/dataloader_idx_N`` to the name.
+            batch_size: the weight of this value in place of the number of samples.
+            metric_attribute: accepted; metrics need no look-up by attribute.
+            rank_zero_only: only rank 0's value counts.
+
+        Raises:
+            MisconfigurationException: in a hook where nothing can be logged, or for a value that is no number.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            warn_once(f"self.log({name!r}, ...) without a Trainer keeps nothing.", key="log without trainer")
+            return
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only)
+        trainer.results.log(name, value, options, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """:meth:`log` every item of a dict or of a torchmetrics ``MetricCollection``, all with the same options."""
+        # a torchmetrics collection gives its metrics' full names only on request
+        collection = hasattr(dictionary, "compute_groups")
+        items = dictionary.items(keep_base=False) if collection else dictionary.items()  # type: ignore[call-arg]
+        for name, value in items:
+            self.log(name, value, **options)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0 only, without tearing the progress bar."""
+        if self._trainer is None:
+            print(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """The tensors of ``data`` from all ranks: each of shape ``(world_size, *shape)``; as it is on one process.
+
+        Args:
+            data: a tensor or a nested collection of tensors; shapes equal on all ranks.
+            group: a process group in place of all ranks.
+            sync_grads: let gradients flow back to the rank that a slice came from.
+        """
+        strategy = self.trainer.strategy
+        return tree_map(lambda t: strategy.all_gather(t, group=group, sync_grads=sync_grads), data, Tensor)
+
+    # -- optimization --------------------------------------------------------------------------------------
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them, that ``configure_optimizers`` made.
+
+        Args:
+            use_pl_optimizer: give wrappers whose ``step`` runs the hooks and counts; else the plain optimizers.
+        """
+        trainer: Any = self.trainer
+        found = trainer.wrapped_optimizers if use_pl_optimizer else trainer.optimizers
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Call this in place of ``loss.backward()`` in manual optimization: precision and ranks are seen to."""
+        if self.automatic_optimization:
+            raise MisconfigurationException(
+                "manual_backward() was called under automatic optimization: set `self.automatic_optimization = False`."
+            )
+        trainer: Any = self.trainer
+        trainer.fit_loop.step.manual_backward(loss, *args, **kwargs)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients; override it for another backward than ``loss.backward()``."""
+        loss.backward(*args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only ``optimizer``'s parameters need gradients, until :meth:`untoggle_optimizer`."""
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in wanted:
+                        self._toggled.setdefault(parameter, parameter.requires_grad)
+                        parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Give the parameters their ``requires_grad`` back."""
+        for parameter, needed in self._toggled.items():
+            parameter.requires_grad = needed
+        self._toggled = {}
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """:meth:`toggle_optimizer` for the length of a ``with`` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of ``optimizer``'s parameters, as a rule with the Trainer's own settings.
+
+        Args:
+            optimizer: whose parameters.
+            gradient_clip_val: bound; None for the Trainer's, or for no clipping where it has none.
+            gradient_clip_algorithm: "norm" (total 2-norm over all parameters) or "value" (each element).
+        """
+        trainer: Any = self.trainer
+        trainer.fit_loop.step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip at the end of a window; override it to clip otherwise."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        """Step the optimizer; an override must run ``optimizer_closure`` (the forward and backward) itself or by it."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Drop the gradients of the last window."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a scheduler, with the metric that it monitors if it does."""
+        if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def freeze(self) -> None:
+        """No parameter needs gradients; eval mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """All parameters need gradients; train mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | PathLike[str] | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | PathLike[str] | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make a module from a checkpoint: its hyperparameters, overridden by ``kwargs``, and its weights.
+
+        Args:
+            checkpoint_path: file written by lockstep or by Lightning 2.x.
+            map_location: where its tensors go, as in ``torch.load``.
+            hparams_file: YAML file of hyperparameters in place of the checkpoint's.
+            strict: whether names of weights must match; default: the module's ``strict_loading``.
+            weights_only: False to unpickle whatever the file holds, for files that you trust.
+            **kwargs: arguments of ``__init__`` that replace or complete the saved ones.
+
+        Raises:
+            CorruptCheckpoint: for a file that is truncated, altered or no checkpoint.
+        """
+        checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        hparams = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+        if hparams_file is not None:
+            import yaml
+
+            with open(hparams_file, encoding="utf-8") as file:
+                hparams = dict(yaml.safe_load(file) or {})
+        module = cls(**cls._init_arguments(hparams, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), kwargs))
+        module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(
+            checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict
+        )
+        return module
+
+    @classmethod
+    def _init_arguments(cls, hparams: dict[str, Any], name: str | None, given: dict[str, Any]) -> dict[str, Any]:
+        import inspect
+
+        parameters = inspect.signature(cls.__init__).parameters
+        if name not in (None, "kwargs") and name in parameters:
+            return {name: {**hparams, **given}} if name not in given else given
+        merged = {**hparams, **given}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return merged
+        return {key: value for key, value in merged.items() if key in parameters or key in given}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_trainer"] = None
+        return state

@@ -1,0 +1,206 @@
+"""How a run uses its devices: the seam between the loops and one process, many, or a sharding engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.cluster.base import World
+from lockstep.ground.agreement import Agreement
+from lockstep.precision.base import Precision
+
+
+class Strategy:
+    """One process on one device, and the seam that others override.
+
+    Order of calls, by the loops: :meth:`connect` (Trainer's constructor) → :meth:`setup_environment` →
+    :meth:`setup_module` → :meth:`setup_optimizers` → per window :meth:`run`, :meth:`backward`, :meth:`clip`,
+    :meth:`step` → :meth:`teardown`.
+
+    Attributes:
+        world: this process among the ranks.
+        root_device: where the module and its batches go.
+        launcher: how ranks are started: None (nothing to start), "script" or "spawn".
+        sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
+        rounds: reductions over all ranks so far.
+    """
+
+    launcher: str | None = None
+
+    def __init__(self) -> None:
+        self.world = World.single()
+        self.root_device = torch.device("cpu")
+        self.precision: Precision = Precision()
+        self.module: Any = None
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.sync_gradients = True
+        self.rounds = 0
+        self.context: Callable[[], Any] | None = None
+        self._own_backward: Callable[..., Any] | None = None
+
+    # -- set up --------------------------------------------------------------------------------------------
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """Take in where this process stands; nothing is started or allocated yet."""
+        self.world, self.root_device, self.precision = world, device, precision
+        self.context = precision.context
+
+    def setup_environment(self) -> None:
+        """Join the other ranks; afterwards collectives work."""
+        if self.root_device.type == "cuda":
+            torch.cuda.set_device(self.root_device)
+
+    def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
+        """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
+        self.module = self.precision.convert_module(module).to(self.root_device)
+        self._own_backward = own_backward
+
+    def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
+        """Take over what ``configure_optimizers`` made; training begins after this."""
+        self.optimizers, self.lr_scheduler_configs = optimizers, configs
+
+    def make_agreement(self) -> Agreement:
+        """The flags that this run's ranks share."""
+        return Agreement()
+
+    def teardown(self) -> None:
+        """The run is over: let go of what it held; ranks stay connected."""
+        self.optimizers, self.lr_scheduler_configs = [], []
+
+    # -- one window ----------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """The one door to the user's step methods: in the run's precision, through the engine's forward."""
+        if self.context is None:
+            return fn(*args)
+        with self.context():
+            return fn(*args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of one micro-batch; where ``sync_gradients`` the gradients are reduced when it returns."""
+        if self._own_backward is not None:
+            self._own_backward(loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+
+    def skip_backward(self) -> None:
+        """Take part in the reduction of a micro-batch that has no loss on this rank."""
+
+    def mute(self, muted: bool) -> None:
+        """Drop the gradients of the backwards to come: this rank's share of the data is empty."""
+
+    @contextmanager
+    def synchronize(self, sync: bool) -> Iterator[None]:
+        """Switch the reduction of backwards on or off for the length of a ``with`` block."""
+        before, self.sync_gradients = self.sync_gradients, sync
+        try:
+            yield
+        finally:
+            self.sync_gradients = before
+
+    def divide_gradients(self, weight: float | Tensor) -> None:
+        """Divide the window's gradients by the weights that all ranks' training steps returned."""
+        total = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device)
+        factor = (self.world.size / self.reduce(total, reduce_op="sum")).item()
+        grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
+        """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, value)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, value)
+
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update the parameters of one optimizer."""
+        scaler = self.precision.scaler
+        if scaler is not None:
+            result = closure() if closure is not None else None
+            scaler.step(optimizer)
+            scaler.update()
+            return result
+        if closure is None:
+            return optimizer.step(**options)
+        return optimizer.step(closure=closure, **options)
+
+    # -- ranks ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.world.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node."""
+        return self.world.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world.num_nodes
+
+    @property
+    def model(self) -> Any:
+        """The user's module; lockstep wraps it in nothing."""
+        return self.module
+
+    @property
+    def lightning_module(self) -> Any:
+        """The user's module."""
+        return self.module
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src``, on every rank."""
+        return obj
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
+        return tensor
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """The tensor reduced over all ranks by "mean", "sum", "min" or "max"; the given one is not changed."""
+        return tensor
+
+    def gather_stacked(self, vector: Tensor) -> Tensor:
+        """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
+        return vector.unsqueeze(0)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """A small picklable object from all ranks, by rank."""
+        return [obj]
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine needs to go on with the same bits (the bucket plan)."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over :meth:`state_dict`, before the first window."""

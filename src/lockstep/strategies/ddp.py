@@ -1,0 +1,182 @@
+"""Data parallel over processes: every rank holds the module, gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ground import comm
+from lockstep.ground.agreement import Agreement
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.ddp import broadcast_module_state, check_same_module, sync_buffers
+from lockstep.parallel.reducer import Reducer
+from lockstep.strategies.base import Strategy
+
+
+class DDPStrategy(Strategy):
+    """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
+
+    Args:
+        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        timeout: how long a collective waits for the other ranks.
+        start_method: "popen" (this script once per rank) or "spawn" (the call, in fresh processes).
+        bucket_cap_mb: size of a gradient bucket, in MiB.
+        broadcast_buffers: take rank 0's buffers (BatchNorm statistics, say) before the forward of each window.
+        gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy of the gradients.
+        find_unused_parameters: accepted; unused parameters need no flag here.
+    """
+
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: str = "popen",
+        *,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        if start_method not in ("popen", "spawn"):
+            raise MisconfigurationException(
+                f'DDPStrategy(start_method={start_method!r}): choose "popen" (this script once per rank) or "spawn".'
+            )
+        self.launcher = "script" if start_method == "popen" else "spawn"
+        self._backend = process_group_backend
+        self._timeout = timeout
+        self._bucket_cap_mb = bucket_cap_mb
+        self._broadcast_buffers = broadcast_buffers
+        self._views = gradient_as_bucket_view
+        self._reducer: Reducer | None = None
+        self._plan: Any = None
+        self._has_buffers = False
+
+    def setup_environment(self) -> None:
+        """Join the process group, making it where it is not there."""
+        super().setup_environment()
+        world = self.world
+        if not dist.is_initialized():
+            backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+            dist.init_process_group(
+                backend,
+                init_method=f"tcp://{world.address}:{world.port}",
+                rank=world.rank,
+                world_size=world.size,
+                timeout=self._timeout,
+                device_id=self.root_device if backend == "nccl" else None,
+            )
+            atexit.register(_leave_group)
+        if dist.get_world_size() != world.size:
+            raise MisconfigurationException(
+                f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
+                "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
+            )
+
+    def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
+        """As on one process, then rank 0's weights and buffers everywhere."""
+        super().setup_module(module, own_backward)
+        check_same_module(module, None)
+        broadcast_module_state(module, None)
+        self._has_buffers = self._broadcast_buffers and any(True for _ in module.buffers())
+
+    def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
+        """Attach the reducer to the parameters that need gradients."""
+        super().setup_optimizers(optimizers, configs)
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._reducer = Reducer(
+            trained, None, bucket_cap_mb=self._bucket_cap_mb, gradient_as_bucket_view=self._views, plan=self._plan
+        )
+
+    def make_agreement(self) -> Agreement:
+        """Shared flags: a word in shared memory on one host, an asynchronous message across hosts."""
+        return Agreement()
+
+    def teardown(self) -> None:
+        """Detach the reducer from the parameters; the process group stays for the next call."""
+        super().teardown()
+        if self._reducer is not None:
+            self._reducer.detach()
+            self._reducer = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """As on one process, with rank 0's buffers taken before a training forward that will be reduced."""
+        if self._has_buffers and self.sync_gradients and torch.is_grad_enabled():
+            sync_buffers(self.module, None)
+        if self.context is None:
+            return fn(*args)
+        with self.context():
+            return fn(*args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward with the buckets reduced as they fill, while it still runs."""
+        reducer = self._reducer
+        assert reducer is not None
+        reducer.sync = self.sync_gradients
+        reducer.prepare()
+        if self._own_backward is not None:
+            self._own_backward(loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+        reducer.finish()
+        self.rounds = reducer.rounds
+
+    def skip_backward(self) -> None:
+        """Reduce what this rank accumulated before in the window."""
+        assert self._reducer is not None
+        if self.sync_gradients:
+            self._reducer.sync = True
+            self._reducer.prepare()
+            self._reducer.finish()
+            self.rounds = self._reducer.rounds
+
+    def mute(self, muted: bool) -> None:
+        """Let the reducer drop this rank's fresh gradients."""
+        assert self._reducer is not None
+        self._reducer.muted = muted
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        comm.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank ``src``, on every rank."""
+        return comm.broadcast_object(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all ranks, stacked: ``(world_size, *shape)``."""
+        return (comm.all_gather_with_grad if sync_grads else comm.all_gather_tensor)(tensor, group)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """The tensor reduced over all ranks; the given one is not changed."""
+        value = torch.as_tensor(tensor, device=self.root_device)
+        return comm.all_reduce(value, reduce_op, group)
+
+    def gather_stacked(self, vector: Tensor) -> Tensor:
+        """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
+        return comm.all_gather_tensor(vector.to(self.root_device)).cpu()
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """A small picklable object from all ranks, by rank."""
+        return comm.all_gather_object(obj)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bucket plan: sums over three and more ranks depend on it."""
+        return {"plan": self._reducer.plan()} if self._reducer is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lay the buckets out as the checkpointed run had them."""
+        self._plan = state.get("plan")
+        if self._reducer is not None and self._plan is not None:
+            self._reducer.replan(self._plan)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""What tests of distributed code lean on: rank pool, ranks as threads, leak checks, boring models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.testing.datasets import RandomDataset as RandomDataset
+    from lockstep.testing.datasets import RandomDictDataset as RandomDictDataset
+    from lockstep.testing.datasets import RandomIterableDataset as RandomIterableDataset
+    from lockstep.testing.datasets import RandomIterableDatasetWithLen as RandomIterableDatasetWithLen
+    from lockstep.testing.failure import RankFailure as RankFailure
+    from lockstep.testing.failure import RankTimeout as RankTimeout
+    from lockstep.testing.models import BoringDataModule as BoringDataModule
+    from lockstep.testing.models import BoringDataModuleNoLen as BoringDataModuleNoLen
+    from lockstep.testing.models import BoringModel as BoringModel
+    from lockstep.testing.models import ManualOptimBoringModel as ManualOptimBoringModel
+    from lockstep.testing.pool import RankPool as RankPool
+    from lockstep.testing.threads import run_threads as run_threads
+
+# Name -> the file that it lives in: imported when it is first asked for.
+_WHERE = {
+    "BoringDataModule": "models",
+    "BoringDataModuleNoLen": "models",
+    "BoringModel": "models",
+    "ManualOptimBoringModel": "models",
+    "RandomDataset": "datasets",
+    "RandomDictDataset": "datasets",
+    "RandomIterableDataset": "datasets",
+    "RandomIterableDatasetWithLen": "datasets",
+    "RankFailure": "failure",
+    "RankPool": "pool",
+    "RankTimeout": "failure",
+    "run_threads": "threads",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_WHERE)

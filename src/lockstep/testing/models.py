@@ -1,0 +1,131 @@
+"""The smallest modules and data modules that a Trainer takes: a base for tests and bug reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Subset
+
+from lockstep.data.datamodule import LightningDataModule
+from lockstep.module import LightningModule
+from lockstep.testing.datasets import RandomDataset, RandomIterableDataset
+
+
+class BoringModel(LightningModule):
+    """One linear layer from 32 to 2 that learns to answer ones; every step and loader is there.
+
+    Derive from it and override what the test is about::
+
+        class Logs(BoringModel):
+            def training_step(self, batch, batch_idx):
+                loss = self.step(batch)
+                self.log("loss", loss)
+                return loss
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``(batch, 32)`` to ``(batch, 2)``."""
+        return self.layer(x)
+
+    def loss(self, predictions: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Mean squared distance to ``labels``, or to ones."""
+        return nn.functional.mse_loss(predictions, torch.ones_like(predictions) if labels is None else labels)
+
+    def step(self, batch: Tensor) -> Tensor:
+        """The loss of one batch: what all the steps below return."""
+        return self.loss(self(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.step(batch)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"x": self.step(batch)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"y": self.step(batch)}
+
+    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64, seed=0))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64, seed=1))
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64, seed=2))
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64, seed=3))
+
+
+class ManualOptimBoringModel(BoringModel):
+    """`BoringModel` that steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.step(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class BoringDataModule(LightningDataModule):
+    """256 vectors of 32 numbers, a quarter of them for each of fit, validate, test and predict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random_full = RandomDataset(32, 64 * 4)
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.random_train = Subset(self.random_full, range(64))
+        if stage in ("fit", "validate"):
+            self.random_val = Subset(self.random_full, range(64, 64 * 2))
+        if stage == "test":
+            self.random_test = Subset(self.random_full, range(64 * 2, 64 * 3))
+        if stage == "predict":
+            self.random_predict = Subset(self.random_full, range(64 * 3, 64 * 4))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.random_train)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.random_val)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.random_test)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.random_predict)
+
+
+class BoringDataModuleNoLen(BoringDataModule):
+    """The same kind of data from iterable data sets that do not know their length."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(32, 64, seed=0))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(32, 64, seed=1))
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(32, 64, seed=2))
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(32, 64, seed=3))

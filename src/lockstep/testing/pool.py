@@ -1,0 +1,444 @@
+"""Rank processes that live for a test session: the same few processes run one distributed test after another.
+
+    with RankPool(2) as pool:
+        sums = pool.run(total, 3.0)     # total(3.0) on both ranks, in a fresh gloo group; results by rank
+
+torch is imported once, in a nursery process that forks the ranks. A call on two ranks then costs some 40 ms,
+most of them for making and destroying its process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from types import ModuleType, TracebackType
+from typing import IO, Any
+
+import cloudpickle
+
+from lockstep.testing.failure import RankFailure, rank_failure, rank_timeout
+from lockstep.testing.worker import STACKS_SIGNAL, Call, Outcome
+
+GRACE = 2.0
+"""Seconds that the other ranks have to end by themselves after one has failed."""
+PATIENCE = 10.0
+"""Seconds for what the pool does itself: forking a rank, clearing up after a call."""
+
+_OWN_FRAMES = ("testing/worker.py", "testing/nursery.py", '"<string>"')
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One rank's process, as the pool sees it."""
+
+    pid: int
+    pipe: Connection
+    stacks: IO[bytes]
+    ready: bool = True
+    status: int | None = None
+    read: int = 0
+    """Bytes of ``stacks`` that earlier calls wrote."""
+
+    def read_stacks(self) -> str:
+        self.stacks.seek(self.read)
+        text = self.stacks.read().decode(errors="replace")
+        self.read = self.stacks.tell()
+        return "\n".join(line for line in text.splitlines() if not any(part in line for part in _OWN_FRAMES))
+
+
+@dataclass
+class _Progress:
+    """What a call has heard from its ranks so far."""
+
+    waiting: dict[int, _Worker]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    died: dict[int, str] = field(default_factory=dict)
+    """Ranks whose process ended during the call, and how."""
+
+    def failed(self) -> bool:
+        return bool(self.died) or any(outcome.value is None for outcome in self.outcomes.values())
+
+
+class RankPool:
+    """A pool of rank processes on this machine.
+
+    Args:
+        size: how many ranks to start with; a call on a larger world adds what is missing.
+
+    Each rank runs with one OpenMP thread. Between calls the ranks' environment, working directory, default
+    dtype and torch flags are put back, and the process group is destroyed; every call starts from the same
+    random states, other ones on every rank. A rank that fails by an exception goes on to serve the next call;
+    one that died or had to be ended is replaced.
+
+    Needs ``fork``: Linux, macOS.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"RankPool(size={size!r}): a pool has at least one rank")
+        if not hasattr(os, "fork"):
+            raise RuntimeError(f"RankPool needs os.fork, which {sys.platform} does not have")
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.mkdtemp(prefix="lockstep-pool-")
+        self._calls = 0
+        self._owner = os.getpid()
+        self._control, self._nursery = _start_nursery()
+        _open_pools.add(self)
+        self._grow(size)
+
+    @property
+    def size(self) -> int:
+        """The number of rank processes there are now."""
+        return len(self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, by rank."""
+        return [worker.pid for worker in self._workers]
+
+    def __call__(self, world: int) -> Ranks:
+        """The pool's first ``world`` ranks: ``pool(2).run(fn)`` is ``pool.run(fn, world=2)``."""
+        return Ranks(self, world)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world: int | None = None,
+        timeout: float = 60,
+        group: bool = True,
+    ) -> list[Any]:
+        """Calls ``fn(*args)`` on every rank and returns what came back, by rank.
+
+        They travel by cloudpickle: what a test module defines by value, what is installed by name. The ranks
+        see the caller's working directory and ``sys.path``.
+
+        Args:
+            fn: what to call; the same on all ranks (``torch.distributed.get_rank()`` tells them apart).
+            *args: its arguments.
+            world: how many ranks take part; default: all of the pool.
+            timeout: seconds until ranks that have not come back are ended.
+            group: make a gloo process group for the call. Without it there is only the environment of a
+                launcher, as there is with it; a group that the call makes itself is destroyed after it.
+
+        Raises:
+            RankFailure: a rank raised, died, or left a process or thread behind. It names the first rank to
+                fail and has its traceback; the others were given ``GRACE`` seconds.
+            RankTimeout: some ranks did not come back; it has their stacks.
+        """
+        if self._control is None:
+            raise RuntimeError("this RankPool is closed")
+        world = self.size if world is None else world
+        if world < 1:
+            raise ValueError(f"world={world!r}: a call takes at least one rank")
+        body = _pickle(fn, args)
+        self._heal(world)
+        workers = dict(enumerate(self._workers[:world]))
+        self._send(workers, body, timeout, group)
+        progress = _Progress(dict(workers))
+        try:
+            self._collect(progress, time.monotonic() + timeout)
+            late = {rank: self._stacks(worker) for rank, worker in progress.waiting.items()}
+        except BaseException:  # Ctrl-C, or pytest's own time limit
+            for rank, worker in progress.waiting.items():
+                print(f"rank {rank} was still in:\n{self._stacks(worker)}", file=sys.stderr)
+            raise
+        finally:
+            for worker in progress.waiting.values():
+                _kill(worker.pid)
+                worker.status = -1
+        if progress.failed():
+            raise _failure(fn, world, progress, late)
+        if late:
+            raise rank_timeout(fn, world, timeout, late)
+        return [pickle.loads(_value(progress.outcomes[rank])) for rank in range(world)]
+
+    def close(self) -> None:
+        """Ends all ranks and the nursery. Nothing of the pool is left afterwards; harmless when repeated."""
+        _open_pools.discard(self)
+        if self._control is None or self._owner != os.getpid():
+            return
+        self._control.close()
+        self._control = None
+        for worker in self._workers:
+            worker.pipe.close()
+            worker.stacks.close()
+        self._workers.clear()
+        try:
+            self._nursery.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._nursery.kill()
+            self._nursery.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- one call ----------------------------------------------------------------------------------
+
+    def _send(self, workers: dict[int, _Worker], body: bytes, timeout: float, group: bool) -> None:
+        self._calls += 1
+        world = len(workers)
+        store = os.path.join(self._folder, f"group-{self._calls}") if group else None
+        port = free_port()
+        for rank, worker in workers.items():
+            environ = launcher_environment(rank, world, port, f"pool-{self._calls}")
+            call = Call(rank, environ, os.getcwd(), list(sys.path), store, timeout, body)
+            worker.ready = False
+            with contextlib.suppress(BrokenPipeError):  # it died a moment ago: `_collect` will say so
+                worker.pipe.send_bytes(pickle.dumps(call))
+
+    def _collect(self, progress: _Progress, deadline: float) -> None:
+        """Hears ranks until all have answered or the deadline comes; a failure brings the deadline near."""
+        assert self._control is not None
+        hurried = False
+        while progress.waiting:
+            if progress.failed() and not hurried:
+                deadline, hurried = min(deadline, time.monotonic() + GRACE), True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            by_pipe: dict[Any, int] = {worker.pipe: rank for rank, worker in progress.waiting.items()}
+            for source in wait([self._control, *by_pipe], left):
+                if source is self._control:
+                    self._hear_nursery()
+                else:
+                    self._hear_rank(by_pipe[source], progress)
+
+    def _hear_rank(self, rank: int, progress: _Progress) -> None:
+        worker = progress.waiting[rank]
+        try:
+            progress.outcomes[rank] = pickle.loads(worker.pipe.recv_bytes())
+            del progress.waiting[rank]
+        except (EOFError, ConnectionResetError):
+            while worker.status is None:  # the nursery has been told by the kernel, or will be at once
+                self._hear_nursery()
+            progress.died[rank] = _how_it_ended(worker.status)
+            del progress.waiting[rank]
+
+    def _stacks(self, worker: _Worker) -> str:
+        """Where every thread of a rank is now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, STACKS_SIGNAL)
+        text, deadline = "", time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            more = worker.read_stacks()
+            if text and not more:
+                return text
+            text += more
+        return text or "(it gave no stack: stopped, or deep in the kernel)"
+
+    # -- the processes -----------------------------------------------------------------------------
+
+    def _heal(self, world: int) -> None:
+        """Waits until the ranks have cleared up after the last call; replaces and adds what is missing."""
+        for index, worker in enumerate(self._workers[:world]):
+            if worker.status is None and not worker.ready:
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    worker.ready = worker.pipe.poll(PATIENCE) and worker.pipe.recv_bytes() == b"ready"
+            if worker.status is not None or not worker.ready or _has_news(worker.pipe):
+                if worker.status is None:
+                    _kill(worker.pid)
+                worker.pipe.close()
+                worker.stacks.close()
+                self._workers[index] = self._fork()
+        self._grow(world)
+
+    def _grow(self, size: int) -> None:
+        while len(self._workers) < size:
+            self._workers.append(self._fork())
+
+    def _fork(self) -> _Worker:
+        mine, its = socket.socketpair()
+        stacks = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # lives as long as the rank
+        assert self._control is not None
+        socket.send_fds(self._control, [b"fork"], [its.fileno(), stacks.fileno()])
+        its.close()
+        while True:
+            message = self._read_nursery()
+            if message[0] == "born":
+                return _Worker(message[1], Connection(mine.detach()), stacks)
+            self._note_gone(message)
+
+    def _hear_nursery(self) -> None:
+        self._note_gone(self._read_nursery())
+
+    def _read_nursery(self) -> tuple[Any, ...]:
+        assert self._control is not None
+        try:
+            length = int.from_bytes(_receive(self._control, 4), "big")
+            return tuple(pickle.loads(_receive(self._control, length)))
+        except OSError as error:
+            status = self._nursery.poll()
+            self.close()
+            raise RuntimeError(f"the pool's nursery process has ended (exit status {status})") from error
+
+    def _note_gone(self, message: tuple[Any, ...]) -> None:
+        _, pid, status = message
+        for worker in self._workers:
+            if worker.pid == pid and worker.status is None:
+                worker.status = status
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The first ``size`` ranks of a pool."""
+
+    pool: RankPool
+    size: int
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60, group: bool = True) -> list[Any]:
+        """`RankPool.run` on a world of ``size``."""
+        return self.pool.run(fn, *args, world=self.size, timeout=timeout, group=group)
+
+
+def launcher_environment(rank: int, world: int, port: int, run_id: str) -> dict[str, str]:
+    """The variables that ``torchrun`` sets for one rank of one node."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+    }
+
+
+def free_port() -> int:
+    """A TCP port on the loopback that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def pool_processes() -> frozenset[int]:
+    """Process ids that belong to the open pools of this process: no leaks, whoever looks."""
+    return frozenset(pool._nursery.pid for pool in _open_pools)
+
+
+_open_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_open_pools):
+        pool.close()
+
+
+def _start_nursery() -> tuple[socket.socket | None, subprocess.Popen[bytes]]:
+    mine, its = socket.socketpair()
+    environ = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environ[name] = "1"  # threads that start at import would not survive the fork
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    begin = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from lockstep.testing import nursery as n; n.main({its.fileno()})"
+    )
+    nursery = subprocess.Popen(
+        [sys.executable, "-c", begin],
+        pass_fds=[its.fileno()],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the tests; the nursery ends when its socket closes
+    )
+    its.close()
+    return mine, nursery
+
+
+def _receive(source: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = source.recv(length - len(data))
+        if not more:
+            raise ConnectionResetError("the other end closed")
+        data += more
+    return data
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _has_news(pipe: Connection) -> bool:
+    try:
+        return pipe.poll()
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+
+
+def _value(outcome: Outcome) -> bytes:
+    assert outcome.value is not None
+    return outcome.value
+
+
+def _how_it_ended(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"its process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"its process ended by itself with exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def _failure(fn: Callable[..., Any], world: int, progress: _Progress, late: dict[int, str]) -> RankFailure:
+    failed = {rank: outcome for rank, outcome in progress.outcomes.items() if outcome.value is None}
+    said = {rank: outcome.summary for rank, outcome in failed.items()} | progress.died
+    # A rank that died could tell no time; what the others raise is mostly the echo of its death.
+    first = min(progress.died) if progress.died else min(failed, key=lambda rank: failed[rank].ended)
+    error = rank_failure(fn, world, first, said, failed[first].stack if first in failed else "", late)
+    body = failed[first].error if first in failed else None
+    if body is not None:
+        with contextlib.suppress(Exception):  # a class that only the rank could import
+            error.__cause__ = pickle.loads(body)
+    return error
+
+
+def _pickle(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Function and arguments as bytes; what the caller's own, not installed, module defines goes by value."""
+    with contextlib.ExitStack() as stack:
+        for module in _own_modules(fn, args):
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        return cloudpickle.dumps((fn, args))
+
+
+def _own_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[ModuleType]:
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    package = __name__.partition(".")[0]
+    seen = {"__main__"}  # by value in any case
+    for thing in (fn, *args):
+        while isinstance(thing, partial):
+            thing = thing.func
+        name = getattr(thing, "__module__", None) or type(thing).__module__
+        module = sys.modules.get(name)
+        if module is None or name in seen or name.partition(".")[0] == package:
+            continue
+        seen.add(name)
+        file = getattr(module, "__file__", None)
+        if file is not None and not os.path.abspath(file).startswith(installed):
+            yield module

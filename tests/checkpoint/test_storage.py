@@ -1,0 +1,227 @@
+"""A file under its name is always whole: the earlier one, or the new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint import storage
+
+
+def write(path: storage.PathLike, data: bytes) -> None:
+    with storage.replacing(path) as file:
+        file.write(data)
+
+
+def write_half(path: storage.PathLike, error: type[BaseException]) -> None:
+    with storage.replacing(path) as file:
+        file.write(b"ha")
+        raise error
+
+
+class TestReplacing:
+    def test_writes_and_makes_folders(self, tmp_path: Path) -> None:
+        path = tmp_path / "a" / "b" / "x.ckpt"
+        write(path, b"one")
+        write(str(path), b"two")
+        assert path.read_bytes() == b"two"
+        assert os.listdir(path.parent) == ["x.ckpt"]
+
+    def test_the_earlier_file_is_there_until_the_end(self, tmp_path: Path) -> None:
+        path = tmp_path / "x"
+        write(path, b"one")
+        with storage.replacing(path) as file:
+            file.write(b"two")
+            file.flush()
+            assert path.read_bytes() == b"one"
+            assert storage.names(tmp_path) == ["x"]
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_an_error_leaves_the_earlier_file_and_nothing_else(
+        self, tmp_path: Path, error: type[BaseException]
+    ) -> None:
+        path = tmp_path / "x"
+        write(path, b"one")
+        with pytest.raises(error):
+            write_half(path, error)
+        assert path.read_bytes() == b"one"
+        assert os.listdir(tmp_path) == ["x"]
+
+    def test_keeps_the_rights_that_other_files_get(self, tmp_path: Path) -> None:
+        (tmp_path / "plain").write_bytes(b"")
+        write(tmp_path / "x", b"")
+        assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    def test_names_as_long_as_a_name_can_be(self, tmp_path: Path) -> None:
+        for name in ("n" * 255, "é" * 127):
+            write(tmp_path / name, b"1")
+            assert (tmp_path / name).read_bytes() == b"1"
+
+    def test_replaces_a_link_and_not_what_it_leads_to(self, tmp_path: Path) -> None:
+        write(tmp_path / "best", b"best")
+        storage.link(tmp_path / "last", tmp_path / "best")
+        write(tmp_path / "last", b"last")
+        assert (tmp_path / "best").read_bytes() == b"best"
+        assert (tmp_path / "last").read_bytes() == b"last"
+
+    def test_bytes_are_on_the_disk_before_the_name_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[str] = []
+        sync, rename = os.fsync, os.replace
+        monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("sync"), sync(descriptor))[1])
+        monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), rename(a, b))[1])
+        write(tmp_path / "x", b"1")
+        assert calls == ["sync", "rename", "sync"]
+
+
+KILLED = """
+import os, signal, sys
+from lockstep.checkpoint import storage
+with storage.replacing(sys.argv[1]) as file:
+    file.write(b"half")
+    file.flush()
+    if sys.argv[2] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("writing", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class TestLeftovers:
+    @pytest.mark.timeout(60)
+    def test_a_killed_write_is_removed_by_the_next_one_and_a_living_one_is_not(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.ckpt"
+        write(path, b"one")
+        arguments = [sys.executable, "-c", KILLED, str(path)]
+        assert subprocess.run([*arguments, "die"]).returncode == -signal.SIGKILL
+        assert path.read_bytes() == b"one"
+        (leftover,) = set(os.listdir(tmp_path)) - {"x.ckpt"}
+        assert leftover.startswith(".x.ckpt.")
+        assert leftover.endswith(storage.UNFINISHED)
+        with subprocess.Popen([*arguments, "live"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"writing\n"
+            write(path, b"two")
+            assert len(os.listdir(tmp_path)) == 2
+            assert leftover not in os.listdir(tmp_path)
+            other.communicate(b"\n")
+        assert path.read_bytes() == b"half"
+        assert os.listdir(tmp_path) == ["x.ckpt"]
+
+    def test_other_names_are_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / f".y.1-1{storage.UNFINISHED}").write_bytes(b"")
+        write(tmp_path / "x", b"")
+        assert len(os.listdir(tmp_path)) == 2
+
+    def test_threads_write_the_same_name_at_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "x"
+        ready = threading.Barrier(3)
+
+        def rank(letter: bytes) -> None:
+            with storage.replacing(path) as file:
+                file.write(letter * 100_000)
+                ready.wait(10)
+
+        threads = [threading.Thread(target=rank, args=(letter,)) for letter in (b"a", b"b", b"c")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert path.read_bytes() in (b"a" * 100_000, b"b" * 100_000, b"c" * 100_000)
+        assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """No file may grow past 64 KiB: the kernel refuses the write in the middle, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class TestErrors:
+    def test_no_room(self, tmp_path: Path, no_room: None) -> None:
+        path = tmp_path / "x"
+        write(path, b"one")
+        with pytest.raises(OSError, match=r"x': there is no room .*\d+ MiB are free.*earlier file.*whole"):
+            write(path, b"2" * 100_000)
+        assert path.read_bytes() == b"one"
+        assert os.listdir(tmp_path) == ["x"]
+
+    def test_full_disk_is_told_like_that(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match=r"there is no room \(No space left") as caught:
+            with storage.replacing(tmp_path / "x"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        assert caught.value.errno == errno.ENOSPC
+
+    def test_a_file_where_the_folder_should_be(self, tmp_path: Path) -> None:
+        (tmp_path / "f").write_bytes(b"")
+        with pytest.raises(OSError, match=r"f/x': its folder cannot be written"):
+            write(tmp_path / "f" / "x", b"")
+        with pytest.raises(NotADirectoryError, match=r"f' is a file"):
+            storage.check_writable(tmp_path / "f" / "deeper")
+
+    def test_a_folder_where_the_file_should_be(self, tmp_path: Path) -> None:
+        (tmp_path / "x").mkdir()
+        with pytest.raises(OSError, match="there is a folder of this name"):
+            write(tmp_path / "x", b"")
+        assert os.listdir(tmp_path) == ["x"]
+
+    def test_a_folder_without_rights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        storage.check_writable(tmp_path / "new" / "folder")
+        assert os.listdir(tmp_path) == []
+        monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+        with pytest.raises(PermissionError, match="want of rights"):
+            storage.check_writable(tmp_path / "new" / "folder")
+
+
+class TestTheRest:
+    def test_exists_size_names_remove(self, tmp_path: Path) -> None:
+        path = tmp_path / "x"
+        assert not storage.exists(path)
+        assert storage.names(tmp_path / "none") == []
+        write(path, b"12345")
+        assert storage.exists(f"file://{path}")
+        assert storage.size(path) == 5
+        assert storage.names(tmp_path) == ["x"]
+        storage.remove(path)
+        storage.remove(path)
+        assert not storage.exists(path)
+
+    def test_link_is_relative_and_replaced(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            write(tmp_path / name, name.encode())
+            storage.link(tmp_path / "last", tmp_path / name)
+            assert os.readlink(tmp_path / "last") == name
+        storage.remove(tmp_path / "b")
+        assert not storage.exists(tmp_path / "last")
+
+    def test_a_url(self) -> None:
+        path = f"memory://lockstep-{os.getpid()}-{time.time_ns()}/run/x.ckpt"
+        folder = os.path.dirname(path)
+        write(path, b"one")
+        write(path, b"two!")
+        with storage.reading(path) as file:
+            file.seek(1)
+            assert file.read() == b"wo!"
+        with pytest.raises(RuntimeError):
+            write_half(path, RuntimeError)
+        assert storage.names(folder) == ["x.ckpt"]
+        assert storage.size(path) == 4
+        storage.check_writable(folder)
+        storage.remove(path)
+        storage.remove(path)
+        assert not storage.exists(path)
+        assert storage.names(folder) == []

@@ -1,0 +1,63 @@
+"""What every test gets: the rank pool, a guard against leaks, a time limit."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: tests run on one thread each, as the ranks of the pool do.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+from collections.abc import Generator, Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from lockstep.testing import leaks  # noqa: E402
+from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
+
+SECONDS_SLOW = 900
+"""The time limit of a test marked slow that sets none; pyproject has that of the others."""
+
+_failed = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SECONDS_SLOW))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The session's rank pool: ``ranks(2).run(fn, *args)`` gives ``[fn(*args) on rank 0, ... on rank 1]``."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a process, thread, port, file in /dev/shm, variable, setting or group behind.
+
+    A test that failed for a reason of its own is not told twice; what it left is cleared away all the same.
+    """
+    before = leaks.snapshot(pool_processes())
+    yield
+    failed = request.node.stash.get(_failed, False)
+    left = leaks.leaks(before, pool_processes(), patience=0.2 if failed else 2.0)
+    if left:
+        leaks.put_back(before, pool_processes())
+        if not failed:
+            pytest.fail("the test left something behind:\n  " + "\n  ".join(left), pytrace=False)

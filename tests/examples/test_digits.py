@@ -1,0 +1,70 @@
+"""The digits example: it learns, and sharing the work out does not change the numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
+
+
+def digits(folder: Path, *flags: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Runs the example; what it printed by label, and the metrics of each epoch."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--out", str(folder), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = dict(
+        re.findall(r"^(steps|accuracy, held out|sha256 of the weights)\s+(\S+)", done.stdout, re.M)
+    )
+    epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
+    return printed, epochs
+
+
+@pytest.mark.timeout(160)
+def test_two_processes_end_in_the_bits_of_one_with_accumulation(tmp_path: Path) -> None:
+    two, _ = digits(tmp_path / "two", "--devices", "2", "--epochs", "3")
+    one, _ = digits(tmp_path / "one", "--devices", "1", "--accumulate", "2", "--epochs", "3")
+    assert two["steps"] == one["steps"] == "66"
+    assert two["sha256 of the weights"] == one["sha256 of the weights"]
+
+
+@pytest.mark.timeout(160)
+def test_float64_metrics_agree_to_1e_12_at_every_epoch(tmp_path: Path) -> None:
+    flags = ("--precision", "64-true", "--epochs", "3")
+    _, two = digits(tmp_path / "two", "--devices", "2", *flags)
+    _, one = digits(tmp_path / "one", "--devices", "1", "--accumulate", "2", *flags)
+    assert [set(epoch) for epoch in one] == [{"epoch", "train_loss", "val_loss", "val_accuracy"}] * 3
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_whole_run_reaches_97_percent_with_equal_bits(tmp_path: Path, strategy: str) -> None:
+    two, _ = digits(tmp_path / "two", "--devices", "2", "--strategy", strategy)
+    one, _ = digits(tmp_path / "one", "--devices", "1", "--accumulate", "2")
+    assert two["sha256 of the weights"] == one["sha256 of the weights"]
+    assert float(two["accuracy, held out"]) >= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_whole_run_in_float64_agrees_to_1e_12_at_every_epoch(tmp_path: Path) -> None:
+    _, two = digits(tmp_path / "two", "--devices", "2", "--precision", "64-true")
+    _, one = digits(tmp_path / "one", "--devices", "1", "--accumulate", "2", "--precision", "64-true")
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=0, abs=1e-12)

@@ -1,0 +1,71 @@
+"""The language model example: its corpus, its model, and that its loss falls."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.language_model import ByteCorpus, build_gpt
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "language_model.py"
+
+
+def test_a_sample_is_a_piece_of_text_and_the_same_shifted_by_one() -> None:
+    corpus = ByteCorpus(b"abcdefghij", block=4)
+    assert len(corpus) == 2
+    bytes_in, bytes_out = corpus[1]
+    assert bytes(bytes_in.tolist()) == b"efgh"
+    assert bytes(bytes_out.tolist()) == b"fghi"
+
+
+def test_the_corpus_is_the_same_each_time() -> None:
+    text = ByteCorpus.standard_library(megabytes=0.5)
+    assert len(text) == 500_000
+    assert text == ByteCorpus.standard_library(megabytes=0.5)
+
+
+def test_no_byte_is_predicted_from_a_later_one() -> None:
+    gpt = build_gpt(layers=2, heads=2, width=16, block=8)
+    bytes_in = torch.randint(256, (2, 8))
+    changed = bytes_in.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 256
+    before, after = gpt(bytes_in), gpt(changed)
+    assert before.shape == (2, 8, 256)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.timeout(120)
+def test_the_loss_falls() -> None:
+    flags = [
+        "--steps",
+        "60",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--width",
+        "32",
+        "--block",
+        "32",
+        "--lr",
+        "1e-2",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 6, done.stdout
+    assert losses[-1] < min(3.0, losses[0] - 0.2)

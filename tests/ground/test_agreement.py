@@ -1,0 +1,248 @@
+"""Flags: every rank sees a flag at the same boundary, whoever raised it, however slow the others are."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import timeit
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.ground import agreement as module
+from lockstep.ground.agreement import Agreement
+from lockstep.testing.pool import RankPool
+
+Seen = list[tuple[int, int]]
+
+
+def _reduce() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def _race(mode: str, every: int, windows: int, seed: int) -> tuple[list[int], Seen]:
+    """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit)."""
+    chance = random.Random(seed * 100 + dist.get_rank())
+    agreement = Agreement(mode=mode, every=every)  # type: ignore[arg-type]
+    bits = [agreement.register(name) for name in ("stop", "save", "signal")]
+    asked: list[int] = []
+    seen: Seen = []
+
+    def pause() -> None:
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * 2e-3)
+
+    def ask() -> None:
+        if chance.random() < 0.1:
+            bit = chance.choice(bits)
+            asked.append(bit)
+            agreement.request(bit)
+
+    for window in range(windows):
+        ask()
+        pause()
+        synced = window % 7 != 3  # no reduction in some windows
+        agreement.publish()
+        ask()
+        pause()
+        if synced:
+            _reduce()
+        pause()
+        ask()
+        agreement.settle(synced)
+        for bit in bits:
+            if agreement.is_up(bit):
+                seen.append((window, bit))
+                if window % 3:  # sometimes it stays up for a while
+                    agreement.lower(bit)
+    agreement.close()
+    return asked, seen
+
+
+@pytest.mark.parametrize(("mode", "every"), [("shared", 1), ("messages", 1), ("messages", 3)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_ranks_see_a_flag_at_the_same_boundary(
+    ranks: RankPool, world: int, mode: str, every: int
+) -> None:
+    results = ranks(world).run(_race, mode, every, 300, world)
+    seen = results[0][1]
+    assert all(other == seen for _, other in results)
+    assert {bit for _, bit in seen} == {bit for asked, _ in results for bit in asked} == {0, 1, 2}
+
+
+def _one_request(mode: str, every: int, asking: int, windows: int) -> list[int]:
+    agreement = Agreement(mode=mode, every=every)  # type: ignore[arg-type]
+    stop = agreement.register("stop")
+    seen = []
+    for window in range(windows):
+        if window == 4 and dist.get_rank() == asking:
+            agreement.request(stop)
+        agreement.publish()
+        _reduce()
+        agreement.settle(True)
+        if agreement.is_up(stop):
+            seen.append(window)
+            agreement.lower(stop)
+    agreement.close()
+    return seen
+
+
+@pytest.mark.parametrize("asking", [0, 2])
+def test_shared_memory_answers_at_the_next_boundary_and_once(ranks: RankPool, asking: int) -> None:
+    assert ranks(3).run(_one_request, "shared", 1, asking, 10) == [[4]] * 3
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_messages_answer_within_two_periods_and_once(ranks: RankPool, every: int) -> None:
+    first, second = ranks(2).run(_one_request, "messages", every, 1, 20)
+    assert first == second
+    assert len(first) == 1
+    assert every <= first[0] - 4 <= 2 * every - 1
+
+
+def _two_clocks() -> list[int]:
+    """Both ranks' clocks ring, one of them after it has published: one save answers both."""
+    agreement = Agreement(mode="shared")
+    save = agreement.register("save-by-time")
+    seen = []
+    for window in range(5):
+        if window == 1 and dist.get_rank() == 0:
+            agreement.request(save)
+        agreement.publish()
+        if window == 1 and dist.get_rank() == 1:
+            agreement.request(save)
+        _reduce()
+        agreement.settle(True)
+        if agreement.is_up(save):
+            seen.append(window)
+            agreement.lower(save)
+    agreement.close()
+    return seen
+
+
+def test_lower_answers_requests_of_all_ranks(ranks: RankPool) -> None:
+    assert ranks(2).run(_two_clocks) == [[1], [1]]
+
+
+def _asked_at_once(mode: str) -> list[Any]:
+    # every=1: the request is on its way in a message when the answer comes
+    agreement = Agreement(mode=mode, every=1)  # type: ignore[arg-type]
+    stop, save = agreement.register("stop"), agreement.register("save")
+    answers: list[Any] = [agreement.now(stop)]
+    if dist.get_rank() == 1:
+        agreement.request(stop)
+    agreement.publish()  # then the epoch ends in a window without a reduction
+    agreement.settle(False)
+    answers += [agreement.is_up(stop), agreement.now(stop), agreement.is_up(stop), agreement.now(save)]
+    agreement.lower(stop)
+    for _ in range(8):
+        agreement.publish()
+        _reduce()
+        agreement.settle(True)
+        answers.append(agreement.is_up(stop))
+    agreement.close()
+    return answers
+
+
+@pytest.mark.parametrize("mode", ["shared", "messages"])
+def test_now_answers_at_once_and_is_not_answered_again(ranks: RankPool, mode: str) -> None:
+    expected = [False, False, True, True, False] + [False] * 8
+    assert ranks(2).run(_asked_at_once, mode) == [expected] * 2
+
+
+def _kind(hidden: bool) -> str:
+    """The channel that is chosen; ``hidden``: as if rank 1 were on another host."""
+    if hidden and dist.get_rank() == 1:
+        original, module._host = module._host, lambda: "elsewhere"
+    agreement = Agreement()
+    if hidden and dist.get_rank() == 1:
+        module._host = original
+    kind = type(agreement._channel).__name__
+    agreement.close()
+    return kind
+
+
+def test_memory_on_one_host_messages_between_hosts(ranks: RankPool) -> None:
+    assert ranks(2).run(_kind, False) == ["_Shared"] * 2
+    assert ranks(2).run(_kind, True) == ["_Messages"] * 2
+
+
+def _unmapped() -> str:
+    if dist.get_rank() == 1:
+        original, module._map = module._map, lambda path: None
+    agreement = Agreement()
+    if dist.get_rank() == 1:
+        module._map = original
+    kind = type(agreement._channel).__name__
+    agreement.close()
+    return kind
+
+
+def test_a_rank_that_cannot_map_the_page_moves_all_to_messages(ranks: RankPool) -> None:
+    assert ranks(2).run(_unmapped) == ["_Messages"] * 2
+    assert not list(Path("/dev/shm").glob("lockstep-*"))
+
+
+def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reserve = os.posix_fallocate
+    calls = []
+
+    def full_once(handle: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        reserve(handle, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_once)
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = module._new_file()
+    assert path is not None
+    assert Path(path).parent == tmp_path
+    assert Path(path).read_bytes() == bytes(4096)
+
+
+def test_one_rank_sees_its_own_request_at_the_boundary() -> None:
+    agreement = Agreement()
+    stop, save = agreement.register("stop"), agreement.register("save")
+    assert agreement.register("stop") == stop
+    agreement.request(stop)
+    agreement.publish()
+    assert not agreement.is_up(stop)
+    agreement.settle(False)
+    assert agreement.is_up(stop)
+    assert agreement.now(stop)
+    assert not agreement.now(save)
+    agreement.lower(stop)
+    agreement.settle(True)
+    assert not agreement.is_up(stop)
+    agreement.request(save)
+    assert agreement.now(save)
+    agreement.close()
+
+
+def test_at_one_rank_a_step_costs_next_to_nothing() -> None:
+    agreement = Agreement()
+    stop = agreement.register("stop")
+
+    def step() -> None:
+        agreement.publish()
+        agreement.settle(True)
+        agreement.is_up(stop)
+
+    count = 20_000
+    # 0.3 us where it is quiet; the bound only catches what would not be a few calls of Python any more
+    assert min(timeit.repeat(step, number=count, repeat=5)) / count < 2e-6
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="every=0"):
+        Agreement(every=0)
+    agreement = Agreement()
+    for index in range(module.BITS):
+        agreement.register(str(index))
+    with pytest.raises(ValueError, match=r"'one too many'.*63 flags"):
+        agreement.register("one too many")

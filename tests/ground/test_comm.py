@@ -1,0 +1,172 @@
+"""Collectives: values against plain arithmetic, on processes and without a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.ground import comm
+from lockstep.testing.pool import RankPool
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def _of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(6).reshape(2, 3) + 3 * rank).to(dtype)
+
+
+def _reductions() -> dict[str, Any]:
+    rank = dist.get_rank()
+    strided = (torch.arange(16.0).reshape(4, 4) + rank)[:, ::2]
+    before = strided.clone()
+    holed = torch.tensor([1.0, torch.nan if rank == 1 else 2.0, float(rank)])
+    found: dict[str, Any] = {op: comm.all_reduce(strided, op) for op in ("sum", "mean", "min", "max")}
+    found["untouched"] = torch.equal(strided, before)
+    found["nan"] = {op: comm.all_reduce(holed, op) for op in ("min", "max")}
+    found["whole mean"] = comm.all_reduce(torch.tensor([rank, 1]), "mean")
+    found["bool"] = comm.all_reduce(torch.tensor([rank == 1, False]), "max")
+    return found
+
+
+def test_all_reduce_of_strided_views_nan_and_whole_numbers(ranks: RankPool) -> None:
+    grid = torch.arange(16.0).reshape(4, 4)[:, ::2]
+    for found in ranks(3).run(_reductions):
+        assert torch.equal(found["sum"], 3 * grid + 3)
+        assert torch.equal(found["mean"], grid + 1)
+        assert torch.equal(found["min"], grid)
+        assert torch.equal(found["max"], grid + 2)
+        assert found["untouched"]
+        assert found["nan"]["max"][1].isnan()
+        assert found["nan"]["min"][1].isnan()
+        assert found["nan"]["max"][[0, 2]].tolist() == [1, 2]
+        assert found["nan"]["min"][[0, 2]].tolist() == [1, 0]
+        assert found["whole mean"].tolist() == [1.0, 1.0]
+        assert found["bool"].tolist() == [True, False]
+
+
+def _gathers() -> list[Any]:
+    rank = dist.get_rank()
+    even = [comm.all_gather_tensor(_of_rank(rank, dtype)) for dtype in DTYPES]
+    scalar = comm.all_gather_tensor(torch.tensor(float(rank)))
+    strided = comm.all_gather_tensor(_of_rank(rank, torch.float32).t())
+    nothing = comm.all_gather_tensor(torch.zeros(0, 2))
+    uneven = comm.all_gather_uneven(torch.full((2 * rank, 3), float(rank)))
+    objects = comm.all_gather_object({"rank": rank})
+    return [even, scalar, strided, nothing.shape, uneven, objects, comm.broadcast_object(rank, src=1)]
+
+
+def test_gathers(ranks: RankPool) -> None:
+    for even, scalar, strided, nothing, uneven, objects, told in ranks(3).run(_gathers):
+        for dtype, gathered in zip(DTYPES, even, strict=True):
+            assert torch.equal(gathered, torch.stack([_of_rank(rank, dtype) for rank in range(3)]))
+        assert scalar.tolist() == [0, 1, 2]
+        assert torch.equal(strided[2], _of_rank(2, torch.float32).t())
+        assert nothing == (3, 0, 2)
+        assert [part.shape[0] for part in uneven] == [0, 2, 4]
+        assert torch.equal(uneven[2], torch.full((4, 3), 2.0))
+        assert objects == [{"rank": rank} for rank in range(3)]
+        assert told == 1
+
+
+def _gather_unlike() -> str:
+    with pytest.raises(ValueError) as raised:
+        comm.all_gather_uneven(torch.zeros(2, 3 + dist.get_rank()))
+    return str(raised.value)
+
+
+def test_uneven_gather_names_what_differs(ranks: RankPool) -> None:
+    first, second = ranks(2).run(_gather_unlike)
+    assert first == second
+    assert "rank 0 has torch.float32 of shape (2, 3)" in first
+    assert "rank 1 has torch.float32 of shape (2, 4)" in first
+
+
+def _gathered_gradient() -> torch.Tensor:
+    rank = dist.get_rank()
+    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+    weights = torch.arange(4.0).reshape(2, 2) + 10 * rank
+    (comm.all_gather_with_grad(tensor) * weights).sum().backward()
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def test_backward_through_a_gather_sums_over_ranks(ranks: RankPool) -> None:
+    total = torch.arange(4.0).reshape(2, 2) * 2 + 10
+    for rank, grad in enumerate(ranks(2).run(_gathered_gradient)):
+        assert torch.equal(grad, total[rank])
+
+
+def _broadcast(limit: int) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    comm.BROADCAST_BYTES, before = limit, comm.BROADCAST_BYTES
+    tensors = [_of_rank(rank, dtype) for dtype in DTYPES]
+    tensors += [torch.tensor(rank), torch.zeros(0), torch.full((4, 4), float(rank))[:, ::2]]
+    comm.broadcast_tensors(tensors, src=1)
+    comm.BROADCAST_BYTES = before
+    return tensors
+
+
+@pytest.mark.parametrize("limit", [1, 40, 2**20])
+def test_broadcast_of_many_dtypes_in_pieces_of_any_size(ranks: RankPool, limit: int) -> None:
+    expected = [_of_rank(1, dtype) for dtype in DTYPES] + [torch.tensor(1), torch.zeros(0), torch.ones(4, 2)]
+    for tensors in ranks(2).run(_broadcast, limit):
+        for tensor, right in zip(tensors, expected, strict=True):
+            assert tensor.dtype == right.dtype
+            assert torch.equal(tensor, right)
+
+
+def _in_subgroup() -> tuple[int, int, float, list[int], int]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return (0, 0, 0.0, [], 0)
+    total = comm.all_reduce(torch.tensor(float(dist.get_rank())), "sum", group).item()
+    comm.barrier(group)
+    told = comm.broadcast_object(dist.get_rank(), src=1, group=group)
+    return (
+        comm.world_size(group),
+        comm.rank(group),
+        total,
+        comm.all_gather_object(dist.get_rank(), group),
+        told,
+    )
+
+
+def test_a_subgroup_counts_its_own_ranks(ranks: RankPool) -> None:
+    _, first, second = ranks(3).run(_in_subgroup)
+    assert first == (2, 0, 3.0, [1, 2], 2)
+    assert second == (2, 1, 3.0, [1, 2], 2)
+
+
+def test_without_a_process_group_one_rank_answers() -> None:
+    tensor = torch.arange(3.0)
+    assert not comm.is_distributed()
+    assert (comm.world_size(), comm.rank()) == (1, 0)
+    for op in ("sum", "mean", "min", "max"):
+        result = comm.all_reduce(tensor, op)  # type: ignore[arg-type]
+        assert torch.equal(result, tensor)
+        assert result is not tensor
+    assert comm.all_reduce(torch.tensor([1, 2]), "mean").is_floating_point()
+    assert torch.equal(comm.all_gather_tensor(tensor), tensor.unsqueeze(0))
+    assert torch.equal(comm.all_gather_with_grad(tensor), tensor.unsqueeze(0))
+    assert [part.tolist() for part in comm.all_gather_uneven(tensor)] == [[0, 1, 2]]
+    assert comm.all_gather_object("x") == ["x"]
+    assert comm.broadcast_object("x") == "x"
+    comm.broadcast_tensors([tensor])
+    comm.barrier()
+
+
+def test_an_unknown_operation_is_named() -> None:
+    with pytest.raises(ValueError, match=r"op='median'.*\"mean\""):
+        comm.all_reduce(torch.zeros(1), "median")  # type: ignore[arg-type]

@@ -1,0 +1,141 @@
+"""Moving batches and choosing devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from lockstep.ground.device import move_data_to_device, resolve_accelerator
+from lockstep.ground.errors import MisconfigurationException
+
+META = torch.device("meta")
+
+
+@dataclass
+class Batch:
+    images: torch.Tensor
+    names: list[str]
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.nodes = torch.ones(2)
+
+    def to(self, device: torch.device) -> Graph:
+        moved = Graph()
+        moved.nodes = self.nodes.to(device)
+        return moved
+
+
+class InPlaceGraph(Graph):
+    def to(self, device: torch.device) -> Any:
+        self.nodes = self.nodes.to(device)
+
+
+def test_moves_everything_that_has_a_method_to() -> None:
+    batch: dict[str, Any] = {
+        "batch": Batch(torch.ones(3), ["a"]),
+        "pair": (torch.ones(2), 5),
+        "graph": Graph(),
+        "in place": InPlaceGraph(),
+        "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
+    }
+    moved = move_data_to_device(batch, "meta")
+    assert moved["batch"].images.device == META
+    assert moved["batch"].names == ["a"]
+    assert moved["pair"][0].device == META
+    assert moved["pair"][1] == 5
+    assert moved["graph"].nodes.device == META
+    assert moved["in place"] is batch["in place"]
+    assert moved["in place"].nodes.device == META
+    assert moved["packed"].data.device == META
+    assert batch["batch"].images.device.type == "cpu"
+
+
+def test_a_tensor_that_is_there_already_is_not_copied() -> None:
+    tensor = torch.ones(3)
+    assert move_data_to_device([tensor], torch.device("cpu"))[0] is tensor
+
+
+@pytest.mark.parametrize(("devices", "count"), [("auto", 1), (1, 1), (3, 3), ("2", 2)])
+def test_processes_on_the_cpu(devices: Any, count: int) -> None:
+    assert resolve_accelerator("cpu", devices) == ("cpu", [torch.device("cpu")] * count)
+
+
+@pytest.mark.parametrize("devices", [0, -1, "-1", [0, 1], "0,1", True, "two", None])
+def test_impossible_numbers_of_processes(devices: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"devices=.*accelerator='cpu'.*number of processes"):
+        resolve_accelerator("cpu", devices)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
+@pytest.mark.parametrize(
+    ("devices", "indices"),
+    [
+        ("auto", [0, 1]),
+        (-1, [0, 1]),
+        ("-1", [0, 1]),
+        (1, [0]),
+        ("2", [0, 1]),
+        ([1], [1]),
+        ([1, 0], [1, 0]),
+        ((0,), [0]),
+        ("1,", [1]),
+        ("0, 1", [0, 1]),
+    ],
+)
+def test_gpus(two_gpus: None, accelerator: str, devices: Any, indices: list[int]) -> None:
+    assert resolve_accelerator(accelerator, devices) == ("cuda", [torch.device("cuda", i) for i in indices])
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (3, r"devices=3, but this machine has 2 cuda device.*devices=2 or less"),
+        ([0, 2], r"devices=\[0, 2\], but this machine has 2"),
+        ([1, 1], r"devices=\[1, 1\] names a device twice"),
+        (0, "devices=0: give a number"),
+        ([], r"devices=\[\]: give a number"),
+        (-2, "devices=-2: give a number"),
+        (True, "devices=True: give a number"),
+        ("0,x", "devices='0,x': give a number"),
+        ([0.0], r"devices=\[0.0\]: give a number"),
+        (None, "devices=None: give a number"),
+    ],
+)
+def test_impossible_gpus_are_refused_by_flag_value_and_way_out(
+    two_gpus: None, devices: Any, says: str
+) -> None:
+    with pytest.raises(MisconfigurationException, match=says):
+        resolve_accelerator("gpu", devices)
+
+
+def test_auto_without_a_gpu_is_the_cpu(no_gpu: None) -> None:
+    assert resolve_accelerator() == ("cpu", [torch.device("cpu")])
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
+def test_a_missing_gpu(no_gpu: None, accelerator: str) -> None:
+    with pytest.raises(MisconfigurationException, match=rf"accelerator='{accelerator}'.*'auto' or 'cpu'"):
+        resolve_accelerator(accelerator, 1)
+
+
+def test_an_unknown_accelerator() -> None:
+    with pytest.raises(MisconfigurationException, match="accelerator='quantum' is not known: use 'auto'"):
+        resolve_accelerator("quantum")

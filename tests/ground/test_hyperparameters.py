@@ -1,0 +1,192 @@
+"""Hyperparameters are collected as Lightning 2.6 collects them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import AttributeDict, HyperparametersMixin
+
+
+class Module(HyperparametersMixin, nn.Module):
+    """What a LightningModule is, as far as hyperparameters go."""
+
+
+class Net(Module):
+    def __init__(self, width: int, lr: float = 0.1, *rest: Any, mode: str = "a", **more: Any) -> None:
+        super().__init__()
+        local = width + 1  # no argument: never collected
+        self.save_hyperparameters()
+        self.local = local
+
+
+class WiderNet(Net):
+    def __init__(self, width: int = 3, extra: str = "e") -> None:
+        super().__init__(width * 2, lr=0.5)
+
+
+class TestCollecting:
+    def test_all_arguments_with_defaults_and_keywords_but_not_the_rest(self) -> None:
+        net = Net(4, 0.2, 5, 6, depth=7)
+        assert net.hparams == {"width": 4, "lr": 0.2, "mode": "a", "depth": 7}
+        assert net._hparams_name == "kwargs"
+        assert net._log_hyperparams
+
+    def test_a_subclass_adds_its_arguments_and_its_values_win(self) -> None:
+        assert WiderNet(3).hparams == {"width": 3, "extra": "e", "lr": 0.5, "mode": "a"}
+
+    def test_named_subset(self) -> None:
+        class Some(Module):
+            def __init__(self, a: int, b: int, c: int) -> None:
+                super().__init__()
+                self.save_hyperparameters("a", "c", logger=False)
+
+        net = Some(1, 2, 3)
+        assert net.hparams == {"a": 1, "c": 3}
+        assert not net._log_hyperparams
+
+    def test_ignore_drops_also_what_a_base_class_saved(self) -> None:
+        class Ignoring(Net):
+            def __init__(self, width: int, loss: str = "l") -> None:
+                super().__init__(width)
+                self.save_hyperparameters(ignore=["lr", "loss"])
+
+        assert Ignoring(2).hparams == {"width": 2, "mode": "a"}
+        assert Ignoring(2).hparams_initial == {"width": 2, "mode": "a"}
+
+    @pytest.mark.parametrize("make", [dict, Namespace])
+    def test_one_container_remembers_which_argument_it_was(self, make: Any) -> None:
+        class Contained(Module):
+            def __init__(self, config: Any, other: int = 1) -> None:
+                super().__init__()
+                self.save_hyperparameters(config)
+
+        net = Contained(make(a=1, b=[2]))
+        assert net.hparams == {"a": 1, "b": [2]}
+        assert net._hparams_name == "config"
+
+    def test_a_copy_of_the_container_is_known_again_and_tensors_inside_do_no_harm(self) -> None:
+        class Contained(Module):
+            def __init__(self, other: dict[str, Any], config: dict[str, Any]) -> None:
+                super().__init__()
+                self.save_hyperparameters(dict(config))
+
+        assert Contained({"a": 2}, {"a": 1})._hparams_name == "config"
+        assert Contained({"a": torch.ones(2)}, {"a": torch.zeros(2)})._hparams_name == "config"
+
+    def test_called_from_a_method_that_init_calls(self) -> None:
+        class Later(Module):
+            def __init__(self, a: int) -> None:
+                super().__init__()
+                self.build()
+
+            def build(self) -> None:
+                self.save_hyperparameters()
+
+        assert Later(5).hparams == {"a": 5}
+
+    def test_a_module_inside_a_module_keeps_to_its_own_arguments(self) -> None:
+        class Outer(Module):
+            def __init__(self, width: int, outer: str) -> None:
+                super().__init__()
+                self.inner = Net(width * 10)
+                self.save_hyperparameters()
+
+        outer = Outer(1, "o")
+        assert outer.hparams == {"width": 1, "outer": "o"}
+        assert outer.inner.hparams == {"width": 10, "lr": 0.1, "mode": "a"}
+
+    def test_dataclass_fields(self) -> None:
+        @dataclass
+        class Data(HyperparametersMixin):
+            size: int = 3
+            name: str = "n"
+
+            def __post_init__(self) -> None:
+                self.save_hyperparameters()
+
+        assert Data(size=4).hparams == {"size": 4, "name": "n"}
+
+    def test_calls_add_up(self) -> None:
+        net = Net(1)
+        net.save_hyperparameters({"later": 2})
+        assert net.hparams == {"width": 1, "lr": 0.1, "mode": "a", "later": 2}
+        net.save_hyperparameters({})
+        assert net.hparams.later == 2
+
+
+class TestWhatIsKept:
+    def test_initial_is_a_deep_copy(self) -> None:
+        class Listed(Module):
+            def __init__(self, layers: list[int]) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        net = Listed([1, 2])
+        net.hparams.layers.append(3)
+        net.hparams_initial.layers.append(4)
+        assert net.hparams_initial == {"layers": [1, 2]}
+
+    def test_nothing_saved(self) -> None:
+        assert Module().hparams == {}
+        assert Module().hparams_initial == {}
+
+    def test_a_module_among_them_warns_and_plain_ones_do_not(self) -> None:
+        class Backboned(Module):
+            def __init__(self, backbone: nn.Module) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        with pytest.warns(UserWarning, match=r"'backbone'.*ignore=\['backbone'\]"):
+            Backboned(nn.Linear(1, 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Net(1)
+
+
+class TestErrors:
+    def test_a_name_that_is_no_argument(self) -> None:
+        class Wrong(Module):
+            def __init__(self, a: int) -> None:
+                super().__init__()
+                self.save_hyperparameters("b")
+
+        with pytest.raises(MisconfigurationException, match=r"'b' is no argument.*\['a'\]"):
+            Wrong(1)
+
+    def test_a_number_and_two_containers(self) -> None:
+        with pytest.raises(MisconfigurationException, match="int"):
+            Net(1).save_hyperparameters(3)
+        with pytest.raises(MisconfigurationException, match="2 containers"):
+            Net(1).save_hyperparameters({"a": 1}, {"b": 1})
+
+
+class TestAttributeDict:
+    def test_items_are_attributes(self) -> None:
+        settings = AttributeDict({"lr": 0.1, "my-key": 2})
+        settings.depth = 3
+        del settings.lr
+        assert settings == {"my-key": 2, "depth": 3}
+        with pytest.raises(AttributeError, match="'lr'"):
+            _ = settings.lr
+        with pytest.raises(AttributeError, match="'lr'"):
+            del settings.lr
+
+    def test_repr_is_a_table(self) -> None:
+        assert repr(AttributeDict(lr=0.1, depth=3)) == '"depth": 3\n"lr":    0.1'
+        assert repr(AttributeDict()) == ""
+
+    def test_copies_and_pickles_keep_the_type(self) -> None:
+        settings = AttributeDict(a=AttributeDict(b=1))
+        for other in (copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
+            assert isinstance(other, AttributeDict)
+            assert other.a.b == 1

@@ -1,0 +1,139 @@
+"""Seeds and random states."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.ground.seed import (
+    current_seed,
+    hand_down_seed,
+    isolate_rng,
+    random_states,
+    seed_everything,
+    set_random_states,
+)
+
+
+@pytest.fixture(autouse=True)
+def seed_and_states_put_back() -> Iterator[None]:
+    before = current_seed()
+    with isolate_rng():
+        yield
+    hand_down_seed(before)
+
+
+def draw() -> list[Any]:
+    """Numbers of all kinds from all generators; gaussians come in pairs, of which one half is kept back."""
+    return [
+        torch.rand(3).tolist(),
+        torch.randn(1).item(),
+        random.random(),
+        random.gauss(0, 1),
+        random.randint(0, 10**9),
+        numpy.random.rand(2).tolist(),
+        numpy.random.randn(),
+    ]
+
+
+def through_a_file(states: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def test_the_same_seed_gives_the_same_numbers_in_all_generators() -> None:
+    assert seed_everything(7, verbose=False) == 7
+    first = draw()
+    seed_everything(7, workers=True, verbose=False)
+    assert draw() == first
+    assert current_seed() == 7
+    seed_everything(8, verbose=False)
+    assert all(one != other for one, other in zip(draw(), first, strict=True))
+
+
+def test_numbers_are_those_of_the_plain_generators() -> None:
+    seed_everything(11, verbose=False)
+    assert random.random() == random.Random(11).random()
+    assert numpy.random.rand() == numpy.random.RandomState(11).rand()
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(11)))
+
+
+@given(st.integers(0, 700), st.integers(0, 3), st.integers(0, 3))
+def test_states_come_back_from_a_weights_only_file_bit_for_bit(
+    skip: int, gauss: int, numpy_gauss: int
+) -> None:
+    seed_everything(skip, verbose=False)
+    for _ in range(skip):
+        random.random()
+        numpy.random.rand()
+    for _ in range(gauss):
+        random.gauss(0, 1)
+    for _ in range(numpy_gauss):
+        numpy.random.randn()
+    python, numpys = random.getstate(), numpy.random.get_state(legacy=False)
+    states = through_a_file(random_states())
+    expected = draw()
+    set_random_states(states)
+    assert random.getstate() == python
+    again: Any = numpy.random.get_state(legacy=False)
+    assert repr(again) == repr(numpys)
+    assert (again["state"]["key"] == numpys["state"]["key"]).all()
+    assert draw() == expected
+
+
+def test_isolate_rng_also_after_an_exception() -> None:
+    seed_everything(1, verbose=False)
+    expected = draw()
+    seed_everything(1, verbose=False)
+
+    def fail() -> None:
+        draw()
+        raise KeyError
+
+    with pytest.raises(KeyError), isolate_rng():
+        fail()
+    assert draw() == expected
+
+
+def test_without_a_seed_the_one_before_or_zero() -> None:
+    hand_down_seed(None)
+    with pytest.warns(UserWarning, match=r"no seed.*taking 0") as seen:
+        assert seed_everything(verbose=True) == 0
+    assert seen[0].filename == __file__
+    seed_everything(9, verbose=False)
+    assert seed_everything() == 9
+
+
+def test_a_seed_handed_down_touches_no_generator() -> None:
+    seed_everything(1, verbose=False)
+    expected = draw()
+    seed_everything(1, verbose=False)
+    hand_down_seed(5)
+    assert current_seed() == 5
+    assert draw() == expected
+    assert seed_everything() == 5
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, "many", 1.5e10])
+def test_impossible_seeds(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed=.*integer from 0 to 4294967295"):
+        seed_everything(seed)
+
+
+def test_says_the_seed_and_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        seed_everything(3)
+        seed_everything(4, verbose=False)
+    assert [r.getMessage() for r in caplog.records] == ["[rank: 0] seed set to 3"]

@@ -1,0 +1,379 @@
+"""The laws of the house (docs/architecture.md), read off the source; each law is shown to catch a breach."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+PACKAGE = PROJECT / "src" / "lockstep"
+
+# Part -> floor. A part is a folder or file directly under lockstep/; it imports from its floor or below.
+FLOORS = {
+    "ground": 1,
+    "data": 1,
+    "cluster": 1,
+    "profilers": 1,
+    "parallel": 2,
+    "planner": 2,
+    "checkpoint": 2,
+    "precision": 2,
+    "callbacks": 2,
+    "loggers": 2,
+    "launch": 2,
+    "module": 2,
+    "hooks": 2,
+    "strategies": 3,
+    "config": 4,
+    "loop": 4,
+    "trainer": 5,
+    "tuner": 6,
+    "cli": 6,
+}
+# Stand beside the house. Only the testing part may import from any floor; nobody inside imports either.
+APART = {"testing", "hpc"}
+FACES = {
+    "lockstep",
+    "lockstep.callbacks",
+    "lockstep.loggers",
+    "lockstep.strategies",
+    "lockstep.testing",
+    "lockstep.utilities",
+}
+ENGINES = ("parallel", "planner", "precision", "data", "hpc")
+ABOVE_ENGINES = ("trainer", "loop", "strategies", "callbacks")
+READS_ENVIRONMENT = ("cluster", "launch", "testing")
+FORBIDDEN_NAMES = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "common",
+    "misc",
+    "connector",
+    "connectors",
+    "manager",
+    "managers",
+}
+LINES_OF_A_FILE = 500
+LINES_OF_A_FUNCTION = 60
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of the package."""
+
+    path: Path
+    """Relative to the folder that holds ``lockstep/``."""
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @property
+    def module(self) -> str:
+        parts = self.path.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def is_init(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    @property
+    def part(self) -> str:
+        """The folder or file directly under lockstep/ that this belongs to; empty for the face itself."""
+        return ".".join(self.module.split(".")[1:2])
+
+
+Sources = dict[str, Source]
+
+
+def read(package: Path) -> Sources:
+    """All files of a package, by module name."""
+    files = [Source(path.relative_to(package.parent), path.read_text()) for path in package.rglob("*.py")]
+    return {source.module: source for source in sorted(files, key=lambda one: one.path)}
+
+
+def imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
+    """Line and module of everything that a file imports, late and type-only imports too.
+
+    ``from lockstep.ground import tree`` is an import of the file ``lockstep.ground.tree``; a relative import
+    gives the module that it stands for.
+    """
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = source.module.split(".")
+                here = here[: len(here) - node.level + source.is_init]
+                base = ".".join([*here, *base.split(".")]).strip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield node.lineno, name if name in sources else base
+
+
+def inner_imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
+    for line, name in imports(source, sources):
+        if name.split(".")[0] == "lockstep":
+            yield line, name
+
+
+# -- the laws: each gives one sentence per breach -----------------------------------------------------------
+
+
+def floors(sources: Sources) -> Iterator[str]:
+    for source in sources.values():
+        if source.module in FACES or source.part == "testing":
+            continue
+        if source.part not in FLOORS and source.part not in APART:
+            yield f"{source.path}: {source.part!r} stands on no floor; give it one in FLOORS"
+            continue
+        mine = FLOORS.get(source.part, 2)
+        for line, name in inner_imports(source, sources):
+            part = name.split(".")[1] if "." in name else ""
+            if part == source.part or name in FACES:
+                continue
+            if part in APART:
+                yield f"{source.path}:{line} imports {name}, which stands apart"
+            elif FLOORS.get(part, 0) > mine:
+                yield f"{source.path}:{line} (floor {mine}) imports {name} (floor {FLOORS[part]})"
+
+
+def circles(sources: Sources) -> Iterator[str]:
+    """Files that reach each other by imports, faces left out."""
+    graph = {
+        source.module: {name for _, name in inner_imports(source, sources) if name in sources} - FACES
+        for source in sources.values()
+        if source.module not in FACES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> Iterator[str]:
+        if module in path:
+            yield "a circle: " + " -> ".join([*path[path.index(module) :], module])
+        elif module not in done:
+            for name in sorted(graph.get(module, ())):
+                yield from visit(name, [*path, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        yield from visit(module, [])
+
+
+def faces(sources: Sources) -> Iterator[str]:
+    """Nobody inside imports from a face; an `__init__` that is no face holds one docstring."""
+    for source in sources.values():
+        for line, name in inner_imports(source, sources):
+            if name in FACES and source.module not in FACES:
+                yield f"{source.path}:{line} imports from the face {name}; import from the file"
+        if source.is_init and source.module not in FACES and len(source.tree.body) != 1:
+            yield f"{source.path} is no face: it holds one docstring and nothing else"
+
+
+def sizes(sources: Sources) -> Iterator[str]:
+    for source in sources.values():
+        lines = source.text.count("\n")
+        if lines > LINES_OF_A_FILE:
+            yield f"{source.path} has {lines} lines; at most {LINES_OF_A_FILE}"
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
+                long = (node.end_lineno or node.lineno) - node.lineno + 1
+                if long > LINES_OF_A_FUNCTION:
+                    where = f"{source.path}:{node.lineno} {node.name}"
+                    yield f"{where} has {long} lines; at most {LINES_OF_A_FUNCTION}"
+
+
+def names(sources: Sources) -> Iterator[str]:
+    for source in sources.values():
+        for part in source.path.with_suffix("").parts:
+            if part.lower().strip("_") in FORBIDDEN_NAMES or part.lower().endswith(("_utils", "_helpers")):
+                yield f"{source.path}: {part!r} is no noun that says what is inside"
+
+
+def docstrings(sources: Sources) -> Iterator[str]:
+    for source in sources.values():
+        if not (ast.get_docstring(source.tree) or "").strip():
+            yield f"{source.path} does not open with a docstring that says what it is"
+
+
+def engines(sources: Sources) -> Iterator[str]:
+    """The engines are usable from a hand-written loop."""
+    for source in sources.values():
+        for line, name in inner_imports(source, sources):
+            if source.part in ENGINES and name.split(".")[1:2] and name.split(".")[1] in ABOVE_ENGINES:
+                yield f"{source.path}:{line} is an engine and imports {name}"
+
+
+def environment(sources: Sources) -> Iterator[str]:
+    """Settings and the cluster's variables are read and set in two places only."""
+    for source in sources.values():
+        if source.part in READS_ENVIRONMENT:
+            continue
+        for node in ast.walk(source.tree):
+            used = (
+                isinstance(node, ast.Attribute)
+                and node.attr in {"environ", "environb", "getenv", "putenv", "unsetenv"}
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "os"
+            ) or (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and any(alias.name in {"environ", "getenv", "putenv"} for alias in node.names)
+            )
+            if used:
+                yield f"{source.path}:{node.lineno} touches the environment; that is for cluster/ and launch/"
+
+
+def strategies_are_not_told_apart(sources: Sources) -> Iterator[str]:
+    for source in sources.values():
+        if source.part in ("strategies", "testing"):
+            continue
+        for node in ast.walk(source.tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2):
+                continue
+            if node.func.id not in {"isinstance", "issubclass"}:
+                continue
+            for word in ast.walk(node.args[1]):
+                name = getattr(word, "attr", getattr(word, "id", ""))
+                if name.endswith("Strategy"):
+                    yield f"{source.path}:{node.lineno} asks {node.func.id}(..., {name}); the seam is wrong"
+
+
+LAWS: list[Callable[[Sources], Iterator[str]]] = [
+    floors,
+    circles,
+    faces,
+    sizes,
+    names,
+    docstrings,
+    engines,
+    environment,
+    strategies_are_not_told_apart,
+]
+
+
+# -- the house ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def house() -> Sources:
+    return read(PACKAGE)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_house_keeps(law: Callable[[Sources], Iterator[str]], house: Sources) -> None:
+    breaches = list(law(house))
+    assert not breaches, "\n".join(breaches)
+
+
+def test_the_architecture_page_names_every_part(house: Sources) -> None:
+    page = (PROJECT / "docs" / "architecture.md").read_text()
+    parts = {source.part for source in house.values()} - {""}
+    spellings = {part: (f"{part}/", f"{part}.py", f"lockstep.{part}") for part in parts}
+    assert [part for part in sorted(parts) if not any(one in page for one in spellings[part])] == []
+
+
+# -- the laws -----------------------------------------------------------------------------------------------
+
+LONG_FUNCTION = '"""A."""\ndef long():\n' + "    pass\n" * LINES_OF_A_FUNCTION
+LONG_CONSTRUCTOR = '"""A."""\nclass A:\n    def __init__(self):\n' + "        pass\n" * LINES_OF_A_FUNCTION
+CASES = [
+    (
+        floors,
+        {"ground/rank.py": "from lockstep.loop import fit"},
+        "(floor 1) imports lockstep.loop (floor 4)",
+    ),
+    (
+        floors,
+        {"ground/rank.py": "def f():\n    import lockstep.trainer"},
+        "ground/rank.py:2 (floor 1) imports",
+    ),
+    (
+        floors,
+        {"launch/a.py": "if TYPE_CHECKING:\n    from lockstep.strategies.ddp import DDPStrategy"},
+        "launch/a.py:2 (floor 2) imports lockstep.strategies.ddp (floor 3)",
+    ),
+    (floors, {"ground/rank.py": "from ..loop.fit import FitLoop"}, "imports lockstep.loop.fit (floor 4)"),
+    (floors, {"attic/a.py": ""}, "'attic' stands on no floor"),
+    (floors, {"loop/fit.py": "from lockstep.testing.pool import RankPool"}, "which stands apart"),
+    (
+        circles,
+        {
+            "ground/a.py": "from lockstep.ground import b",
+            "ground/b.py": "def f():\n    from lockstep.ground.c import C",
+            "ground/c.py": "from .a import A",
+        },
+        "a circle: lockstep.ground.a -> lockstep.ground.b -> lockstep.ground.c -> lockstep.ground.a",
+    ),
+    (faces, {"loop/fit.py": "from lockstep.callbacks import Callback"}, "the face lockstep.callbacks"),
+    (faces, {"loop/fit.py": "from lockstep import Trainer"}, "the face lockstep;"),
+    (faces, {"loop/fit.py": "from .. import callbacks"}, "the face lockstep.callbacks"),
+    (faces, {"loop/__init__.py": '"""Loops."""\nfrom lockstep.loop.fit import FitLoop'}, "is no face"),
+    (sizes, {"loop/fit.py": '"""A."""\n' + "x = 1\n" * LINES_OF_A_FILE}, "has 501 lines; at most 500"),
+    (sizes, {"loop/fit.py": LONG_FUNCTION}, "fit.py:2 long has 61 lines; at most 60"),
+    (names, {"ground/utils.py": '"""A."""'}, "'utils' is no noun"),
+    (names, {"ground/tensor_utils.py": '"""A."""'}, "'tensor_utils' is no noun"),
+    (names, {"misc/tree.py": '"""A."""'}, "'misc' is no noun"),
+    (docstrings, {"ground/tree.py": "import torch"}, "tree.py does not open with a docstring"),
+    (engines, {"data/order.py": "from lockstep.callbacks.base import Callback"}, "is an engine and imports"),
+    (engines, {"parallel/ddp.py": "def f():\n    from lockstep.loop import fit"}, "is an engine and imports"),
+    (
+        environment,
+        {"loop/fit.py": "import os\nx = os.environ.get('RANK')"},
+        "fit.py:2 touches the environment",
+    ),
+    (environment, {"trainer.py": "import os\nx = os.getenv('RANK')"}, "trainer.py:2 touches the environment"),
+    (environment, {"trainer.py": "from os import environ"}, "trainer.py:1 touches the environment"),
+    (
+        strategies_are_not_told_apart,
+        {"loop/fit.py": "if isinstance(self.strategy, (DDPStrategy, int)):\n    pass"},
+        "isinstance(..., DDPStrategy)",
+    ),
+    (
+        strategies_are_not_told_apart,
+        {"trainer.py": "issubclass(kind, ddp.DDPStrategy)"},
+        "issubclass(..., DDP",
+    ),
+]
+
+
+@pytest.mark.parametrize(("law", "files", "said"), CASES)
+def test_a_law_catches(
+    law: Callable[[Sources], Iterator[str]], files: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "lockstep"
+    for face in FACES:
+        files = {"/".join([*face.split(".")[1:], "__init__.py"]): '"""A face."""', **files}
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    (breach,) = law(read(package))
+    assert said in breach
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_a_law_lets_pass(law: Callable[[Sources], Iterator[str]], tmp_path: Path) -> None:
+    files = {
+        "__init__.py": '"""The face."""\nfrom lockstep.trainer import Trainer as Trainer',
+        "callbacks/__init__.py": '"""A face."""\nfrom lockstep.callbacks.base import Callback as Callback',
+        "callbacks/base.py": '"""Callbacks."""\nfrom lockstep.ground import tree',
+        "ground/__init__.py": '"""The ground floor."""',
+        "ground/tree.py": '"""Trees."""\nimport os\nhere = os.getcwd()',
+        "cluster/slurm.py": '"""Slurm."""\nimport os\nrank = os.environ["SLURM_PROCID"]',
+        "trainer.py": '"""The Trainer."""\nfrom lockstep.callbacks.base import Callback\nisinstance(1, str)',
+        "parallel/ddp.py": '"""The container."""\nfrom lockstep.ground.tree import here',
+        "config.py": LONG_CONSTRUCTOR,
+        "testing/pool.py": '"""A pool."""\nfrom lockstep.trainer import Trainer',
+    }
+    for name, text in files.items():
+        (tmp_path / "lockstep" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lockstep" / name).write_text(text)
+    assert list(law(read(tmp_path / "lockstep"))) == []

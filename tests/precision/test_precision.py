@@ -1,0 +1,142 @@
+"""The contract of precisions, one row for each."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.precision.names import PRECISIONS, make_precision, precision_name
+from lockstep.precision.true import DefaultDtype
+
+# name: dtype of parameters, of floating inputs, of a product inside the context, of torch.zeros(1) inside it
+CONTRACT = {
+    "64-true": (torch.float64, torch.float64, torch.float64, torch.float64),
+    "32-true": (torch.float32, torch.float32, torch.float32, torch.float32),
+    "bf16-mixed": (torch.float32, torch.float32, torch.bfloat16, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "16-true": (torch.float16, torch.float16, torch.float16, torch.float16),
+}
+
+
+def test_every_precision_has_a_row_here() -> None:
+    assert set(PRECISIONS) == {*CONTRACT, "16-mixed"}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_contract(name: str) -> None:
+    parameters, inputs, products, zeros = CONTRACT[name]
+    precision = make_precision(name)
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    converted = precision.convert_module(module)
+    assert converted is module
+    assert {p.dtype for p in module.parameters()} == {parameters}
+    assert module[1].num_batches_tracked.dtype == torch.int64
+
+    batch: Any = {"x": torch.ones(4, 3), "labels": torch.arange(4), "names": ["a"]}
+    if precision.convert_input is not None:
+        batch = precision.convert_input(batch)
+    assert batch["x"].dtype == inputs
+    assert batch["labels"].dtype == torch.int64
+    assert batch["names"] == ["a"]
+
+    with precision.context() if precision.context is not None else nullcontext():
+        assert module[0](batch["x"]).dtype == products
+        assert torch.zeros(1).dtype == zeros
+    assert torch.get_default_dtype() == torch.float32
+    assert (precision.name, precision.scaler, precision.state_dict()) == (name, None, {})
+
+
+def test_full_precision_has_nothing_to_do_in_a_step() -> None:
+    precision = make_precision("32-true")
+    assert precision.convert_input is None
+    assert precision.context is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        (None, "32-true"),
+        (32, "32-true"),
+        ("32", "32-true"),
+        (64, "64-true"),
+        ("64", "64-true"),
+        (16, "16-mixed"),
+        ("16", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        *[(name, name) for name in PRECISIONS],
+    ],
+)
+def test_names_and_aliases(flag: Any, name: str) -> None:
+    assert precision_name(flag) == name
+
+
+@pytest.mark.parametrize("flag", ["8-true", 8, "double", True, 32.0])
+def test_unknown_precision(flag: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"precision=.* is not known: use one of '64-true'"):
+        make_precision(flag)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "mps"])
+def test_16_mixed_is_refused_without_cuda(device_type: str) -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"precision='16-mixed' on .*use precision='bf16-mixed'"
+    ):
+        make_precision("16-mixed", device_type)
+
+
+def test_16_mixed_has_a_scaler_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the scaler touches the device at the first loss only; without one torch switches it off with a warning
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    precision = make_precision("16-mixed", "cuda")
+    assert precision.scaler is not None
+    assert precision.context is not None
+    state = precision.state_dict()
+    assert state["scale"] == 2.0**16
+    precision.load_state_dict({**state, "scale": 8.0})
+    assert precision.state_dict()["scale"] == 8.0
+
+
+def test_a_weight_used_under_no_grad_first_still_gets_its_gradient() -> None:
+    """With autocast's cache the second forward took the cast weight of the first, which has no graph."""
+    precision = make_precision("bf16-mixed")
+    layer = nn.Linear(3, 2)
+    assert precision.context is not None
+    with precision.context():
+        with torch.no_grad():
+            layer(torch.ones(1, 3))
+        loss = layer(torch.ones(1, 3)).sum()
+    loss.backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_default_dtype_comes_back_after_an_exception_and_nests() -> None:
+    def fail() -> None:
+        with DefaultDtype(torch.float16):
+            assert torch.zeros(1).dtype == torch.float16
+        assert torch.zeros(1).dtype == torch.float64
+        raise KeyError
+
+    with pytest.raises(KeyError), DefaultDtype(torch.float64):
+        fail()
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_64_true_trains_in_double_throughout() -> None:
+    precision = make_precision(64)
+    model = precision.convert_module(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert precision.convert_input is not None
+    assert precision.context is not None
+    batch = precision.convert_input(torch.ones(4, 3))
+    with precision.context():
+        loss = (model(batch) - torch.ones(4, 1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert loss.dtype == torch.float64
+    assert optimizer.state[model.get_parameter("weight")]["momentum_buffer"].dtype == torch.float64

@@ -1,0 +1,60 @@
+"""What the README says: its first script runs as printed, its commands and links exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_first_script_runs(tmp_path: Path, processes: int) -> None:
+    (script,) = blocks("python")
+    short = script.replace("max_epochs=20", "max_epochs=2").replace("devices=2", f"devices={processes}")
+    if processes == 1:
+        short = short.replace('strategy="ddp", ', "")
+    assert short != script
+    (tmp_path / "first.py").write_text(short)
+    done = subprocess.run(
+        [sys.executable, "first.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "validation loss" in line]
+    assert len(said) == 1, done.stdout  # by rank 0 alone
+    checkpoints = list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+    assert len(checkpoints) == 1
+    assert checkpoints[0].name in done.stdout
+
+
+def test_commands_exist_and_can_be_run() -> None:
+    commands = [line.split()[0] for block in blocks("bash") for line in block.splitlines() if line]
+    assert commands == ["scripts/demo", "scripts/test"]
+    for command in [*commands, ".ci/run"]:
+        assert os.access(ROOT / command, os.X_OK), f"{command} is not executable"
+        subprocess.run(["bash", "-n", str(ROOT / command)], check=True)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/overhead.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    targets = re.findall(r"\]\(([^)#]+)\)", here.read_text())
+    missing = [target for target in targets if "://" not in target and not (here.parent / target).exists()]
+    assert not missing

@@ -1,0 +1,151 @@
+"""The guard against leaks: each kind of thing that a test can leave behind is named, and cleared away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lockstep.testing import RandomDataset, RankPool, leaks
+from lockstep.testing.pool import pool_processes
+
+
+@pytest.fixture
+def before() -> Iterator[leaks.Snapshot]:
+    snapshot = leaks.snapshot(pool_processes())
+    yield snapshot
+    assert leaks.leaks(snapshot, pool_processes()) == []
+
+
+def found(before: leaks.Snapshot) -> list[str]:
+    return leaks.leaks(before, pool_processes(), patience=0.1)
+
+
+def test_a_child_process_is_named(before: leaks.Snapshot) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    assert found(before) == [f"child process {child.pid} still runs: sleep 600"]
+    leaks.put_back(before)
+    assert child.wait(5) in (0, -signal.SIGKILL)  # 0: the guard was faster to collect it
+
+
+def test_a_thread_is_named(before: leaks.Snapshot) -> None:
+    wake = threading.Event()
+    thread = threading.Thread(target=wake.wait, args=(30,), name="dreamer", daemon=True)
+    thread.start()
+    assert found(before) == ["thread 'dreamer' still runs"]
+    wake.set()
+    thread.join()
+
+
+def test_a_port_is_named(before: leaks.Snapshot) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert found(before) == [f"port 0100007F:{server.getsockname()[1]} is still open"]
+
+
+def test_shared_memory_is_named(before: leaks.Snapshot) -> None:
+    # The name says whose it is: a guard that runs beside this one does not take it for its own test's.
+    block = shared_memory.SharedMemory(name=f"lockstep-test-{os.getpid()}", create=True, size=8)
+    try:
+        assert found(before) == [f"/dev/shm/{block.name} is still there"]
+    finally:
+        block.close()
+        block.unlink()
+
+
+def test_a_file_of_another_program_is_not_taken_for_a_leak(before: leaks.Snapshot) -> None:
+    path = leaks.SHARED_MEMORY / f"lockstep-test-{os.getppid()}"  # its maker lives, and above us
+    path.touch()
+    try:
+        assert found(before) == []
+    finally:
+        path.unlink()
+
+
+def test_a_variable_is_named(before: leaks.Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEFT_BEHIND", "1")
+    assert found(before) == ["environment variable LEFT_BEHIND was None and is '1'"]
+    monkeypatch.undo()
+
+
+SETTINGS: list[tuple[Callable[[], object], str]] = [
+    (lambda: torch.set_default_dtype(torch.float64), "get_default_dtype() was torch.float32 and is"),
+    (lambda: torch.use_deterministic_algorithms(True), "are_deterministic_algorithms_enabled() was False"),
+    (lambda: torch.set_grad_enabled(False), "is_grad_enabled() was True and is False"),
+    (lambda: torch.set_default_device("meta"), "get_default_device() was device(type='cpu') and is"),
+    (lambda: torch.set_num_threads(2), "get_num_threads() was 1 and is 2"),
+    (lambda: os.chdir("/"), "the working directory was "),
+    (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), "the handler of SIGTERM was "),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), SETTINGS)
+def test_a_setting_is_named_and_put_back(
+    before: leaks.Snapshot, change: Callable[[], object], said: str
+) -> None:
+    change()
+    (sentence,) = found(before)
+    assert said in sentence
+    leaks.put_back(before, pool_processes())
+
+
+def test_a_process_group_is_named_and_destroyed(before: leaks.Snapshot) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert "torch.distributed's default process group was not destroyed" in found(before)
+    leaks.put_back(before, pool_processes())
+
+
+def test_what_ends_by_itself_is_no_leak(before: leaks.Snapshot) -> None:
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    subprocess.Popen(["sleep", "0.2"])
+    next(iter(DataLoader(RandomDataset(4, 8), num_workers=1)))
+    assert leaks.leaks(before, pool_processes()) == []
+
+
+def test_a_pool_is_no_leak(before: leaks.Snapshot) -> None:
+    with RankPool(1):
+        assert leaks.leaks(before, pool_processes()) == []
+
+
+LEAKY = """
+import os, subprocess, torch
+
+def test_leaks():
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+    subprocess.Popen(["sleep", "600"])
+
+def test_next_is_not_blamed():
+    assert "LEFT_BEHIND" not in os.environ
+    assert torch.get_default_dtype() == torch.float32
+
+def test_fails_for_a_reason_of_its_own():
+    os.environ["LEFT_BEHIND"] = "1"
+    assert False, "the reason"
+"""
+
+
+def test_the_suites_guard_fails_the_test_that_leaks(tmp_path: Path) -> None:
+    """Runs a small suite under the conftest of this one."""
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "test_leaky.py").write_text(LEAKY)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path)
+    assert "1 failed, 2 passed, 1 error" in result.stdout, result.stdout + result.stderr
+    assert "the test left something behind:" in result.stdout
+    assert "still runs: sleep 600" in result.stdout
+    assert "environment variable LEFT_BEHIND was None and is '1'" in result.stdout
+    assert "torch.get_default_dtype() was torch.float32 and is torch.float64" in result.stdout
+    assert "ERROR test_leaky.py::test_leaks" in result.stdout

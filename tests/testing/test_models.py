@@ -1,0 +1,62 @@
+"""The boring models and data sets: what every rank holds is the same, and the steps give losses."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lockstep.testing import (
+    BoringDataModule,
+    BoringDataModuleNoLen,
+    BoringModel,
+    ManualOptimBoringModel,
+    RandomDataset,
+    RandomDictDataset,
+    RandomIterableDataset,
+    RandomIterableDatasetWithLen,
+    RankPool,
+)
+
+
+def test_every_rank_holds_the_same_rows(ranks: RankPool) -> None:
+    def rows() -> torch.Tensor:
+        assert dist.get_world_size() == 2
+        return torch.stack(list(DataLoader(RandomDataset(3, 5))))
+
+    first, second = ranks(2).run(rows)
+    assert torch.equal(first, second)
+    assert not torch.equal(RandomDataset(3, 5, seed=1).data, RandomDataset(3, 5).data)
+
+
+def test_data_sets_agree_with_one_another() -> None:
+    rows = RandomDataset(3, 5).data
+    assert torch.equal(torch.stack(list(RandomIterableDataset(3, 5))), rows)
+    assert len(RandomIterableDatasetWithLen(3, 5)) == 5
+    assert torch.equal(RandomDictDataset(3, 5)[2]["b"], rows[2] + 2)
+
+
+def test_boring_model_learns_by_hand() -> None:
+    model = BoringModel()
+    (optimizer,), (scheduler,) = model.configure_optimizers()
+    batch = next(iter(model.train_dataloader()))
+    first = model.training_step(batch, 0)["loss"]
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model.training_step(batch, 0)["loss"]
+        loss.backward()
+        optimizer.step()
+    assert loss < first
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] < 0.01
+    assert model.validation_step(batch, 0)["x"].shape == model.test_step(batch, 0)["y"].shape == ()
+    assert not ManualOptimBoringModel().automatic_optimization
+
+
+def test_data_modules_give_each_stage_its_own_quarter() -> None:
+    for data in (BoringDataModule(), BoringDataModuleNoLen()):
+        for stage in ("fit", "validate", "test", "predict"):
+            data.setup(stage)
+        loaders = (data.train_dataloader, data.val_dataloader, data.test_dataloader, data.predict_dataloader)
+        rows = [tuple(row.flatten().tolist()) for loader in loaders for row in loader()]
+        assert len(rows) == len(set(rows)) == 256

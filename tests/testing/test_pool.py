@@ -1,0 +1,254 @@
+"""The rank pool: results, failures that name their cause, and calls that do not see one another."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.testing import RankFailure, RankPool, RankTimeout
+from lockstep.testing.leaks import command_line
+from lockstep.testing.pool import Ranks
+
+FACTOR = 3.0
+
+
+class Fish(Exception):
+    """Raised on a rank, known only to this file."""
+
+
+def total(x: float) -> float:
+    value = torch.tensor([x * FACTOR * (dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def refuse(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise Fish("lr=-1 is no learning rate")
+    dist.barrier()
+
+
+def end_with(rank: int, how: Callable[[], Any]) -> None:
+    if dist.get_rank() == rank:
+        how()
+    dist.barrier()
+
+
+def stay(rank: int, seconds: float) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+
+
+def spoil() -> None:
+    os.environ["RANK"] = "17"
+    os.environ["SPOILT"] = "yes"
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(99)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.path.insert(0, "/nowhere")
+
+
+def condition() -> tuple[Any, ...]:
+    return (
+        os.environ["RANK"],
+        os.environ.get("SPOILT"),
+        os.getcwd(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled(),
+        signal.getsignal(signal.SIGTERM),
+        "/nowhere" in sys.path,
+        torch.rand(1).item(),
+        float(np.random.rand()),
+        random.random(),
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_results_come_back_by_rank(ranks: RankPool, world: int) -> None:
+    expected = FACTOR * sum(range(1, world + 1))
+    assert ranks(world).run(total, 1.0) == [expected] * world
+    assert ranks(world).run(lambda: dist.get_rank()) == list(range(world))
+
+
+def test_one_process_per_rank_serves_many_calls(ranks: RankPool) -> None:
+    first, second = ranks(2).run(os.getpid), ranks(2).run(os.getpid)
+    assert first == second
+    assert len({*first, os.getpid()}) == 3
+
+
+def test_calls_find_a_launchers_environment(ranks: RankPool) -> None:
+    def environment() -> dict[str, str]:
+        return dict(os.environ)
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    seen = ranks(2).run(environment, group=False)
+    assert [[one[name] for name in names] for one in seen] == [
+        ["0", "2", "0", "2", "0", "127.0.0.1"],
+        ["1", "2", "1", "2", "0", "127.0.0.1"],
+    ]
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert seen[0]["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_call_may_make_its_own_group(ranks: RankPool) -> None:
+    def make() -> int:
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    assert ranks(2).run(make, group=False) == [2, 2]
+    assert ranks(2).run(dist.is_initialized, group=False) == [False, False]
+
+
+def test_callers_directory_is_seen(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ranks(2).run(os.getcwd) == [str(tmp_path)] * 2
+
+
+def test_a_call_sees_nothing_of_the_one_before(ranks: RankPool) -> None:
+    before = ranks(2).run(condition)
+    ranks(2).run(spoil)
+    assert ranks(2).run(condition) == before
+
+
+def test_ranks_start_from_different_random_states(ranks: RankPool) -> None:
+    first, second = ranks(2).run(condition)
+    assert all(a != b for a, b in zip(first[-3:], second[-3:], strict=True))
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_failure_names_the_rank_and_shows_its_traceback(ranks: RankPool, culprit: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=rf"refuse failed on rank {culprit} of 3: .*Fish: lr=-1") as caught:
+        ranks(3).run(refuse, culprit)
+    assert time.monotonic() - start < 10
+    assert caught.value.rank == culprit
+    assert "test_pool.py" in caught.value.stack
+    assert "in refuse" in caught.value.stack
+    assert isinstance(caught.value.__cause__, Fish)
+    assert ranks(3).run(total, 1.0) == [FACTOR * 6] * 3
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+        (lambda: os._exit(3), "exit status 3"),
+        (lambda: sys.exit("enough"), "SystemExit: enough"),
+    ],
+)
+def test_a_rank_that_dies_is_named_and_replaced(ranks: RankPool, how: Callable[[], Any], said: str) -> None:
+    with pytest.raises(RankFailure, match=f"end_with failed on rank 1 of 2: .*{said}") as caught:
+        ranks(2).run(end_with, 1, how)
+    assert caught.value.rank == 1
+    assert ranks(2).run(total, 1.0) == [FACTOR * 3] * 2
+
+
+def test_a_rank_that_died_between_calls_is_replaced(ranks: RankPool) -> None:
+    ranks(2).run(total, 1.0)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    time.sleep(0.1)
+    assert ranks(2).run(total, 1.0) == [FACTOR * 3] * 2
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(ranks: RankPool) -> None:
+    with pytest.raises(RankTimeout, match=r"no answer after 0\.5 s from rank 1\n") as caught:
+        ranks(2).run(stay, 1, 600.0, timeout=0.5)
+    assert caught.value.rank == 1
+    assert "test_pool.py" in caught.value.stack
+    assert "in stay" in caught.value.stack
+    assert ranks(2).run(total, 1.0) == [FACTOR * 3] * 2
+
+
+def test_ranks_that_wait_for_a_dead_one_are_ended(ranks: RankPool) -> None:
+    def fail_or_sleep() -> None:
+        if dist.get_rank() == 0:
+            raise Fish("first")
+        time.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1 did not come back") as caught:
+        ranks(2).run(fail_or_sleep)
+    assert caught.value.rank == 0
+    assert time.monotonic() - start < 10
+
+
+def test_what_a_call_leaves_running_is_its_failure(ranks: RankPool) -> None:
+    def start_process() -> None:
+        if dist.get_rank() == 1:
+            subprocess.Popen(["sleep", "600"])
+
+    def start_thread() -> None:
+        threading.Thread(target=time.sleep, args=(4,), name="dreamer", daemon=True).start()
+
+    with pytest.raises(RankFailure, match=r"rank 1 of 2: .*child process .* still runs: sleep 600"):
+        ranks(2).run(start_process)
+    with pytest.raises(RankFailure, match="thread 'dreamer' still runs"):
+        ranks(1).run(start_thread)
+
+
+def test_what_cannot_be_pickled_fails_with_a_reason(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="pickle"):
+        ranks(1).run(threading.Lock)
+    with pytest.raises(TypeError, match="pickle"):
+        ranks(1).run(str, threading.Lock())
+
+
+def test_closing_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pool = RankPool(2)
+    pids = [*pool.pids, pool._nursery.pid]
+    assert pool.run(total, 1.0) == [FACTOR * 3] * 2
+    pool.close()
+    deadline = time.monotonic() + 5
+    while any(command_line(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [command_line(pid) for pid in pids] == ["", "", ""]
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(total, 1.0)
+
+
+def test_killed_owner_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import time\nfrom lockstep.testing import RankPool\npool = RankPool(1)\n"
+        "print(*pool.pids, pool._nursery.pid, flush=True)\npool.run(time.sleep, 600, timeout=600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(command_line, pids))
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(command_line, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [command_line(pid) for pid in pids] == ["", ""]
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-2, ValueError)])
+def test_impossible_sizes_are_refused(ranks: RankPool, size: int, error: type[Exception]) -> None:
+    with pytest.raises(error, match=str(size)):
+        RankPool(size)
+    with pytest.raises(error, match=str(size)):
+        Ranks(ranks, size).run(total, 1.0)

@@ -1,0 +1,88 @@
+"""Ranks as threads: real groups, and failures that name their cause."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.testing import RankFailure, RankPool, RankTimeout, run_threads
+
+
+def sums(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    value = torch.randn(999, generator=generator)
+    dist.all_reduce(value)
+    return value
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_every_thread_is_a_rank(world: int) -> None:
+    def gather() -> list[int]:
+        seen: list[int] = [-1] * world
+        dist.all_gather_object(seen, dist.get_rank() * 10)
+        return seen
+
+    assert run_threads(world, gather) == [[rank * 10 for rank in range(world)]] * world
+    assert not dist.is_initialized()
+
+
+def test_subgroups_are_each_threads_own() -> None:
+    def pairs() -> float:
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        value = torch.tensor([rank + 1.0])
+        dist.all_reduce(value, group=groups[rank // 2])
+        return value.item()
+
+    assert run_threads(4, pairs) == [3.0, 3.0, 7.0, 7.0]
+
+
+def test_sums_have_the_bits_that_processes_get(ranks: RankPool) -> None:
+    for mine, theirs in zip(run_threads(3, sums, 7), ranks(3).run(sums, 7), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_backward_hooks_run_on_their_ranks_thread() -> None:
+    def gradient() -> float:
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_post_accumulate_grad_hook(lambda w: dist.all_reduce(w.grad))
+        (weight * (dist.get_rank() + 1)).backward()
+        assert weight.grad is not None
+        return weight.grad.item()
+
+    assert run_threads(3, gradient) == [6.0] * 3
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_failure_names_its_rank(culprit: int) -> None:
+    def refuse() -> None:
+        if dist.get_rank() == culprit:
+            raise KeyError("no such metric")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=rf"refuse failed on rank {culprit} of 3: KeyError") as caught:
+        run_threads(3, refuse)
+    assert caught.value.rank == culprit
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in refuse" in caught.value.stack
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
+    wake = threading.Event()
+
+    def stay() -> None:
+        if dist.get_rank() == 1:
+            wake.wait(30)
+
+    with pytest.raises(RankTimeout, match=r"no answer after 0\.5 s from rank 1\n(.|\n)*in stay"):
+        run_threads(2, stay, timeout=0.5)
+    wake.set()
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="world=0"):
+        run_threads(0, sums, 7)
