@@ -10,15 +10,15 @@ import pytest
 import lockstep.callbacks
 from lockstep.callbacks.base import Callback
 
-NO_MORE = (
-    "on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_start on_train_end "
-    "on_train_epoch_start on_train_epoch_end on_validation_start on_validation_end on_validation_epoch_start "
-    "on_validation_epoch_end on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_predict_start "
-    "on_predict_end on_predict_epoch_start on_predict_epoch_end on_after_backward"
-).split()
+PLAIN = """
+    on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_start on_train_end
+    on_train_epoch_start on_train_epoch_end on_validation_start on_validation_end on_validation_epoch_start
+    on_validation_epoch_end on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_predict_start
+    on_predict_end on_predict_epoch_start on_predict_epoch_end on_after_backward
+"""
 EVALUATION = ("validation", "test", "predict")
 LIGHTNING_2_6 = {
-    **{name: [] for name in NO_MORE},
+    **{name: [] for name in PLAIN.split()},
     **{f"on_{what}_batch_start": ["batch", "batch_idx", "dataloader_idx=0"] for what in EVALUATION},
     **{f"on_{what}_batch_end": ["outputs", "batch", "batch_idx", "dataloader_idx=0"] for what in EVALUATION},
     "setup": ["stage"],

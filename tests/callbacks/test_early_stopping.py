@@ -50,8 +50,18 @@ def test_patience_counts_checks_without_improvement(settings: dict, values: list
 @pytest.mark.parametrize(
     ("settings", "values", "reason", "text"),
     [
-        ({"stopping_threshold": 1.0}, [3, 1, 0.9, 5], EarlyStoppingReason.STOPPING_THRESHOLD, "threshold 1.0"),
-        ({"divergence_threshold": 9.0}, [3, 9, 9.5], EarlyStoppingReason.DIVERGENCE_THRESHOLD, "threshold 9.0"),
+        (
+            {"stopping_threshold": 1.0},
+            [3, 1, 0.9, 5],
+            EarlyStoppingReason.STOPPING_THRESHOLD,
+            "threshold 1.0",
+        ),
+        (
+            {"divergence_threshold": 9.0},
+            [3, 9, 9.5],
+            EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+            "threshold 9.0",
+        ),
         (
             {"mode": "max", "stopping_threshold": 0.9},
             [0.1, 0.9, 0.95],
@@ -118,9 +128,20 @@ def test_where_it_checks(given: bool | None, settings: dict, checks: list[str]) 
 
 
 def test_a_metric_that_was_never_logged() -> None:
-    with pytest.raises(MisconfigurationException, match="monitor='accuracy'.*Logged so far: 'loss'"):
+    with pytest.raises(MisconfigurationException, match=r"monitor='accuracy'.*Logged so far: 'loss'"):
         run(EarlyStopping("accuracy"), [1.0])
     assert not run(EarlyStopping("accuracy", strict=False), [1.0]).should_stop
+
+
+@pytest.mark.parametrize("own", [torch.tensor(9.0), None])
+def test_the_value_of_rank_zero_decides_on_all_ranks(own: torch.Tensor | None) -> None:
+    stopper = EarlyStopping("loss", patience=1)
+    trainer = FakeTrainer([stopper], max_epochs=3, num_training_batches=1, world_size=2, global_rank=1)
+    of_rank_zero = iter([torch.tensor(2.0), torch.tensor(1.0), torch.tensor(1.0)])
+    trainer.strategy.broadcast = lambda value: next(of_rank_zero)
+    trainer.callback_metrics = {} if own is None else {"loss": own}
+    trainer.fit(nn.Linear(1, 1))
+    assert (stopper.best_score, stopper.stopped_epoch, trainer.should_stop) == (1, 2, True)
 
 
 def test_fast_dev_run_checks_nothing() -> None:
@@ -159,7 +180,10 @@ def test_the_reason_of_an_earlier_fit_is_not_that_of_the_next() -> None:
     run(stopper, [1, 1])
     assert stopper.stopping_reason_message is not None
     run(stopper, [0.5])
-    assert (stopper.stopping_reason_message, stopper.stopping_reason) == (None, EarlyStoppingReason.NOT_STOPPED)
+    assert (stopper.stopping_reason_message, stopper.stopping_reason) == (
+        None,
+        EarlyStoppingReason.NOT_STOPPED,
+    )
 
 
 @pytest.mark.parametrize(("rank", "rank_zero_only", "messages"), [(0, False, 2), (1, False, 2), (1, True, 0)])

@@ -48,12 +48,12 @@ def test_the_printed_table() -> None:
     net.example_input_array = torch.zeros(5, 4)
     assert str(summarize(net)).splitlines() == [
         "  | Name         | Type       | Params | Mode  | In sizes | Out sizes",
-        "-----------------------------------------------------------------------",
+        "---------------------------------------------------------------------",
         "0 | body         | Sequential | 56     | train | [5, 4]   | [5, 8]",
         "1 | head         | Linear     | 18     | eval  | [5, 8]   | [5, 2]",
         "2 | unused       | Identity   | 0      | train | ?        | ?",
         "  | other params | n/a        | 3      | n/a   | n/a      | n/a",
-        "-----------------------------------------------------------------------",
+        "---------------------------------------------------------------------",
         "59        Trainable params",
         "18        Non-trainable params",
         "77        Total params",
@@ -125,9 +125,7 @@ def test_wrong_depth(depth: int) -> None:
 
 
 @pytest.mark.parametrize(("depth", "rank", "shown"), [(1, 0, 1), (1, 1, 0), (0, 0, 0)])
-def test_shown_once_on_rank_zero(
-    depth: int, rank: int, shown: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shown_once_on_rank_zero(depth: int, rank: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lockstep"):
         FakeTrainer([SummaryCallback(depth)], max_epochs=2, global_rank=rank).fit(Net())
     assert sum("Trainable params" in message for message in caplog.messages) == shown

@@ -85,7 +85,9 @@ def test_validation_sees_the_average_and_training_goes_on_with_the_weights() -> 
     seen: dict[str, list[dict[str, Tensor]]] = {"validation": [], "after": [], "before": []}
 
     class Spy(Callback):
-        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == 2:
                 seen["before"].append(copied(net.state_dict()))
 
@@ -160,7 +162,9 @@ def test_a_checkpoint_holds_the_average_and_the_weights_wherever_it_is_written()
     kept: list[dict[str, Any]] = []
 
     class Everywhere(Saver):
-        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == 2:
                 self.save(trainer, net)
                 kept.append(self.checkpoint)
@@ -258,7 +262,7 @@ def test_buffers_of_rank_zero_are_shown_on_all_ranks() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(MisconfigurationException, match="decay=1.5"):
+    with pytest.raises(MisconfigurationException, match=r"decay=1\.5"):
         EMAWeightAveraging(decay=1.5)
     with pytest.raises(MisconfigurationException, match="update_every_n_steps=-1"):
         EMAWeightAveraging(update_every_n_steps=-1)

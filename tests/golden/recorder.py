@@ -259,22 +259,21 @@ def make_module(package: Any, scenario: Scenario, recorder: Recorder) -> Any:
 def make_optimizers(module: Any, scenario: Scenario, recorder: Recorder) -> Any:
     """What ``configure_optimizers`` returns; updates, zeroing and scheduler steps are recorded."""
 
-    def watch(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        zero_grad = optimizer.zero_grad
+    def watched(kind: type[torch.optim.Optimizer], parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                super().zero_grad(set_to_none)
+                recorder.note("optimizer zeroed")
+
+        optimizer = Watched(parameters, lr=0.01, **settings)
         optimizer.register_step_post_hook(lambda *_: recorder.note("optimizer updated"))
-
-        def zero(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
-            recorder.note("optimizer zeroed")
-
-        optimizer.zero_grad = zero  # type: ignore[method-assign]
         return optimizer
 
     if scenario.manual:
-        return [watch(torch.optim.SGD([part], lr=0.01)) for part in module.layer.parameters()]
+        return [watched(torch.optim.SGD, [part]) for part in module.layer.parameters()]
     if scenario.lbfgs:
-        return watch(torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=2))
-    optimizer = watch(torch.optim.SGD(module.parameters(), lr=0.01))
+        return watched(torch.optim.LBFGS, module.parameters(), max_iter=2)
+    optimizer = watched(torch.optim.SGD, module.parameters())
     if scenario.scheduler is None:
         return optimizer
     scheduler: Any

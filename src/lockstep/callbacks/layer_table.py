@@ -57,9 +57,9 @@ class ModelSummary:
 
         >>> print(ModelSummary(torch.nn.Sequential(torch.nn.Linear(4, 2))))
           | Name | Type   | Params | Mode
-        ------------------------------------
+        ---------------------------------
         0 | 0    | Linear | 10     | train
-        ------------------------------------
+        ---------------------------------
         10        Trainable params
         0         Non-trainable params
         10        Total params
@@ -93,7 +93,7 @@ class ModelSummary:
         self.trainable_parameters: int = _count(p for p in parameters if p.requires_grad)
         self.leftover_parameters: int = _count(model.parameters(recurse=False))
         #: bytes of all parameters in their present types, in units of 10^6
-        self.model_size: float = sum(_size(p) * p.element_size() for p in parameters) / 1e6
+        self.model_size: float = sum(_size(p) * p.dtype.itemsize for p in parameters) / 1e6
         self.total_training_modes: dict[str, int] = {"train": sum(modes), "eval": len(modes) - sum(modes)}
 
     @property
@@ -172,15 +172,14 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in [header, *rows]
     ]
-    rule = "-" * (sum(widths) + 3 * len(widths))
+    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
     return [lines[0], rule, *lines[1:], rule]
 
 
 def _size(parameter: Tensor) -> int:
     if isinstance(parameter, UninitializedParameter):
         warn_once(
-            "The model summary counts lazy parameters as 0: they get their shapes in the first forward. Set "
-            "`self.example_input_array` to have one run before the summary.",
+            "The model summary counts lazy parameters as 0: they get their shapes in the first forward.",
             key="summary of lazy parameters",
         )
         return 0

@@ -51,7 +51,7 @@ class WeightAveraging(Callback):
         self._average: AveragedModel | None = None
         self._shown = False
         self._loaded: dict[str, Any] | None = None
-        self._latest_step = 0
+        self._latest_step: int | None = None
         self._latest_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -68,7 +68,7 @@ class WeightAveraging(Callback):
         """A new fit begins with a new average."""
         if stage == "fit":
             self._average, self._shown, self._loaded = None, False, None
-            self._latest_step, self._latest_epoch = trainer.global_step, -1
+            self._latest_step, self._latest_epoch = None, -1
 
     def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Copy the weights, which by now have their final device and type, or those of the checkpoint."""
@@ -81,6 +81,8 @@ class WeightAveraging(Callback):
         # Its counter stays on the CPU, where asking for it does not wait for the device.
         self._average = AveragedModel(tensors, use_buffers=self._use_buffers, **self._kwargs)
         self._average.module.to(self._device if self._device is not None else trainer.strategy.root_device)
+        if self._latest_step is None:
+            self._latest_step = trainer.global_step
         if self._loaded is not None:
             pairs = self._by_name(pl_module)
             with torch.no_grad():
@@ -95,6 +97,7 @@ class WeightAveraging(Callback):
     ) -> None:
         """Update after an optimizer step; most micro-batches of a window bring none."""
         step = trainer.global_step
+        assert self._latest_step is not None, "a batch before on_train_start"
         if step > self._latest_step:
             self._latest_step = step
             if self.should_update(step_idx=step - 1):
@@ -131,7 +134,7 @@ class WeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The last step and epoch that were considered."""
-        return {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+        return {"latest_update_step": self._latest_step or 0, "latest_update_epoch": self._latest_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take them back; Lightning keeps the step alone."""

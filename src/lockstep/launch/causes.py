@@ -38,15 +38,15 @@ def cause_of(rank: int, error: BaseException) -> Cause:
 
 
 class Notes:
-    """The notes of all ranks of a node: a file without a name, so that nothing is left of it, come what may.
+    """The notes of all ranks of a node: a file without a name, of which nothing is left, come what may.
 
     Attributes:
         descriptor: of the file; a started process inherits it and writes to it.
-        address: the same for an environment variable. A process that got the variable and not the file can tell.
+        address: the same for an environment variable; a process that got only the variable can tell.
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="lockstep-")
+        self._file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as the ranks run
         self.descriptor = self._file.fileno()
         self.address = f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
 
@@ -62,7 +62,7 @@ class Notes:
 
 
 def leave_note(address: str, cause: Cause) -> None:
-    """Write a note where the process that started this one reads it; nowhere if that did not hand its file down."""
+    """Write a note to the process that started this one; nowhere if that did not hand its file down."""
     descriptor, inode = map(int, address.split(":"))
     try:
         if os.fstat(descriptor).st_ino == inode:
@@ -74,8 +74,8 @@ def leave_note(address: str, cause: Cause) -> None:
 def first_cause(ended: list[Ended], noted: list[Cause]) -> Ended | Cause | None:
     """What ended the run; None if nothing failed.
 
-    A process that ended without a note (killed, crashed, ``os._exit``) breaks the connections to it, so exceptions
-    of other ranks about that moment are its consequences. Else the earliest exception counts.
+    A process that ended without a note (killed, crashed, ``os._exit``) breaks the connections to it, so
+    exceptions of other ranks about that moment are its consequences. Else the earliest exception counts.
 
     Args:
         ended: processes that failed by themselves, in order of time.

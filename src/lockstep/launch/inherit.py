@@ -31,7 +31,7 @@ started_in = _working_folder()
 """The working folder when lockstep was imported: where a script is started once more."""
 
 
-def inherit(environ: Mapping[str, str]) -> None:
+def inherit(environ: Mapping[str, str] = os.environ) -> None:
     """Take over rank and seed, and end with the parent.
 
     Called when `lockstep` is imported, so that `rank_zero_only` and a bare ``seed_everything()`` are right

@@ -42,10 +42,10 @@ work(call, *sys.argv[2:])
 
 
 class SpawnLauncher:
-    """Calls functions in fresh processes, one for each rank of the node, and brings rank 0's result back.
+    """Calls functions in fresh processes, one per rank of the node, and brings rank 0's result back.
 
-    Function and arguments travel by cloudpickle: what a script or a notebook itself defines goes by value, so the
-    script is not run again and needs no ``if __name__ == "__main__"``. The processes end with the call.
+    Function and arguments travel by cloudpickle: what a script or a notebook itself defines goes by value, so
+    the script is not run again and needs no ``if __name__ == "__main__"``. The processes end with the call.
 
     Args:
         world: of the calling process, which stands in for local rank 0 and takes no part itself.
@@ -166,13 +166,15 @@ def _surroundings() -> dict[str, Any]:
         "seed": current_seed(),
         "random states": random_states(include_cuda=False),
         "default dtype": torch.get_default_dtype(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
+        "deterministic": _deterministic(),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "matmul": torch.get_float32_matmul_precision(),
     }
+
+
+def _deterministic() -> tuple[bool, bool]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _restore(surroundings: dict[str, Any]) -> None:
@@ -181,7 +183,8 @@ def _restore(surroundings: dict[str, Any]) -> None:
     hand_down_seed(surroundings["seed"])
     set_random_states(surroundings["random states"])
     torch.set_default_dtype(surroundings["default dtype"])
-    enabled, warn_only = surroundings["deterministic"]
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    if surroundings["deterministic"] != _deterministic():  # the call alone imports a second's worth of torch
+        enabled, warn_only = surroundings["deterministic"]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = surroundings["cudnn"]
     torch.set_float32_matmul_precision(surroundings["matmul"])

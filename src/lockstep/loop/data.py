@@ -48,16 +48,20 @@ class Window:
     weight x ranks / (sum of the weights of all ranks and micro-batches).
 
     Attributes:
-        size: number of micro-batches, the same on all ranks.
+        size: number of micro-batches that are left, the same on all ranks.
+        begun: micro-batches of this window that an earlier life of the run has done.
         last: whether this is the epoch's last window.
     """
 
-    __slots__ = ("_batches", "_parts", "last", "size")
+    __slots__ = ("_batches", "_parts", "begun", "last", "size")
 
-    def __init__(self, batches: Iterator[Any], parts: Sequence[tuple[float, float]], last: bool) -> None:
+    def __init__(
+        self, batches: Iterator[Any], parts: Sequence[tuple[float, float]], last: bool, begun: int = 0
+    ) -> None:
         self._batches = batches
-        self._parts = parts
-        self.size = len(parts)
+        self._parts = parts[begun:] if begun else parts
+        self.size = len(parts) - begun
+        self.begun = begun
         self.last = last
 
     def __iter__(self) -> Iterator[tuple[Any, float, float]]:
@@ -187,7 +191,9 @@ class Feed:
     # -- windows whose weights are known before anything is fetched
 
     def _known(self, accumulate: int) -> Iterator[Window]:
-        source, batches, number, stop = self._source, self._batches, self._start, self.num_batches
+        source, batches, stop = self._source, self._batches, self.num_batches
+        begun = self._start % accumulate
+        number = self._start - begun
         even = min(source.even, stop)
         same = [(float(source.batch), 1.0 / accumulate)] * accumulate
         while number < stop:
@@ -199,8 +205,8 @@ class Feed:
                 if not parts:
                     return
                 after = number + len(parts)
-            yield Window(batches, parts, after >= stop or not source.has(after))
-            number = after
+            yield Window(batches, parts, after >= stop or (after >= even and not source.has(after)), begun)
+            number, begun = after, 0
 
     def _parts(self, number: int, stop: int | float) -> list[tuple[float, float]]:
         """(weight, share) of this rank's micro-batches ``number`` to ``stop``, as far as there are any."""

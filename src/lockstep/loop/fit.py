@@ -72,6 +72,9 @@ class FitLoop:
         self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
         self._started = 0.0
         self._reason: str | None = None
+        self._stops = False
+        self._time_limit: float | None = None
+        self._most_steps = math.inf
 
     # -- the fit -------------------------------------------------------------------------------------------
 
@@ -80,6 +83,8 @@ class FitLoop:
         trainer = self.trainer
         self.progress, self.feed, self.resumed, self._reason = Progress(), None, None, None
         trainer.should_stop = False
+        self._time_limit = trainer.config.max_time
+        self._most_steps = math.inf if trainer.config.max_steps == -1 else trainer.config.max_steps
         self._started = time.monotonic()
         with session(trainer, TrainerFn.FITTING, ckpt_path, weights_only), self._anomalies():
             self.results = trainer.results
@@ -136,8 +141,7 @@ class FitLoop:
             log_every, validates = trainer.config.log_every_n_steps, self._validates
             feed.begin(progress.epoch, progress.batch)
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
-            stop = whole or self._stop_in_epoch()
-            windows = iter(()) if stop else feed.windows(accumulate)
+            windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
             for window in windows:
                 left = window.size
                 for _ in step.window(window, progress.batch):
@@ -146,13 +150,12 @@ class FitLoop:
                         self._log_step()
                     if validates and self._validation_due(step.is_last):
                         self._validate(not left)
-                if not left:
-                    self._after_window()
                 if step.ended_by_user:
                     step.ended_by_user, whole = False, True
                     break
+                self._after_window()
                 whole = step.is_last
-                if self._stop_in_epoch():
+                if self._stops:
                     break
         self._end_epoch(whole)
 
@@ -169,18 +172,24 @@ class FitLoop:
         return is_last
 
     def _after_window(self) -> None:
-        self.step.step_plateau("step", self.progress.batch)
-        self.progress.windows += 1
-        limit = self.trainer.config.max_time
-        if limit is not None and self.seconds() >= limit and self.trainer.is_global_zero:
-            self.trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
-            self._reason = f"max_time={limit:g} s reached"
+        """At a boundary: schedulers that watch a metric, the clock, and whether the fit stops here."""
+        progress, trainer = self.progress, self.trainer
+        if self.step.plateau_by_step:
+            self.step.step_plateau("step", progress.batch)
+        progress.windows += 1
+        if self._time_limit is not None and self.seconds() >= self._time_limit and trainer.is_global_zero:
+            trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
+            self._reason = f"max_time={self._time_limit:g} s reached"
+        self._stops = (
+            trainer.should_stop or self.step.shared or progress.global_step >= self._most_steps
+        ) and self._done_in_epoch() is not None
 
     def _end_epoch(self, whole: bool) -> None:
         trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
+            trainer.published.publish(results.step_values())
             for_loggers = trainer.published.publish(results.reduce_epoch())
             overridden = hooks.on_train_epoch_end is not None
             if overridden:
@@ -205,9 +214,6 @@ class FitLoop:
     def _can_stop_early(self) -> bool:
         config, progress = self.trainer.config, self.progress
         return progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
-
-    def _stop_in_epoch(self) -> bool:
-        return self._done_in_epoch() is not None
 
     def _done_in_epoch(self) -> str | None:
         trainer, config = self.trainer, self.trainer.config

@@ -271,7 +271,8 @@ class Results:
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
         """The on_epoch values over all steps and ranks; one packed all_gather, and the metrics' own. Collective.
 
-        What is reduced is cleared, so that a second call gives only what was logged in between.
+        What is reduced is cleared, so that a second call gives only what was logged in between; so are the newest
+        values of single steps, which the epoch's values replace.
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, lambda entry: (entry.total, entry.weight, False))
@@ -292,9 +293,7 @@ class Results:
         for metric in {id(entry.metric): entry.metric for entry, _ in values if entry.metric is not None}.values():
             metric.reset()
         for entry, _ in values:
-            step = entry.step_fresh
             entry.clear()
-            entry.step_fresh = step
         return found
 
     def _reduce(

@@ -55,9 +55,12 @@ class Step:
         self.agreement = trainer.agreement
         self.scaler = self.strategy.precision.scaler
         self.transfer = Transfer(self.module, trainer.datamodule, self.strategy)
+        self.moves = not self.transfer.idle
+        self.shared = self.strategy.world_size > 1
+        self.training_step = self.module.training_step
         self.results.enter("training_step")
         self.table = self.results.table
-        arguments = inspect.signature(self.module.training_step).parameters
+        arguments = inspect.signature(self.training_step).parameters
         self._takes_idx = len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
         own = {name: is_overridden(name, self.module, LightningModule) for name in vars(LightningModule)}
         self._own_zero_grad = own["optimizer_zero_grad"]
@@ -78,6 +81,11 @@ class Step:
         self._needs_closure = automatic and _demands_closure(self.optimizer)
         self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
         self._losses: list[Tensor] = []
+        self._borrowing = False
+        self._bare_backward = (
+            self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
+        )
+        self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
         if not automatic:
             self.window = self._manual
         elif self._by_closure_road:
@@ -101,10 +109,12 @@ class Step:
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
-            outputs = self._micro_batch(batch, batch_idx, weight, share, i == 0)
+            outputs = self._forward_backward(batch, batch_idx, weight, share, i == 0 and not window.begun)
             if at_end:
-                self._update()
-                self._end_window(batch_idx, window.last)
+                self._prepare_update()
+                self.strategy.step(self.optimizer)
+                self.progress.global_step += 1
+                self._end_window(batch_idx)
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
@@ -126,11 +136,11 @@ class Step:
                 return
             micro_batches.append((batch, batch_idx, weight, share))
             if not at_end:
-                outputs = self._micro_batch(*micro_batches[-1], i == 0)
+                outputs = self._forward_backward(*micro_batches[-1], i == 0)
                 losses += self._take_losses()
             else:
                 outputs = self._step_by_closure(micro_batches, losses)
-                self._end_window(batch_idx, window.last)
+                self._end_window(batch_idx)
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
@@ -149,7 +159,7 @@ class Step:
                 self.strategy.sync_gradients = i == last
                 self.results.table = self.table
                 self.results.muted = not first_call or micro_batches[i][2] == 0.0
-                outputs = self._micro_batch(*micro_batches[i], i == 0)
+                outputs = self._forward_backward(*micro_batches[i], i == 0)
                 losses += self._take_losses()
             first_call = False
             self._prepare_update()
@@ -174,21 +184,21 @@ class Step:
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
-            if self.trainer.should_stop:
-                self.agreement.request(self.trainer.stop_flag)
-            self.agreement.publish()
+            if self.shared:
+                self._publish()
             arguments = (batch, batch_idx) if self._takes_idx else (batch,)
             rounds = self.strategy.rounds
             if weight == 0.0:
                 with self._borrowed():
-                    output = self.strategy.run(self.module.training_step, *arguments)
+                    output = self.strategy.run(self.training_step, *arguments)
             else:
-                output = self.strategy.run(self.module.training_step, *arguments)
+                output = self.strategy.run(self.training_step, *arguments)
             outputs = _detached(output if isinstance(output, dict) else {} if output is None else {"loss": output})
             self.progress.batch += 1
             self.progress.total_batches += 1
             self.progress.phase = BATCH_END
-            self.agreement.settle(self.strategy.rounds != rounds)
+            if self.shared:
+                self.agreement.settle(self.strategy.rounds != rounds)
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
@@ -199,23 +209,19 @@ class Step:
         results = self.results
         results.weight = weight
         results.muted = weight == 0.0
-        if not self.transfer.idle:
+        if self.moves:
             batch = self.transfer(batch)
         if self.hooks.on_train_batch_start is not None:
             self.ended_by_user = self.hooks.call("on_train_batch_start", batch, batch_idx) == -1
         results.table = self.table
         return batch
 
-    def _micro_batch(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
+    def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: Any, first: bool) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
-        if weight == 0.0:
+        if weight == 0.0 and not self._borrowing:
             with self._borrowed():
                 return self._forward_backward(batch, batch_idx, 0.0, 1.0, first)
-        return self._forward_backward(batch, batch_idx, weight, share, first)
-
-    def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
-        strategy, hooks = self.strategy, self.hooks
-        step = self.module.training_step
+        strategy, step = self.strategy, self.training_step
         output = strategy.run(step, batch, batch_idx) if self._takes_idx else strategy.run(step, batch)
         if type(output) is Tensor:
             loss: Tensor | None = output
@@ -223,22 +229,30 @@ class Step:
             loss, share = self._read(output, weight, share)
         if first:
             self._zero_grad(batch_idx)
-        if strategy.sync_gradients:
-            if self.trainer.should_stop:
-                self.agreement.request(self.trainer.stop_flag)
-            self.agreement.publish()
+        if self.shared and strategy.sync_gradients:
+            self._publish()
         if loss is None:
             strategy.skip_backward()
         else:
-            scaled = loss if share == 1.0 else loss * share
+            if share != 1.0:
+                loss = loss * share
             if self._by_closure_road:
-                self._losses.append(scaled.detach())
-            self._backward(scaled)
-        if hooks.on_train_batch_end is None:
+                self._losses.append(loss.detach())
+            if self._bare_backward:
+                strategy.backward(loss)
+            else:
+                self._backward(loss)
+        if self.hooks.on_train_batch_end is None:
             return None
         if type(output) is Tensor:
             return {"loss": output.detach()}
         return {} if output is None else _detached(output)
+
+    def _publish(self) -> None:
+        """Before this rank's part of the reduction: what it wants the others to know at the window's end."""
+        if self.trainer.should_stop:
+            self.agreement.request(self.trainer.stop_flag)
+        self.agreement.publish()
 
     def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, Any]:
         """The loss and its factor from what ``training_step`` returned."""
@@ -292,16 +306,12 @@ class Step:
             else:
                 self.strategy.clip(self.optimizer, value, algorithm)
 
-    def _update(self) -> None:
-        self._prepare_update()
-        self.strategy.step(self.optimizer)
-        self.progress.global_step += 1
-
-    def _end_window(self, batch_idx: int, epoch_ends: bool) -> None:
-        self.agreement.settle(True)
+    def _end_window(self, batch_idx: int) -> None:
+        if self.shared:
+            self.agreement.settle(True)
         if self._by_step:
             self._step_schedulers(self._by_step, batch_idx + 1)
-        if epoch_ends and self._by_epoch:
+        if self.is_last and self._by_epoch:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 
     def _end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -320,10 +330,12 @@ class Step:
         states = random_states()
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         metrics = [(m, m._copy_state_dict(), m._update_count) for m in self.module.modules() if is_metric(m)]
+        self._borrowing = True
         self.strategy.mute(True)
         try:
             yield
         finally:
+            self._borrowing = False
             self.strategy.mute(False)
             with torch.no_grad():
                 for buffer, before in buffers:

@@ -1,0 +1,54 @@
+"""The tools that users import, gathered from where they are written."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.data.combined import CombinedLoader
+    from lockstep.ground.device import move_data_to_device
+    from lockstep.ground.gradients import grad_norm
+    from lockstep.ground.hyperparameters import AttributeDict
+    from lockstep.ground.rank import (
+        rank_zero_debug,
+        rank_zero_deprecation,
+        rank_zero_info,
+        rank_zero_only,
+        rank_zero_warn,
+    )
+
+_FILES = {
+    "AttributeDict": "ground.hyperparameters",
+    "CombinedLoader": "data.combined",
+    "grad_norm": "ground.gradients",
+    "move_data_to_device": "ground.device",
+    "rank_zero_debug": "ground.rank",
+    "rank_zero_deprecation": "ground.rank",
+    "rank_zero_info": "ground.rank",
+    "rank_zero_only": "ground.rank",
+    "rank_zero_warn": "ground.rank",
+}
+
+__all__ = [
+    "AttributeDict",
+    "CombinedLoader",
+    "grad_norm",
+    "move_data_to_device",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a tool's file when its name is first used."""
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"lockstep.{_FILES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

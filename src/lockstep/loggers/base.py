@@ -1,0 +1,322 @@
+"""The base classes of loggers, and what they share: versions, names of metrics, hyperparameters as text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_only
+
+
+class Logger(ABC):
+    """Where metrics and hyperparameters go. Subclass it for a service of your own.
+
+    The Trainer calls, on all ranks: :meth:`share` before anything else, :meth:`log_hyperparams` and
+    :meth:`log_graph` once when a fit begins, :meth:`log_metrics` every ``log_every_n_steps`` steps and at
+    epoch ends, :meth:`save` after each epoch, :meth:`finalize` at the end. Decorate methods that write by
+    ``@rank_zero_only``, and the property ``experiment`` by ``@rank_zero_experiment``.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """The name of the experiment."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | str | None:
+        """The version of the experiment: one run of it."""
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder that holds all experiments; None if nothing is kept in files."""
+        return None
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder that holds all versions of the experiment; None if nothing is kept in files."""
+        return None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this version; None if nothing is kept in files."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What stands between the group and the name of a metric."""
+        return "/"
+
+    def share(self, broadcast: Callable[[Any], Any]) -> None:  # noqa: B027, optional
+        """Take over what rank 0 has chosen, such as the version; nothing by default.
+
+        Args:
+            broadcast: gives, on all ranks, what rank 0 called it with.
+        """
+
+    @abstractmethod
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record numbers by name, as of `step`."""
+
+    @abstractmethod
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Record hyperparameters."""
+
+    def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027, optional
+        """Record the graph of `model`, as run on `input_array` or on its ``example_input_array``."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027, optional
+        """Called on rank 0 after a ModelCheckpoint (that it is given) has saved a file."""
+
+    def save(self) -> None:  # noqa: B027, optional
+        """Write what is held back."""
+
+    def finalize(self, status: str) -> None:
+        """End the experiment; `status` is ``"success"``, ``"failed"`` or ``"finished"``."""
+        self.save()
+
+
+class DummyExperiment:
+    """Takes any call and any index, and does nothing: the experiment of ranks other than 0."""
+
+    def nop(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):  # copy and pickle ask for methods that change what they do
+            raise AttributeError(name)
+        return self.nop
+
+    def __getitem__(self, index: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None: ...
+
+
+def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorator of an ``experiment`` getter: the real one on rank 0, a :class:`DummyExperiment` elsewhere."""
+
+    @functools.wraps(fn)
+    def experiment(self: Any) -> Any:
+        return fn(self) if rank_zero_only.rank == 0 else DummyExperiment()
+
+    return experiment
+
+
+class DummyLogger(Logger):
+    """Takes all calls and keeps nothing; stands in for the user's logger in a ``fast_dev_run``."""
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Takes any call."""
+        return DummyExperiment()
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def __getitem__(self, index: Any) -> DummyLogger:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return DummyExperiment().nop
+
+
+class FolderLogger(Logger):
+    """A logger that keeps its files in ``save_dir/name/version_N``.
+
+    Without a `version`, the next free number is taken by *making* the folder, so that two runs that start at
+    once do not get the same one. Rank 0 does so, the others are told by :meth:`share`.
+
+    Args:
+        save_dir: a local folder.
+        name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
+        version: a number, or a string that is the folder's whole name. None: the next free number.
+        prefix: put in front of the names of metrics, with ``-`` between.
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir)))
+        if "://" in self._save_dir:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs are kept in a local folder, not at a "
+                "URL; choose one."
+            )
+        self._name = name or ""
+        self._version = version
+        self._prefix = prefix
+        self._experiment: Any = None
+        self.hparams: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            if rank_zero_only.rank != 0:  # only a guess, until rank 0 has made the folder and told
+                return _next_version(Path(self.root_dir))
+            self._version = claim_version(self.root_dir)
+        return self._version
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        return os.path.join(self._save_dir, self._name)
+
+    @property
+    def log_dir(self) -> str:
+        version = self.version
+        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+
+    def share(self, broadcast: Callable[[Any], Any]) -> None:
+        chosen = (self.name, self.version) if rank_zero_only.rank == 0 else None
+        self._name, self._version = broadcast(chosen)
+
+    def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._prefix:
+            return dict(metrics)
+        return {f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}": value for name, value in metrics.items()}
+
+    def _write_hparams(self) -> None:
+        os.makedirs(self.log_dir, exist_ok=True)
+        Path(self.log_dir, self.NAME_HPARAMS_FILE).write_text(as_yaml(self.hparams), encoding="utf-8")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_experiment": None}  # open files stay in this process
+
+
+def _next_version(root: Path) -> int:
+    taken = [re.fullmatch(r"version_(\d+)", name) for name in (os.listdir(root) if root.is_dir() else [])]
+    return max((int(match[1]) + 1 for match in taken if match), default=0)
+
+
+def claim_version(root: str | os.PathLike[str]) -> int:
+    """The next free N, taken by making the folder ``root/version_N``, which only one process can."""
+    folder = Path(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    version = _next_version(folder)
+    while True:
+        try:
+            (folder / f"version_{version}").mkdir()
+            return version
+        except FileExistsError:
+            version += 1
+
+
+# -- hyperparameters as text -------------------------------------------------------------------------------
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """`params` (a mapping, Namespace or None) as a new dict."""
+    return dict(vars(params) if isinstance(params, Namespace) else params or {})
+
+
+def flattened(params: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+    """A nested mapping as a flat one: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``; lists of mappings too."""
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        name = f"{above}/{key}" if above else str(key)
+        inner = _nested(value)
+        if isinstance(inner, list) and inner and all(isinstance(item, Mapping) for item in inner):
+            inner = dict(enumerate(inner))
+        flat.update(flattened(inner, name) if isinstance(inner, Mapping) else {name: value})
+    return flat
+
+
+def _nested(value: Any) -> Any:
+    """Namespaces and dataclasses as dicts, all else as it is."""
+    if isinstance(value, Namespace):
+        return vars(value)
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def as_yaml(params: Mapping[Any, Any]) -> str:
+    """`params` as YAML; what YAML has no word for is written as ``str`` of it. PyYAML is not needed."""
+    return "".join(f"{line}\n" for line in _yaml_lines(params)) or "{}\n"
+
+
+def _yaml_lines(params: Mapping[Any, Any]) -> list[str]:
+    lines = []
+    for key, value in params.items():
+        inner = _nested(value)
+        if isinstance(inner, Mapping) and inner:
+            lines += [f"{_yaml_scalar(key)}:", *(f"  {line}" for line in _yaml_lines(inner))]
+        else:
+            lines.append(f"{_yaml_scalar(key)}: {_yaml_flow(inner)}")
+    return lines
+
+
+def _yaml_flow(value: Any) -> str:
+    inner = _nested(value)
+    if isinstance(inner, Mapping):
+        return (
+            "{" + ", ".join(f"{_yaml_scalar(key)}: {_yaml_flow(item)}" for key, item in inner.items()) + "}"
+        )
+    if isinstance(inner, (list, tuple, set, frozenset)):
+        return "[" + ", ".join(map(_yaml_flow, inner)) + "]"
+    return _yaml_scalar(inner)
+
+
+#: strings that need no quotes: they begin with a letter and are no other word of YAML's
+_PLAIN = re.compile(
+    r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\w./-]*", re.IGNORECASE | re.ASCII
+)
+
+
+def _yaml_scalar(value: Any) -> str:
+    if isinstance(value, Enum):
+        value = value.name
+    elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of NumPy or torch
+        value = value.item()
+    if value is None or isinstance(value, (bool, int)):
+        return json.dumps(value)
+    if isinstance(value, float):
+        text = repr(float(value))
+        if text in ("inf", "-inf", "nan"):
+            return text.replace("inf", ".inf").replace("nan", ".nan")
+        # to YAML 1.1, 1e-05 is a string
+        return text if "." in text else text.replace("e", ".0e")
+    text = value if isinstance(value, str) else str(value)
+    if _PLAIN.fullmatch(text):
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)

@@ -1,0 +1,145 @@
+"""CSVLogger: metrics in a table, hyperparameters in a YAML file."""
+
+from __future__ import annotations
+
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.checkpoint import storage
+from lockstep.ground.rank import rank_zero_only, rank_zero_warn
+from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment
+
+
+class ExperimentWriter:
+    """The table ``metrics.csv`` in `log_dir`: a row for each call, a column for each name ever seen.
+
+    Rows are held back until :meth:`save`. A table that an earlier run left under this name is kept as
+    ``metrics.1.csv`` (``.2`` ...).
+    """
+
+    NAME_METRICS_FILE = "metrics.csv"
+
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir = log_dir
+        self.metrics: list[dict[str, Any]] = []
+        self.metrics_keys: list[str] = []
+        self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        os.makedirs(log_dir, exist_ok=True)
+        self._set_aside()
+
+    def _set_aside(self) -> None:
+        earlier = Path(self.metrics_file_path)
+        if not earlier.exists():
+            return
+        number = 1
+        while earlier.with_suffix(f".{number}.csv").exists():
+            number += 1
+        kept = earlier.rename(earlier.with_suffix(f".{number}.csv"))
+        rank_zero_warn(
+            f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {kept.name!r}."
+        )
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row; tensors of one element become numbers."""
+        row = {
+            name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()
+        }
+        row["step"] = len(self.metrics) if step is None else step
+        self.metrics.append(row)
+
+    def save(self) -> None:
+        """Write the rows that are held back. A new column means that the table is written anew."""
+        if not self.metrics:
+            return
+        new = {name for row in self.metrics for name in row} - set(self.metrics_keys)
+        if new:
+            self._add_columns(new)
+        with open(self.metrics_file_path, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        self.metrics = []
+
+    def _add_columns(self, new: set[str]) -> None:
+        rows: list[dict[str, Any]] = []
+        if self.metrics_keys:
+            with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        self.metrics_keys = sorted({*self.metrics_keys, *new})
+        # Beside and renamed: the rows of days must not depend on this moment.
+        with storage.replacing(self.metrics_file_path) as binary:
+            lines = _Lines()
+            writer = csv.DictWriter(lines, self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
+            binary.write("".join(lines).encode())
+
+
+class _Lines(list[str]):
+    """What `csv` writes to, line by line."""
+
+    write = list.append
+
+
+class CSVLogger(FolderLogger):
+    """Keeps metrics in ``save_dir/name/version_N/metrics.csv`` and hyperparameters in ``hparams.yaml``.
+
+    Args:
+        save_dir: a local folder.
+        name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
+        version: a number, or a string that is the folder's whole name. None: the next free number.
+        prefix: put in front of the names of metrics, with ``-`` between.
+        flush_logs_every_n_steps: rows are written to the disk whenever that many steps have passed, at the end
+            of each epoch, and at the end.
+
+    Example::
+
+        Trainer(logger=CSVLogger("logs", name="digits"))
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self._flush_logs_every_n_steps = flush_logs_every_n_steps
+        self._flushed = 0  # how many times that many steps had passed when rows were last written
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """The table's writer; on ranks other than 0 something that takes any call."""
+        if self._experiment is None:
+            self._experiment = ExperimentWriter(self.log_dir)
+        writer: ExperimentWriter = self._experiment
+        return writer
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row for `step`; by default steps are counted."""
+        if step is None:
+            step = len(self.experiment.metrics)
+        self.experiment.log_metrics(self._prefixed(metrics), step)
+        if (step + 1) // self._flush_logs_every_n_steps != self._flushed:
+            self.save()
+            self._flushed = (step + 1) // self._flush_logs_every_n_steps
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, **_: Any) -> None:
+        """Add `params` to those known, and write all to ``hparams.yaml``."""
+        self.hparams.update(as_dict(params))
+        self._write_hparams()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the rows that are held back."""
+        if self._experiment is not None:
+            self._experiment.save()

@@ -1,0 +1,169 @@
+"""TensorBoardLogger, and which logger a Trainer has by default."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.ground.device import move_data_to_device
+from lockstep.ground.errors import missing_extra
+from lockstep.ground.rank import rank_zero_only, rank_zero_warn
+from lockstep.loggers.base import FolderLogger, Logger, as_dict, flattened, rank_zero_experiment
+from lockstep.loggers.csv import CSVLogger
+
+
+def default_logger(root_dir: str | os.PathLike[str]) -> Logger:
+    """What ``Trainer(logger=True)`` means: TensorBoard's files where it is installed, a CSV file otherwise."""
+    return (TensorBoardLogger if _is_installed() else CSVLogger)(root_dir)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoardLogger(FolderLogger):
+    """Keeps metrics in TensorBoard's format in ``save_dir/name/version_N``, hyperparameters also as YAML.
+
+    Look at them by ``tensorboard --logdir save_dir``. Needs ``pip install "torch-lockstep[tensorboard]"``.
+
+    Args:
+        save_dir: a local folder.
+        name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
+        version: a number, or a string that is the folder's whole name. None: the next free number.
+        log_graph: record the graph of the model, which needs an ``example_input_array``.
+        default_hp_metric: give hyperparameters without a metric the metric ``hp_metric`` = -1, without which
+            TensorBoard does not show them.
+        prefix: put in front of the names of metrics, with ``-`` between.
+        sub_dir: a folder inside the version's, for the files of TensorBoard.
+        kwargs: handed to ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue``, ``flush_secs``.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not _is_installed():
+            raise missing_extra("tensorboard", "tensorboard", "TensorBoardLogger")
+        super().__init__(save_dir, name, version, prefix)
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._sub_dir = (
+            None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
+        )
+        self._kwargs = kwargs
+
+    @property
+    def sub_dir(self) -> str | None:
+        """The folder inside the version's, if there is one."""
+        return self._sub_dir
+
+    @property
+    def log_dir(self) -> str:
+        return os.path.join(super().log_dir, self._sub_dir or "").rstrip(os.sep)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The ``SummaryWriter``; on ranks other than 0 something that takes any call."""
+        if self._experiment is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._experiment = SummaryWriter(log_dir=self.log_dir, **self._kwargs)
+        return self._experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers, and dicts of numbers as several curves in one chart.
+
+        Raises:
+            ValueError: a value is neither.
+        """
+        for name, value in self._prefixed(metrics).items():
+            if isinstance(value, Mapping):
+                self.experiment.add_scalars(name, value, step)
+                continue
+            try:
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"log_metrics: {name!r} is {value!r}, no number: log numbers, tensors of one element, or "
+                    "dicts of them."
+                ) from error
+            self.experiment.add_scalar(name, number, step)
+
+    @rank_zero_only
+    def log_hyperparams(
+        self,
+        params: dict[str, Any] | Namespace,
+        metrics: dict[str, Any] | float | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Record hyperparameters, with the `metrics` (by name, or one number) that they led to."""
+        self.hparams.update(as_dict(params))
+        self._write_hparams()
+        if metrics is None and self._default_hp_metric:
+            metrics = -1
+        if metrics is None:
+            return
+        by_name = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
+        self.log_metrics(by_name, step)
+        from torch.utils.tensorboard.summary import hparams
+
+        shown = {name: _shown(value) for name, value in flattened(as_dict(params)).items()}
+        writer = self.experiment._get_file_writer()
+        for summary in hparams(shown, {name: float(value) for name, value in by_name.items()}):
+            writer.add_summary(summary, step)
+
+    @rank_zero_only
+    def log_graph(self, model: Module, input_array: Tensor | tuple[Any, ...] | None = None) -> None:
+        """Record the graph of `model`, if the logger was made with ``log_graph=True``."""
+        if not self._log_graph:
+            return
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if not isinstance(example, (Tensor, tuple)):
+            rank_zero_warn(
+                "TensorBoardLogger(log_graph=True): the graph is not recorded, since the model's "
+                f"example_input_array is a {type(example).__name__}; make it a tensor, or the tuple of forward's "
+                "arguments."
+            )
+            return
+        parameter = next(model.parameters(), None)
+        if parameter is not None:
+            example = move_data_to_device(example, parameter.device)
+        self.experiment.add_graph(model, example)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what is held back."""
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what is held back and close the file; logging on opens another one beside it."""
+        if self._experiment is not None:
+            self._experiment.close()
+            self._experiment = None
+
+
+def _shown(value: Any) -> bool | int | float | str:
+    """`value` as TensorBoard takes it: a number, or text."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

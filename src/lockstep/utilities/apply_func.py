@@ -1,0 +1,5 @@
+"""Moving nested data, by the name that users import it from."""
+
+from lockstep.ground.device import move_data_to_device
+
+__all__ = ["move_data_to_device"]

@@ -1,0 +1,19 @@
+"""What only rank 0 does, by the names that users import."""
+
+from lockstep.ground.rank import (
+    rank_prefixed_message,
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+
+__all__ = [
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]

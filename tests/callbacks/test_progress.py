@@ -1,0 +1,380 @@
+"""Progress bars: what they show, where, how often, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.callbacks.progress import choose, meter
+from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.callbacks.progress.meter import Meter, clock, number, speed
+from lockstep.callbacks.progress.plain import PlainProgressBar
+from lockstep.callbacks.progress.rich import RichProgressBar
+from lockstep.callbacks.progress.tqdm import TQDMProgressBar
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.states import TrainerFn, TrainerState
+from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that meters see, in a list of one."""
+    time = [100.0]
+    monkeypatch.setattr(meter, "monotonic", lambda: time[0])
+    return time
+
+
+def rich_bar(**settings: Any) -> tuple[RichProgressBar, io.StringIO]:
+    screen = io.StringIO()
+    console = {"file": screen, "force_terminal": True, "width": 80, "color_system": None}
+    return RichProgressBar(console_kwargs=console, **settings), screen
+
+
+def show(bar: ProgressBar, *, fn: TrainerFn = TrainerFn.FITTING, **settings: Any) -> FakeTrainer:
+    """A fit of 2 epochs of 3 batches (or another call), with a metric."""
+    settings = {"max_epochs": 2, "num_training_batches": 3, **settings}
+    trainer = FakeTrainer([bar], state=TrainerState(fn=fn), **settings)
+
+    def step(trainer: FakeTrainer, batch_idx: int) -> None:
+        trainer.progress_bar_metrics["loss"] = torch.tensor(1 / (trainer.global_step + 1))
+
+    module = nn.Linear(1, 1)
+    if fn is TrainerFn.FITTING:
+        trainer.fit(module, step)
+    else:
+        what = {
+            TrainerFn.VALIDATING: "validation",
+            TrainerFn.TESTING: "test",
+            TrainerFn.PREDICTING: "predict",
+        }[fn]
+        trainer.call("setup", module, str(fn))
+        trainer.evaluate(module, what, [2, 3])
+        trainer.call("teardown", module, str(fn))
+    return trainer
+
+
+# -- the meter ---------------------------------------------------------------------------------------------
+
+
+def test_a_meter_is_due_at_its_interval_at_every_nth_batch_and_at_the_end(now: list[float]) -> None:
+    m = Meter(every=2, interval=1.0)
+    m.begin(9)
+    due = []
+    for done in range(1, 10):
+        now[0] += 0.4
+        due += [done] if m.due(done) else []
+    assert due == [2, 6, 9]
+
+
+def test_a_meter_leaves_pauses_out(now: list[float]) -> None:
+    m = Meter()
+    m.begin(10)
+    for done in range(1, 5):
+        now[0] += 0.5
+        m.due(done)
+    m.pause()
+    now[0] += 50
+    assert m.seconds == 2
+    assert m.resume() == 50
+    assert (m.seconds, m.rate, m.remaining) == (2, 2, 3)
+    assert m.resume() == 0
+
+
+def test_a_resumed_epoch_counts_only_its_own_batches(now: list[float]) -> None:
+    m = Meter(every=10)
+    m.begin(100)
+    for done in range(61, 71):
+        now[0] += 0.5
+        m.due(done)
+    assert (m.first, m.done, m.rate, m.remaining) == (60, 70, 2.0, 15.0)
+
+
+def test_a_meter_without_a_total_has_no_end(now: list[float]) -> None:
+    m = Meter()
+    m.begin(math.inf)
+    assert (m.rate, m.remaining) == (0, math.inf)
+    now[0] += 1
+    assert m.due(5)
+    assert m.remaining == math.inf
+
+
+def test_how_numbers_are_written() -> None:
+    assert [clock(s) for s in (7.9, 754, 36_000, math.inf)] == ["0:07", "12:34", "10:00:00", "-:--"]
+    assert [speed(r) for r in (0, 0.02, 3.14159, 1234.5)] == ["0.00it/s", "50.0s/it", "3.14it/s", "1234it/s"]
+    assert [number(v) for v in (0.5, 1250.0, 1e-7, 3, "v1")] == ["0.5000", "1250", "1.000e-07", "3", "v1"]
+
+
+# -- what there is to show ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("versions", "shown"),
+    [
+        ([], {}),
+        ([3], {"v_num": 3}),
+        (["", None], {}),
+        (["abcdefgh"], {"v_num": "efgh"}),
+        ([1, 2], {"v_num": "1_2"}),
+    ],
+)
+def test_the_version_stands_beside_the_metrics(versions: list, shown: dict) -> None:
+    trainer = FakeTrainer(loggers=[FakeLogger(version) for version in versions])
+    trainer.progress_bar_metrics = {"loss": torch.tensor(0.5), "n": 2}
+    assert ProgressBar().get_metrics(trainer, nn.Identity()) == {"loss": 0.5, "n": 2, **shown}  # type: ignore[arg-type]
+
+
+def test_totals() -> None:
+    bar = ProgressBar()
+    with pytest.raises(TypeError, match="not given to a Trainer"):
+        _ = bar.trainer
+    trainer = FakeTrainer(num_training_batches=10, num_val_batches=[2, 3], check_val_every_n_epoch=2)
+    bar.setup(trainer, nn.Identity(), "fit")  # type: ignore[arg-type]
+    assert (bar.total_train_batches, bar.total_val_batches, bar.epoch_description) == (10, 0, "Epoch 0/2")
+    trainer.current_epoch = 1
+    assert bar.total_val_batches == 5
+    trainer.max_epochs, trainer.max_steps, trainer.global_step, trainer.accumulate_grad_batches = -1, 7, 5, 3
+    assert (bar.total_train_batches, bar.epoch_description) == (6, "Epoch 1")
+    assert [bar.has_dataloader_changed(i) for i in (0, 0, 1)] == [True, False, True]
+    assert bar.total_val_batches_current_dataloader == 3
+
+
+class Counted(dict):
+    """Counts how often somebody asks for the metrics, as each time is a wait for the device."""
+
+    reads = 0
+
+    def items(self) -> Any:
+        self.reads += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_metrics_are_read_only_when_the_bar_is_drawn(kind: str, now: list[float]) -> None:
+    bar = rich_bar()[0] if kind == "rich" else TQDMProgressBar()
+    metrics = Counted(loss=torch.tensor(1.0))
+    trainer = FakeTrainer([bar], num_training_batches=1000, progress_bar_metrics=metrics)
+    module = nn.Linear(1, 1)
+    trainer.call("setup", module, "fit")
+    trainer.call("on_train_start", module)
+    trainer.call("on_train_epoch_start", module)
+    for batch_idx in range(900):
+        now[0] += 0.001
+        trainer.call("on_train_batch_end", module, None, None, batch_idx)
+    trainer.call("teardown", module, "fit")
+    assert 8 <= metrics.reads <= 10
+
+
+# -- on the screen -----------------------------------------------------------------------------------------
+
+
+def test_tqdm_in_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    show(TQDMProgressBar())
+    screen = capsys.readouterr().out
+    assert "Sanity Checking: 100%" in screen
+    assert "Validation: 100%" in screen
+    last = screen.rstrip("\n").split("\r")[-1]
+    assert re.fullmatch(r"Epoch 1/1: 100%\|.*\| 3/3 \[00:00<00:00, .*it/s, loss=0.1667, v_num=0\]", last)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_tqdm_leaves_the_bars_of_all_epochs_if_asked_to(
+    leave: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(TQDMProgressBar(leave=leave), enable_validation=False)
+    kept = [line.split("\r")[-1] for line in capsys.readouterr().out.split("\n")]
+    assert [name for name in ("Epoch 0/1", "Epoch 1/1") if any(name in line for line in kept)] == (
+        ["Epoch 0/1", "Epoch 1/1"] if leave else ["Epoch 1/1"]
+    )
+
+
+def test_rich_in_a_fit() -> None:
+    bar, screen = rich_bar()
+    show(bar)
+    text = screen.getvalue()
+    assert "Sanity Checking" in text
+    assert "Validation" in text
+    lines = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", text).strip().split("\n")
+    bars, metrics = (line.split("\r")[-1].strip() for line in lines[-2:])
+    assert re.fullmatch(r"Epoch 1/1 +━+ 3/3 0:00<0:00 +\d+(\.\d+)?it/s", bars)
+    assert metrics == "loss=0.1667  v_num=0"
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") >= 1, "the cursor is hidden"
+
+
+@pytest.mark.parametrize("fn", [TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_evaluation_names_its_loaders(kind: str, fn: TrainerFn, capsys: pytest.CaptureFixture[str]) -> None:
+    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
+    two = {f"num_{what}_batches": [2, 3] for what in ("val", "test", "predict")}
+    show(bar, fn=fn, **two)
+    text = screen.getvalue() if screen else capsys.readouterr().out
+    name = {"validate": "Validation", "test": "Testing", "predict": "Predicting"}[fn]
+    assert f"{name} DataLoader 0" in text
+    assert f"{name} DataLoader 1" in text
+    assert "3/3" in text
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_an_epoch_without_an_end(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
+    trainer = FakeTrainer([bar], num_training_batches=math.inf)
+    module = nn.Linear(1, 1)
+    for hook in ("on_train_start", "on_train_epoch_start"):
+        bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
+        trainer.call(hook, module)
+    trainer.call("on_train_batch_end", module, None, None, 0)
+    trainer.call("teardown", module, "fit")
+    text = screen.getvalue() if screen else capsys.readouterr().out
+    assert ("1/--" if screen else "1/?") in text
+
+
+SILENT = [
+    (kind, why) for kind in ("rich", "tqdm", "plain") for why in ("rank 1", "disabled", "refresh_rate 0")
+]
+
+
+@pytest.mark.parametrize(("kind", "why"), [case for case in SILENT if case != ("plain", "refresh_rate 0")])
+def test_silence(kind: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"refresh_rate": 0} if why == "refresh_rate 0" else {}
+    screen = io.StringIO()
+    bar: ProgressBar
+    if kind == "rich":
+        bar, screen = rich_bar(**settings)
+    else:
+        bar = TQDMProgressBar(**settings) if kind == "tqdm" else PlainProgressBar()
+    if why == "disabled":
+        bar.disable()
+    show(bar, global_rank=int(why == "rank 1"))
+    assert bar.is_disabled
+    assert "".join(capsys.readouterr()) + screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_an_exception_closes_the_bars(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
+    trainer = FakeTrainer([bar], num_training_batches=5)
+    module = nn.Linear(1, 1)
+    for hook in ("on_train_start", "on_train_epoch_start"):
+        bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
+        trainer.call(hook, module)
+    trainer.call("on_train_batch_end", module, None, None, 0)
+    trainer.call("on_exception", module, KeyboardInterrupt())
+    text = screen.getvalue() if screen else capsys.readouterr().out
+    assert text.rstrip("\x1b[?25h").endswith("\n")
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
+    bar.print("after", "wards")
+    assert capsys.readouterr().out == "after wards\n"
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_print_goes_above_the_bars(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bar, screen = rich_bar() if kind == "rich" else (TQDMProgressBar(), None)
+    trainer = FakeTrainer([bar], num_training_batches=5)
+    module = nn.Linear(1, 1)
+    bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
+    trainer.call("on_train_start", module)
+    trainer.call("on_train_epoch_start", module)
+    bar.print("[bold]", 3, sep=" = ")
+    trainer.call("teardown", module, "fit")
+    text = screen.getvalue() if screen else capsys.readouterr().out
+    assert "[bold] = 3" in text
+    assert text.rindex("Epoch 0/2") > text.index("[bold] = 3")
+
+
+def test_no_thread_draws() -> None:
+    threads = threading.active_count()
+    for bar in (rich_bar()[0], TQDMProgressBar()):
+        trainer = FakeTrainer([bar])
+        module = nn.Linear(1, 1)
+        for hook in ("on_train_start", "on_train_epoch_start"):
+            bar.setup(trainer, module, "fit")  # type: ignore[arg-type]
+            trainer.call(hook, module)
+        assert threading.active_count() == threads
+        trainer.call("teardown", module, "fit")
+
+
+# -- without a terminal ------------------------------------------------------------------------------------
+
+
+def test_a_short_run_writes_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show(PlainProgressBar())
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "Epoch 1/1: step 6, 0:00, loss=0.1667, v_num=0\n")
+
+
+def test_a_plain_bar_writes_each_epoch_if_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    show(PlainProgressBar(interval=0))
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["Epoch 0/1", "Epoch 1/1"]
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "rich", "kind"),
+    [
+        (False, "xterm", True, PlainProgressBar),
+        (True, "xterm", True, RichProgressBar),
+        (True, "xterm", False, TQDMProgressBar),
+        (True, "dumb", True, TQDMProgressBar),
+    ],
+)
+def test_which_bar_is_chosen(
+    terminal: bool, term: str, rich: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Screen(terminal))
+    monkeypatch.setenv("TERM", term)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert type(choose.choose_progress_bar()) is kind
+
+
+def test_a_notebook_gets_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", io)
+    assert type(choose.choose_progress_bar()) is TQDMProgressBar
+
+
+def test_rich_that_is_not_installed_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.callbacks.progress.rich.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"torch-lockstep\[rich\]"):
+        RichProgressBar()
+
+
+def test_negative_settings_are_refused() -> None:
+    for make in (
+        lambda: TQDMProgressBar(refresh_rate=-1),
+        lambda: TQDMProgressBar(process_position=-1),
+        lambda: RichProgressBar(refresh_rate=-1),
+        lambda: PlainProgressBar(interval=-1),
+    ):
+        with pytest.raises(MisconfigurationException, match="=-1"):
+            make()
+
+
+def test_rich_and_tqdm_are_imported_when_they_draw() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import lockstep.callbacks as c\n"
+        "[getattr(c, name) for name in c.__all__]\n"
+        "c.TQDMProgressBar(), c.RichProgressBar()\n"
+        "print(sorted({'rich', 'tqdm', 'tqdm.auto'} & set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,110 @@
+"""Data sets, loaders and small worlds that the tests of this folder share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lockstep.loop.data import Feed
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of ``size`` ranks, which a test plays one after the other in its own process."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def alike(size: int) -> Any:
+    """What a gather of the ranks' tensors gives where all ranks hold the same."""
+    return lambda tensor: tensor.expand(size, *tensor.shape)
+
+
+def numbers(n: int) -> TensorDataset:
+    """Samples 0 to n - 1; fetching draws no random numbers."""
+    return TensorDataset(torch.arange(n))
+
+
+class Augmented(Dataset[Tensor]):
+    """Samples (index, a random number of torch's, of python's, of numpy's)."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()])
+
+
+class AugmentedBatches(Augmented):
+    """As above, but fetched a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in list(indices)]
+
+
+def noisy_collate(samples: list[Tensor]) -> Tensor:
+    """Puts a random number beside each sample."""
+    return torch.cat([torch.stack(samples), torch.rand(len(samples), 1)], dim=1)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples (index, random number); ``sharded`` looks at the worker it is in, as torch's manual advises."""
+
+    def __init__(self, n: int, sharded: bool = False) -> None:
+        self.n = n
+        self.sharded = sharded
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        mine = range(self.n)
+        if self.sharded and info is not None:
+            mine = range(info.id, self.n, info.num_workers)
+        for index in mine:
+            yield torch.tensor([index, torch.rand(()).item()])
+
+
+class SizedStream(Stream):
+    """A stream that tells its length."""
+
+    def __len__(self) -> int:
+        return self.n
+
+
+def feed_of(source: Any, rank: int = 0, size: int = 1, **arguments: Any) -> Feed:
+    """A training feed of one rank; ``gather`` takes the other ranks to be alike."""
+    if size > 1:
+        arguments.setdefault("gather", alike(size))
+    arguments.setdefault("seed", 42)
+    return Feed.train(source, world=Rank(rank, size), **arguments)
+
+
+def epoch(feed: Feed, epoch: int = 0, start: int = 0, accumulate: int = 1) -> list[tuple[Any, float, float]]:
+    """All (batch, weight, share) of an epoch."""
+    feed.begin(epoch, start)
+    return [each for window in feed.windows(accumulate) for each in window]
+
+
+def drawn(steps: list[tuple[Any, float, float]]) -> list[int]:
+    """Indices of the samples that count: those of steps with a weight."""
+    return [index for batch, weight, _ in steps if weight for index in indices(batch)]
+
+
+def indices(batch: Any) -> list[int]:
+    """Indices of a batch of any of the data sets above."""
+    first = batch[0] if isinstance(batch, list | tuple) else batch
+    return [int(value) for value in (first[:, 0] if first.dim() == 2 else first.reshape(-1))]
+
+
+def loader(n: int, batch_size: int | None = 4, shuffle: bool = True, **arguments: Any) -> DataLoader[Any]:
+    """A loader over :func:`numbers`."""
+    return DataLoader(numbers(n), batch_size=batch_size, shuffle=shuffle, **arguments)

@@ -1,0 +1,453 @@
+"""Training feeds: every sample once over all ranks, equal steps, shares that sum right, resume as if nothing was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.data import Feed, Window, explain_loader_error
+from tests.data.loaders import Rank, drawn, epoch, feed_of, indices, loader, numbers
+
+SIZES = {"n": st.integers(1, 60), "batch": st.integers(1, 7), "size": st.integers(1, 4)}
+
+
+class EveryThird(Sampler[int]):
+    """A sampler of the user's that draws from torch's global generator."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return iter([3 * index for index in torch.randperm(self.n // 3).tolist()])
+
+    def __len__(self) -> int:
+        return self.n // 3
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of the user's: batches of 1, 2, 3, 1, 2, 3, ... samples."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epochs: list[int] = []
+
+    def set_epoch(self, number: int) -> None:
+        self.epochs.append(number)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.n).tolist()
+        size = 1
+        while order:
+            yield order[:size]
+            order, size = order[size:], size % 3 + 1
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.n, 6)
+        return 3 * whole + [0, 1, 2, 2, 3, 3][rest]
+
+
+def plain(n: int, batch: int) -> DataLoader[Any]:
+    return loader(n, batch)
+
+
+def by_sampler(n: int, batch: int) -> DataLoader[Any]:
+    return DataLoader(numbers(3 * n), batch, sampler=EveryThird(3 * n))
+
+
+def by_batch_sampler(n: int, batch: int) -> DataLoader[Any]:
+    return DataLoader(numbers(n), batch_sampler=Pairs(n))
+
+
+def one_by_one(n: int, batch: int) -> DataLoader[Any]:
+    return loader(n, None)
+
+
+KINDS = {
+    plain: lambda n: set(range(n)),
+    by_sampler: lambda n: set(range(0, 3 * n, 3)),
+    by_batch_sampler: lambda n: set(range(n)),
+    one_by_one: lambda n: set(range(n)),
+}
+
+
+# -- every sample once, weighed right
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(**SIZES, accumulate=st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_every_sample_once_in_equal_steps(kind: Any, n: int, batch: int, size: int, accumulate: int) -> None:
+    feeds = [feed_of(kind(n, batch), rank, size) for rank in range(size)]
+    ranks = [epoch(feed, 3, accumulate=accumulate) for feed in feeds]
+    samples = [index for steps in ranks for index in drawn(steps)]
+    assert len(samples) == len(set(samples))
+    assert set(samples) == KINDS[kind](n)
+    assert {len(steps) for steps in ranks} == {feeds[0].num_batches}
+
+
+@given(**SIZES, accumulate=st.integers(1, 4), drop_last=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_shares_make_the_mean_over_the_window(n: int, batch: int, size: int, accumulate: int, drop_last: bool) -> None:
+    if drop_last and n < batch * size:
+        return
+    loaders = [loader(n, batch, drop_last=drop_last) for _ in range(size)]
+    feeds = [feed_of(each, rank, size) for rank, each in enumerate(loaders)]
+    for feed in feeds:
+        feed.begin(0)
+    seen = 0
+    for windows in zip(*(feed.windows(accumulate) for feed in feeds), strict=True):
+        assert len({window.size for window in windows}) == 1
+        assert len({window.last for window in windows}) == 1
+        parts = [list(window) for window in windows]
+        values = [torch.tensor([float(i) for i in indices(b)]) for steps in parts for b, weight, _ in steps if weight]
+        # What backward sums on each rank and the reducer averages over ranks, of per-batch means.
+        averaged = sum(torch.tensor(indices(b)).double().mean() * share for p in parts for b, _, share in p) / size
+        torch.testing.assert_close(averaged, torch.cat(values).double().mean(), rtol=1e-12, atol=1e-12)
+        seen += sum(len(value) for value in values)
+    assert windows[0].last
+    assert seen == (n // (batch * size) * batch * size if drop_last else n)
+
+
+def test_equal_micro_batches_have_the_share_of_one_in_so_many_exactly() -> None:
+    for size in (1, 3):
+        shares = {share for _, _, share in epoch(feed_of(loader(60), 1 % size, size), accumulate=5)}
+        assert shares == {0.2}
+
+
+def test_one_process_that_accumulates_draws_what_ranks_draw() -> None:
+    alone = [indices(batch) for batch, _, _ in epoch(feed_of(loader(48)), accumulate=3)]
+    shared = [[indices(batch) for batch, _, _ in epoch(feed_of(loader(48), rank, 3))] for rank in range(3)]
+    assert alone == [batch for step in zip(*shared, strict=True) for batch in step]
+
+
+@given(n=SIZES["n"], batch=SIZES["batch"], drop_last=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_one_process_has_as_many_batches_as_the_loader_says(n: int, batch: int, drop_last: bool) -> None:
+    if drop_last and n < batch:
+        return
+    made = loader(n, batch, drop_last=drop_last)
+    assert feed_of(made).num_batches == len(made) == len(epoch(feed_of(made)))
+
+
+# -- the order
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
+    assert drawn(epoch(feed_of(loader(10, shuffle=False)))) == list(range(10))
+
+
+def test_the_order_follows_seed_epoch_and_place_among_the_loaders() -> None:
+    feed = feed_of(loader(50))
+    orders = [drawn(epoch(feed, number)) for number in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1]
+    assert drawn(epoch(feed_of(loader(50), seed=43))) != orders[0]
+    pair = epoch(feed_of([loader(50), loader(50)]))
+    assert [indices(batch[0]) for batch, _, _ in pair] != [indices(batch[1]) for batch, _, _ in pair]
+
+
+def test_a_generator_of_the_loader_is_the_key_and_is_not_used_up() -> None:
+    def order(own: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(own)
+        before = generator.get_state()
+        steps = epoch(feed_of(loader(30, generator=generator), seed=seed))
+        assert generator.get_state().equal(before)
+        return drawn(steps)
+
+    assert order(5, seed=1) == order(5, seed=2) != order(6, seed=1)
+
+
+def test_samples_drawn_with_replacement_are_a_function_too() -> None:
+    data = numbers(20)
+    made = DataLoader(data, 4, sampler=RandomSampler(data, replacement=True, num_samples=33))
+    alone = drawn(epoch(feed_of(made)))
+    assert len(alone) == 33
+    assert set(alone) < set(range(20))
+    assert alone == drawn(epoch(feed_of(made)))
+    shared = [steps for rank in range(2) for steps in epoch(feed_of(made, rank, 2))]
+    assert sorted(drawn(shared)) == sorted(alone)
+
+
+def test_more_samples_than_there_are_begin_another_permutation() -> None:
+    data = numbers(10)
+    order = drawn(epoch(feed_of(DataLoader(data, 4, sampler=RandomSampler(data, num_samples=25)))))
+    assert len(order) == 25
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[:10] != order[10:20]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(**SIZES, accumulate=st.integers(1, 3), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_an_epoch_resumed_goes_on_as_it_would_have(
+    kind: Any, n: int, batch: int, size: int, accumulate: int, data: Any
+) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    whole = epoch(feed_of(kind(n, batch), rank, size), 5, accumulate=accumulate)
+    start = data.draw(st.integers(0, (len(whole) - 1) // accumulate)) * accumulate
+    rest = epoch(feed_of(kind(n, batch), rank, size), 5, start, accumulate)
+    assert [(indices(b), weight, share) for b, weight, share in rest] == [
+        (indices(b), weight, share) for b, weight, share in whole[start:]
+    ]
+
+
+# -- torch's order
+
+
+def test_torch_order_on_one_process_is_the_plain_loaders() -> None:
+    made = loader(20)
+    torch.manual_seed(3)
+    expected = [[indices(batch) for batch in made] for _ in range(2)]
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    feed = feed_of(made, order="torch")
+    steps = [epoch(feed, number) for number in range(2)]
+    assert [[indices(batch) for batch, _, _ in each] for each in steps] == expected
+    assert torch.get_rng_state().equal(state)
+
+
+def test_torch_order_resumes_in_mid_epoch() -> None:
+    torch.manual_seed(3)
+    feed = feed_of(loader(22), order="torch")
+    whole = [indices(batch) for batch, _, _ in epoch(feed)]
+    torch.manual_seed(3)
+    feed.begin(0)
+    for window in feed.windows(1):
+        list(window)
+        state = feed.state_dict()
+        break
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    resumed = feed_of(loader(22), order="torch")
+    resumed.load_state_dict(state)
+    assert [indices(batch) for batch, _, _ in epoch(resumed, start=1)] == whole[1:]
+    assert torch.get_rng_state().equal(before)
+
+
+def test_torch_order_on_several_is_the_distributed_samplers_permutation() -> None:
+    steps = [epoch(feed_of(loader(24), rank, 2, order="torch", seed=7), 2) for rank in range(2)]
+    merged = [batch for pair in zip(*steps, strict=True) for batch, _, _ in pair]
+    generator = torch.Generator().manual_seed(7 + 2)
+    assert [i for batch in merged for i in indices(batch)] == torch.randperm(24, generator=generator).tolist()
+
+
+# -- users' samplers
+
+
+def test_a_users_sampler_leaves_the_random_numbers_of_training_alone() -> None:
+    feed = feed_of(DataLoader(numbers(60), 4, sampler=EveryThird(60)))
+    before = torch.get_rng_state()
+    first, second = epoch(feed, 0), epoch(feed, 1)
+    assert torch.get_rng_state().equal(before)
+    assert drawn(first) != drawn(second)
+
+
+@pytest.mark.parametrize("with_generator", [False, True])
+def test_torchs_other_samplers_are_cut_like_ours(with_generator: bool) -> None:
+    def made(seed: int) -> list[DataLoader[Any]]:
+        own = [torch.Generator().manual_seed(seed) if with_generator else None for _ in range(2)]
+        weighted = WeightedRandomSampler([1.0, 0.0, 2.0] * 10, 25, generator=own[0])
+        subset = SubsetRandomSampler(range(5, 28), generator=own[1])
+        return [DataLoader(numbers(30), 4, sampler=sampler) for sampler in (weighted, subset)]
+
+    for number in range(2):
+        alone = drawn(epoch(feed_of(made(8)[number]), 1))
+        shared = [drawn(epoch(feed_of(made(8)[number], rank, 2), 1)) for rank in range(2)]
+        assert sorted(shared[0] + shared[1]) == sorted(alone)
+        assert len(alone) == (25, 23)[number]
+        assert alone != drawn(epoch(feed_of(made(8)[number]), 2))
+    assert 1 not in [index % 3 for index in drawn(epoch(feed_of(made(8)[0])))]
+
+
+def test_a_batch_sampler_gives_each_rank_every_so_manieth_batch() -> None:
+    alone = [indices(batch) for batch, _, _ in epoch(feed_of(by_batch_sampler(20, 1)))]
+    sampler = Pairs(20)
+    feed = feed_of(DataLoader(numbers(20), batch_sampler=sampler), 1, 2)
+    second = epoch(feed, 0)
+    assert [indices(batch) for batch, weight, _ in second if weight] == alone[1::2]
+    assert [weight for _, weight, _ in second if weight] == [len(batch) for batch in alone[1::2]]
+    epoch(feed, 4)
+    assert sampler.epochs == [0, 4]
+
+
+def test_torchs_own_batch_sampler_is_cut_by_samples() -> None:
+    data = numbers(10)
+    made = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False))
+    steps = [epoch(feed_of(made, rank, 2)) for rank in range(2)]
+    assert [[weight for _, weight, _ in each] for each in steps] == [[4.0, 1.0], [4.0, 1.0]]
+
+
+def test_a_sampler_without_length_ends_when_it_ends() -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(range(11))
+
+    made = DataLoader(numbers(11), 2, sampler=Endless())
+    feeds = [feed_of(made, rank, 2) for rank in range(2)]
+    assert feeds[0].num_batches == float("inf")
+    steps = [epoch(feed, accumulate=2) for feed in feeds]
+    assert [len(each) for each in steps] == [3, 3]
+    assert sorted(drawn(steps[0] + steps[1])) == list(range(11))
+    feeds[0].begin(0)
+    assert [window.last for window in feeds[0].windows(2)] == [False, True]
+
+
+def test_a_distributed_sampler_of_the_users_keeps_its_share() -> None:
+    made = [DataLoader(numbers(10), 3, sampler=DistributedSampler(numbers(10), 2, rank)) for rank in range(2)]
+    steps = [epoch(feed_of(made[rank], rank, 2), 1) for rank in range(2)]
+    assert [[weight for _, weight, _ in each] for each in steps] == [[3.0, 2.0]] * 2
+    sampler = DistributedSampler(numbers(10), 2, 1)
+    sampler.set_epoch(1)
+    assert drawn(steps[1]) == list(sampler)
+    with pytest.raises(MisconfigurationException, match=r"num_replicas=2, rank=1.*rank 0 of 3.*use_distributed"):
+        feed_of(made[1], 0, 3)
+
+
+# -- loaders as they are
+
+
+def test_undistributed_loaders_are_left_alone() -> None:
+    made = DataLoader(numbers(10), 3, sampler=DistributedSampler(numbers(10), 2, 1))
+    feed = feed_of(made, 0, 2, distribute=False)
+    steps = epoch(feed, 4)
+    made.sampler.set_epoch(4)  # type: ignore[attr-defined]
+    assert [indices(batch) for batch, _, _ in steps] == [indices(batch) for batch in made]
+    assert {(weight, share) for _, weight, share in steps} == {(1.0, 1.0)}
+
+
+def test_the_users_loader_is_not_changed_and_its_subclass_survives() -> None:
+    class Mine(DataLoader[Any]):
+        def __init__(self, colour: str, n: int) -> None:
+            super().__init__(numbers(n), 4, shuffle=True)
+            self.colour = colour
+
+        def __iter__(self) -> Any:
+            return ((self.colour, batch) for batch in super().__iter__())
+
+    made = Mine("blue", 10)
+    before = copy.copy(made.__dict__)
+    steps = epoch(feed_of(made))
+    assert made.__dict__ == before
+    assert {batch[0] for batch, _, _ in steps} == {"blue"}
+    assert sorted(i for batch, _, _ in steps for i in indices(batch[1])) == list(range(10))
+
+
+def test_iterables_that_are_no_loaders_weigh_one() -> None:
+    batches = [torch.arange(4), torch.arange(4, 8), torch.arange(8, 9)]
+    feed = feed_of(batches)
+    assert feed.num_batches == 3
+    assert [(weight, share) for _, weight, share in epoch(feed, accumulate=2)] == [(1.0, 0.5), (1.0, 0.5), (1.0, 1.0)]
+
+
+def test_an_endless_iterator_goes_on_where_the_limit_cut_it() -> None:
+    feed = feed_of(iter(range(100)), limit=3)
+    assert [batch for batch, _, _ in epoch(feed) + epoch(feed, 1)] == [0, 1, 2, 3, 4, 5]
+
+
+# -- limits and errors
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 13), (1.0, 13), (0.5, 6), (4, 4), (99, 13), (0, 0), (0.0, 0), (1, 1)])
+def test_limits(limit: Any, count: int) -> None:
+    feed = feed_of(loader(50), limit=limit)
+    assert feed.num_batches == count == len(epoch(feed, accumulate=3))
+    if count:
+        feed.begin(0)
+        assert [window.last for window in feed.windows(3)][-1]
+
+
+def test_limits_that_cannot_be() -> None:
+    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=0\.05 of 13 batches"):
+        feed_of(loader(50), limit=0.05)
+    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=0\.5 .* no `__len__`"):
+        feed_of(iter(range(3)), limit=0.5)
+
+
+def test_loaders_without_batches_say_why() -> None:
+    with pytest.raises(MisconfigurationException, match=r"train_dataloader has no batches: its data set is empty"):
+        feed_of(loader(0, shuffle=False))
+    with pytest.raises(MisconfigurationException, match=r"drop_last=True .* 7 samples .*batch_size=4 x 2 ranks"):
+        feed_of(loader(7, drop_last=True), 0, 2)
+    with pytest.raises(MisconfigurationException, match=r"train_dataloader\[1\] has no batches"):
+        feed_of([loader(4), loader(0, shuffle=False)])
+
+
+def test_ranks_with_different_data_are_told() -> None:
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, tensor + 1])
+
+    with pytest.raises(MisconfigurationException, match=r"train_dataloader is not the same .* by rank: 5, 6"):
+        feed_of(loader(40), 0, 2, gather=gather)
+
+
+def test_errors_of_loader_hooks_are_explained() -> None:
+    with pytest.raises(ValueError) as caught:
+        DistributedSampler(numbers(4))
+    explained = explain_loader_error(caught.value)
+    assert isinstance(explained, MisconfigurationException)
+    assert "use_distributed_sampler" in str(explained)
+    with pytest.raises(ValueError) as caught:
+        loader(0)
+    assert "empty data set" in str(explain_loader_error(caught.value))
+    assert explain_loader_error(ValueError("something else")) is None
+
+
+def test_a_loader_that_ends_too_early_is_named() -> None:
+    window = Window(iter([1]), [(1.0, 0.5), (1.0, 0.5)], True)
+    with pytest.raises(RuntimeError, match="ended before the length"):
+        list(window)
+
+
+# -- several loaders
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_loaders_cycle_to_the_longest(size: int) -> None:
+    feeds = [feed_of({"a": loader(40), "b": loader(10)}, rank, size) for rank in range(size)]
+    steps = [epoch(feed, accumulate=2) for feed in feeds]
+    assert {feed.num_batches for feed in feeds} == {len(each) for each in steps} == {40 // 4 // size}
+    taken = [i for each in steps for batch, _, _ in each for i in indices(batch["a"])]
+    assert sorted(taken) == list(range(40))
+    short = [[indices(batch["b"]) for batch, _, _ in each] for each in steps]
+    turns = [sorted(i for each in short for batch in each[t : t + 4 // size] for i in batch) for t in (0,)]
+    assert set(turns[0]) <= set(range(10))
+    total = sum(weight * share for each in steps for _, weight, share in each)
+    assert total == pytest.approx(4 * size * len(steps[0]) / 2)
+
+
+def test_a_cycling_loader_is_shuffled_anew_each_time() -> None:
+    steps = epoch(feed_of({"a": loader(40), "b": loader(8)}))
+    passes = [[i for batch, _, _ in steps[t : t + 2] for i in indices(batch["b"])] for t in range(0, 10, 2)]
+    assert all(sorted(each) == list(range(8)) for each in passes)
+    assert len({tuple(each) for each in passes}) > 2
+
+
+@pytest.mark.parametrize("second", [lambda: loader(10), lambda: by_sampler(10, 4)])
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 7, 9])
+def test_several_loaders_resume(second: Any, start: int) -> None:
+    def steps(start: int) -> list[Any]:
+        got = epoch(feed_of([loader(40), second()]), 1, start)
+        return [([indices(part) for part in batch], weight, share) for batch, weight, share in got]
+
+    assert steps(start) == steps(0)[start:]
+
+
+def test_sequential_is_not_for_training() -> None:
+    from lockstep.data.combined import CombinedLoader
+
+    with pytest.raises(MisconfigurationException, match="sequential"):
+        Feed.train(CombinedLoader([loader(4)], "sequential"), world=Rank(), seed=1)

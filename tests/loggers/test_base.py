@@ -1,0 +1,260 @@
+"""Versions that two runs do not share, hyperparameters as YAML, and what all loggers have in common."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import os
+import pickle
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_only
+from lockstep.loggers.base import (
+    DummyExperiment,
+    DummyLogger,
+    FolderLogger,
+    Logger,
+    as_yaml,
+    claim_version,
+    flattened,
+    rank_zero_experiment,
+)
+from lockstep.loggers.csv import CSVLogger
+from lockstep.loggers.tensorboard import TensorBoardLogger
+
+
+@pytest.fixture
+def rank_one() -> Iterator[None]:
+    rank_zero_only.rank = 1
+    yield
+    rank_zero_only.rank = 0
+
+
+LOGGERS = [CSVLogger, TensorBoardLogger]
+
+
+@pytest.mark.parametrize("cls", LOGGERS)
+class TestEveryFolderLogger:
+    """The contract of loggers that keep files."""
+
+    def test_folders(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        logger = cls(tmp_path, name="exp", version=3)
+        assert logger.name == "exp"
+        assert logger.version == 3
+        assert logger.save_dir == str(tmp_path)
+        assert logger.root_dir == str(tmp_path / "exp")
+        assert logger.log_dir == str(tmp_path / "exp" / "version_3")
+        assert cls(tmp_path, name="exp", version="mine").log_dir == str(tmp_path / "exp" / "mine")
+        assert Path(cls(tmp_path, name=None, version=1).log_dir) == tmp_path / "version_1"
+        assert os.listdir(tmp_path) == []
+
+    def test_versions_count_up(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        for name in ("version_4", "version_x", "version_1_old", "other"):
+            (tmp_path / "lightning_logs" / name).mkdir(parents=True)
+        first, second = cls(tmp_path), cls(tmp_path)
+        assert (first.version, second.version, first.version) == (5, 6, 5)
+        assert (tmp_path / "lightning_logs" / "version_6").is_dir()
+
+    def test_share_takes_what_rank_zero_chose(
+        self, cls: type[FolderLogger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        on_wire: list[Any] = []
+        zero, one = cls(tmp_path), cls(tmp_path)
+        zero.share(lambda value: (on_wire.append(value), value)[1])
+        monkeypatch.setattr(rank_zero_only, "rank", 1)
+
+        def receive(value: Any) -> Any:
+            assert value is None
+            return pickle.loads(pickle.dumps(on_wire[0]))
+
+        one.share(receive)
+        assert (one.name, one.version) == ("lightning_logs", 0)
+        assert os.listdir(tmp_path / "lightning_logs") == ["version_0"]
+
+    def test_other_ranks_touch_nothing(self, cls: type[FolderLogger], tmp_path: Path, rank_one: None) -> None:
+        logger = cls(tmp_path)
+        assert logger.version == 0
+        logger.log_metrics({"a": 1.0}, 0)
+        logger.log_hyperparams({"a": 1})
+        logger.experiment.add_text("a", "b")  # type: ignore[attr-defined]
+        logger.save()
+        logger.finalize("success")
+        assert os.listdir(tmp_path) == []
+
+    def test_nothing_logged_writes_nothing(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        logger = cls(tmp_path, version=0)
+        logger.save()
+        logger.finalize("success")
+        assert os.listdir(tmp_path) == []
+
+    def test_hyperparameters_add_up(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        logger = cls(tmp_path)
+        logger.log_hyperparams({"a": 1})
+        logger.log_hyperparams(Namespace(b=[0.5]))
+        logger.finalize("success")
+        assert Path(logger.log_dir, "hparams.yaml").read_text() == "a: 1\nb: [0.5]\n"
+
+    def test_can_be_sent_to_another_process(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        logger = cls(tmp_path)
+        logger.log_metrics({"a": 1.0}, 0)
+        other = pickle.loads(pickle.dumps(logger))
+        assert other.log_dir == logger.log_dir
+        assert other._experiment is None
+        logger.finalize("success")
+
+    def test_a_url_is_refused(self, cls: type[FolderLogger]) -> None:
+        with pytest.raises(MisconfigurationException, match=r"save_dir='s3://b'.*local folder"):
+            cls("s3://b")
+
+
+CLAIM = "import sys; from lockstep.loggers.base import claim_version; sys.stdin.readline(); print([claim_version(sys.argv[1]) for _ in range(20)])"
+
+
+@pytest.mark.timeout(60)
+def test_runs_that_start_at_once_do_not_share_a_version(tmp_path: Path) -> None:
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLAIM, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write("\n")
+        run.stdin.flush()
+    taken = [int(n) for run in runs for n in run.communicate()[0].strip("[]\n").split(",")]
+    assert sorted(taken) == list(range(40))
+    assert claim_version(tmp_path) == 40
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Layer:
+    size: int = 2
+
+
+class TestYaml:
+    yaml = pytest.importorskip("yaml")
+
+    scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+    @given(
+        st.dictionaries(
+            st.text() | st.integers(),
+            st.recursive(
+                scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12
+            ),
+        )
+    )
+    def test_reads_back_equal(self, params: dict[Any, Any]) -> None:
+        assert self.yaml.safe_load(as_yaml(params)) == params
+
+    @pytest.mark.parametrize(
+        "value",
+        ["yes", "1e3", "1_000", "0x1f", "2020-01-01", "~", "a: b", " a", "a #b", "\x7f", "=", "é", "\u2028"],
+    )
+    def test_strings_that_look_like_something_else_stay_strings(self, value: str) -> None:
+        assert self.yaml.safe_load(as_yaml({value: value})) == {value: value}
+
+    def test_looks_like_what_a_person_would_write(self) -> None:
+        params = {
+            "lr": 1e-5,
+            "name": "resnet18",
+            "betas": (0.9, 0.999),
+            "model": {"depth": 3, "layers": [{"size": 1}]},
+            "none": None,
+            "namespace": Namespace(a=True),
+            "dataclass": Layer(),
+            "enum": Colour.RED,
+            "numpy": np.float64(0.5),
+            "tensor": torch.tensor(3),
+            "path": Path("a/b"),
+            "class": Layer,
+            "empty": {},
+            "inf": float("-inf"),
+        }
+        text = as_yaml(params)
+        assert text.splitlines()[:7] == [
+            "lr: 1.0e-05",
+            "name: resnet18",
+            "betas: [0.9, 0.999]",
+            "model:",
+            "  depth: 3",
+            "  layers: [{size: 1}]",
+            '"none": null',
+        ]
+        back = self.yaml.safe_load(text)
+        assert back["class"] == str(Layer)
+        assert back["path"] == "a/b"
+        assert (back["enum"], back["numpy"], back["tensor"]) == ("RED", 0.5, 3)
+        assert (back["namespace"], back["dataclass"], back["empty"]) == ({"a": True}, {"size": 2}, {})
+        assert back["inf"] == float("-inf")
+        assert self.yaml.safe_load(as_yaml({"a": float("nan")}))["a"] != 0
+
+    def test_nothing(self) -> None:
+        assert as_yaml({}) == "{}\n"
+
+
+def test_flattened() -> None:
+    params = {"a": {"b": 1, "c": Namespace(d=2)}, "l": [{"x": 1}, {"y": 2}], "n": [1], 5: Layer(), "e": []}
+    assert flattened(params) == {
+        "a/b": 1,
+        "a/c/d": 2,
+        "l/0/x": 1,
+        "l/1/y": 2,
+        "n": [1],
+        "5/size": 2,
+        "e": [],
+    }
+
+
+class TestDummies:
+    def test_take_everything(self) -> None:
+        logger = DummyLogger()
+        logger.log_metrics({"a": 1}, step=1)
+        logger.log_hyperparams({})
+        logger.finalize("success")
+        logger[0].experiment[1].add_image("a", None)  # type: ignore[attr-defined]
+        logger.watch("model")  # a method of another logger
+        logger.share(lambda value: value)
+        assert (logger.name, logger.version, logger.log_dir) == ("", "", None)
+        assert isinstance(copy.deepcopy(logger), DummyLogger)
+        assert isinstance(pickle.loads(pickle.dumps(DummyExperiment())), DummyExperiment)
+
+    def test_a_logger_of_ones_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Mine(Logger):
+            name = "mine"
+            version = 1
+
+            @property
+            @rank_zero_experiment
+            def experiment(self) -> list[int]:
+                return [1]
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+            def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+        assert Mine().experiment == [1]
+        assert (Mine().save_dir, Mine().root_dir, Mine().group_separator) == (None, None, "/")
+        monkeypatch.setattr(rank_zero_only, "rank", 1)
+        assert isinstance(Mine().experiment, DummyExperiment)
