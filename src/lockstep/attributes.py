@@ -31,37 +31,37 @@ class Attributes:
     @property
     def global_rank(self) -> int:
         """This process among all."""
-        return self.strategy.world.rank  # type: ignore[no-any-return]
+        return self.strategy.world.rank
 
     @property
     def local_rank(self) -> int:
         """This process among those of its node."""
-        return self.strategy.world.local_rank  # type: ignore[no-any-return]
+        return self.strategy.world.local_rank
 
     @property
     def node_rank(self) -> int:
         """This node."""
-        return self.strategy.world.node_rank  # type: ignore[no-any-return]
+        return self.strategy.world.node_rank
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.strategy.world.size  # type: ignore[no-any-return]
+        return self.strategy.world.size
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
-        return self.strategy.world.num_nodes  # type: ignore[no-any-return]
+        return self.strategy.world.num_nodes
 
     @property
     def num_devices(self) -> int:
         """Processes on this node."""
-        return self.strategy.world.local_size  # type: ignore[no-any-return]
+        return self.strategy.world.local_size
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
-        return self.strategy.world.rank == 0  # type: ignore[no-any-return]
+        return self.strategy.world.rank == 0
 
     @property
     def precision(self) -> str:
@@ -78,17 +78,17 @@ class Attributes:
     @property
     def current_epoch(self) -> int:
         """The epoch that runs, counted from 0; after a fit the number of finished epochs."""
-        return self.fit_loop.progress.epoch  # type: ignore[no-any-return]
+        return self.fit_loop.progress.epoch
 
     @property
     def global_step(self) -> int:
         """Optimizer steps so far, of all optimizers."""
-        return self.fit_loop.progress.global_step  # type: ignore[no-any-return]
+        return self.fit_loop.progress.global_step
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch at hand is the epoch's last."""
-        return self.fit_loop.step.is_last  # type: ignore[no-any-return]
+        return self.fit_loop.step.is_last
 
     @property
     def training(self) -> bool:
@@ -136,7 +136,7 @@ class Attributes:
     def num_val_batches(self) -> list[int | float]:
         """Validation batches of this rank, by loader."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
-        return loop.num_batches  # type: ignore[no-any-return]
+        return loop.num_batches
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -147,12 +147,12 @@ class Attributes:
     @property
     def num_test_batches(self) -> list[int | float]:
         """Test batches of this rank, by loader."""
-        return self.test_loop.num_batches  # type: ignore[no-any-return]
+        return self.test_loop.num_batches
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Prediction batches of this rank, by loader."""
-        return self.predict_loop.num_batches  # type: ignore[no-any-return]
+        return self.predict_loop.num_batches
 
     @property
     def train_dataloader(self) -> Any:
@@ -195,17 +195,17 @@ class Attributes:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers of the fit."""
-        return self.strategy.optimizers  # type: ignore[no-any-return]
+        return self.strategy.optimizers
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
         """The optimizers as ``self.optimizers()`` gives them."""
-        return self.fit_loop.step.wrapped  # type: ignore[no-any-return]
+        return self.fit_loop.step.wrapped
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers of the fit, and when they are stepped."""
-        return self.strategy.lr_scheduler_configs  # type: ignore[no-any-return]
+        return self.strategy.lr_scheduler_configs
 
     # -- metrics, loggers, callbacks -----------------------------------------------------------------------
 
@@ -213,13 +213,13 @@ class Attributes:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Newest value of everything that was logged; single steps of this rank, epochs of all ranks."""
         self._publish_step()
-        return self.published.callback  # type: ignore[no-any-return]
+        return self.published.callback
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Newest value of what goes to the loggers."""
         self._publish_step()
-        return self.published.logged  # type: ignore[no-any-return]
+        return self.published.logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -245,7 +245,7 @@ class Attributes:
     @property
     def default_root_dir(self) -> str:
         """The folder under which logs and checkpoints go."""
-        return self.config.default_root_dir  # type: ignore[no-any-return]
+        return self.config.default_root_dir
 
     def _of(self, kind: type) -> list[Any]:
         return [callback for callback in self.callbacks if isinstance(callback, kind)]

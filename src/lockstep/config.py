@@ -214,9 +214,7 @@ def _limit(flag: str, value: int | float | None, *, zero: bool = True) -> int | 
 
 def _choice(flag: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
-        raise MisconfigurationException(
-            f"Trainer({flag}={value!r}): choose one of {', '.join(map(repr, choices))}."
-        )
+        raise MisconfigurationException(f"Trainer({flag}={value!r}): choose one of {', '.join(map(repr, choices))}.")
 
 
 def _fast_dev_run(value: int | bool) -> int:

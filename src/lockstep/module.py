@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         if self._trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call trainer.fit(module) first.")
-        return self._trainer  # type: ignore[no-any-return]
+        return self._trainer
 
     @trainer.setter
     def trainer(self, trainer: TrainerView | None) -> None:
@@ -338,9 +338,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Clip at the end of a window; override it to clip otherwise."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Step the optimizer; an override must run ``optimizer_closure`` (the forward and backward) itself or by it."""
         optimizer.step(closure=optimizer_closure)
 
@@ -370,7 +368,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | PathLike[str] | IO[bytes],
+        checkpoint_path: str | PathLike[str],
         map_location: Any = None,
         hparams_file: str | PathLike[str] | None = None,
         strict: bool | None = None,
@@ -393,16 +391,14 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
         hparams = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
         if hparams_file is not None:
-            import yaml
+            import yaml  # type: ignore[import-untyped]
 
             with open(hparams_file, encoding="utf-8") as file:
                 hparams = dict(yaml.safe_load(file) or {})
         module = cls(**cls._init_arguments(hparams, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), kwargs))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(
-            checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict
-        )
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
         return module
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.place import directly, here, launcher
-
+from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop import handover, state
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
@@ -221,8 +221,8 @@ class Trainer(Attributes):
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         path = state.find(self, ckpt_path, model_given=True)
         if self._spawns:
-            return self._hand_over(self.fit_loop, path, weights_only)  # type: ignore[no-any-return]
-        return self._launch(self.fit_loop.run, path, weights_only)  # type: ignore[no-any-return]
+            return self._hand_over(self.fit_loop, path, weights_only)
+        return self._launch(self.fit_loop.run, path, weights_only)
 
     def validate(
         self,
@@ -243,7 +243,7 @@ class Trainer(Attributes):
         """
         given = self._attach(TrainerFn.VALIDATING, model, {"val": dataloaders}, datamodule)
         path = state.find(self, ckpt_path, model_given=given)
-        return self._call(self.validate_loop, path, verbose)  # type: ignore[no-any-return]
+        return self._call(self.validate_loop, path, verbose)
 
     def test(
         self,
@@ -256,7 +256,7 @@ class Trainer(Attributes):
         """Measure a module on the test data; arguments as for :meth:`validate`."""
         given = self._attach(TrainerFn.TESTING, model, {"test": dataloaders}, datamodule)
         path = state.find(self, ckpt_path, model_given=given)
-        return self._call(self.test_loop, path, verbose)  # type: ignore[no-any-return]
+        return self._call(self.test_loop, path, verbose)
 
     def predict(
         self,
@@ -319,9 +319,7 @@ class Trainer(Attributes):
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def _attach(
-        self, fn: TrainerFn, model: LightningModule | None, given: dict[str, Any], datamodule: Any
-    ) -> bool:
+    def _attach(self, fn: TrainerFn, model: LightningModule | None, given: dict[str, Any], datamodule: Any) -> bool:
         """Take in module and data of a call; tells whether a module was given."""
         self.state.fn = fn
         first = next(iter(given))
@@ -385,23 +383,20 @@ def _callbacks(
             f"Trainer(callbacks=...): {len(keys)} callbacks share the state_key {sorted(twice)}, so a checkpoint could "
             "keep only one: give their classes a `state_key` property that tells them apart."
         )
-    for flag, asked, kind in (
-        ("enable_checkpointing", checkpointing, Checkpoint),
-        ("enable_progress_bar", bar, ProgressBar),
-        ("enable_model_summary", summary, ModelSummary),
-    ):
+    defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
+        ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
+        ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
+        ("enable_model_summary", summary, ModelSummary, ModelSummary),
+    ]
+    for flag, asked, kind, make in defaults:
         there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
         if there and asked is False:
             raise MisconfigurationException(
                 f"Trainer({flag}=False, callbacks=[{', '.join(there)}(...)]): leave out the flag or the callback."
             )
         if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
-            callbacks.append(_default_of(kind))
+            callbacks.append(make())
     return state.checkpoints_last(callbacks)
-
-
-def _default_of(kind: type) -> Any:
-    return {Checkpoint: ModelCheckpoint, ProgressBar: choose_progress_bar, ModelSummary: ModelSummary}[kind]()
 
 
 def _apply_torch_settings(config: Any) -> None:

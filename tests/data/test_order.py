@@ -66,7 +66,7 @@ def test_short_orders_reach_every_permutation_about_equally_often(n: int) -> Non
     ("kind", "n"), [(table, 7), (table, 100), (table, 4097), (Feistel, 100), (Feistel, 4097), (Feistel, 70_001)]
 )
 def test_no_index_prefers_a_position_or_a_neighbour(kind: Any, n: int) -> None:
-    bins, seeds = (n, 3000) if n <= 100 else (64, 200)
+    bins, seeds = (n, 1000) if n <= 100 else (64, 60)
     positions = torch.arange(n)
     place = torch.bincount(cells(positions, n, bins)).double() / n
     step = torch.bincount(cells(torch.arange(n - 1), n - 1, bins - 1)).double() / (n - 1)

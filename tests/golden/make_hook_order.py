@@ -24,9 +24,7 @@ VERSION = "2.6.6"
 def main() -> None:
     """Record every scenario and write one file for each."""
     if lightning.__version__ != VERSION:
-        raise SystemExit(
-            f"The golden files are those of Lightning {VERSION}; installed is {lightning.__version__}."
-        )
+        raise SystemExit(f"The golden files are those of Lightning {VERSION}; installed is {lightning.__version__}.")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     FOLDER.mkdir(exist_ok=True)

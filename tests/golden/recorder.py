@@ -80,9 +80,7 @@ class Scenario:
     train_loaders: int = 1
     iterable: bool = False  # training data without a length
     checkpoint_every: int = 0  # ModelCheckpoint(every_n_train_steps=...)
-    act: str | None = (
-        None  # in training batch 2: "raise", "stop", "skip" (return None) or "end_epoch" (return -1)
-    )
+    act: str | None = None  # in training batch 2: "raise", "stop", "skip" (return None) or "end_epoch" (return -1)
 
 
 SCENARIOS = {
@@ -94,9 +92,7 @@ SCENARIOS = {
     "clip": Scenario({"gradient_clip_val": 0.1}, overrides=True),
     "validation_every_2_batches": Scenario({"max_epochs": 2, "val_check_interval": 2}),
     "validation_every_half": Scenario({"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-    "validation_across_epochs": Scenario(
-        {"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None}
-    ),
+    "validation_across_epochs": Scenario({"max_epochs": 2, "val_check_interval": 3, "check_val_every_n_epoch": None}),
     "validation_every_2_epochs": Scenario({"max_epochs": 4, "check_val_every_n_epoch": 2}),
     "validation_several_loaders": Scenario(loaders=2),
     "no_validation": Scenario({"limit_val_batches": 0}),
@@ -149,9 +145,7 @@ class Recorder:
         if not torch.is_grad_enabled():
             words.append("no_grad")
         if self.trainer is not None:
-            words += ["last"] * bool(self.trainer.is_last_batch) + ["sanity"] * bool(
-                self.trainer.sanity_checking
-            )
+            words += ["last"] * bool(self.trainer.is_last_batch) + ["sanity"] * bool(self.trainer.sanity_checking)
         self.lines.append(" ".join(words))
 
 
@@ -210,9 +204,7 @@ def make_module(package: Any, scenario: Scenario, recorder: Recorder) -> Any:
         def step(self, name: str, batch: Any, **indices: int) -> Tensor:
             recorder.note(f"module.{name}", indices)
             batch = (
-                torch.cat([part for part in batch.values() if part is not None])
-                if isinstance(batch, dict)
-                else batch
+                torch.cat([part for part in batch.values() if part is not None]) if isinstance(batch, dict) else batch
             )
             loss: Tensor = self.layer(batch).square().mean()
             return loss
@@ -330,9 +322,7 @@ def make_trainer(package: Any, scenario: Scenario, recorder: Recorder, folder: s
         # Lightning 2 has the dict of its early days as a callback.
         by_epoch = importlib.import_module(f"{package.__name__}.callbacks").GradientAccumulationScheduler
         callbacks.append(by_epoch(settings.pop("accumulate_grad_batches")))
-    recorder.trainer = (
-        None  # a line written while the next Trainer is made must not show the last one's counters
-    )
+    recorder.trainer = None  # a line written while the next Trainer is made must not show the last one's counters
     recorder.trainer = package.Trainer(
         accelerator="cpu",
         devices=1,

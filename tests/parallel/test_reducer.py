@@ -291,8 +291,8 @@ def test_a_rank_without_a_loss_holds_up_nobody(ranks: RankPool) -> None:
 
 def _infinite_share() -> list[Tensor]:
     """Rank 1 runs on a borrowed sample with an infinite gradient; what it accumulated before counts."""
-    parameter = nn.Parameter(torch.ones(3))
-    reducer = Reducer([("p", parameter)])
+    parameter, borrowed = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    reducer = Reducer([("p", parameter), ("only by the borrowed sample", borrowed)])
     grads = []
     for accumulated in (False, True):
         parameter.grad = None
@@ -304,9 +304,11 @@ def _infinite_share() -> list[Tensor]:
         reducer.sync = True
         reducer.muted = dist.get_rank() == 1
         reducer.prepare()
-        (parameter * (torch.inf if reducer.muted else 2.0)).sum().backward()
+        loss = (parameter * (torch.inf if reducer.muted else 2.0)).sum()
+        (loss + borrowed.sum() if reducer.muted else loss).backward()
         reducer.finish()
         assert parameter.grad is not None
+        assert borrowed.grad is None
         grads.append(parameter.grad.clone())
     return grads
 

@@ -67,9 +67,7 @@ class Children:
             handed: descriptors of open files that it takes over.
             folder: its working folder; None: the one of this process.
         """
-        process = subprocess.Popen(
-            command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handed
-        )
+        process = subprocess.Popen(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handed)
         self._processes[rank] = process
 
     def watch(self) -> None:

@@ -8,6 +8,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+STAYS = ("cpu", "meta")
+"""Types of devices whose tensors travel as they are."""
+
 
 def pack(obj: Any, file: IO[bytes]) -> None:
     """Write an object by cloudpickle, with all its tensors as CPU tensors.
@@ -21,7 +24,7 @@ def pack(obj: Any, file: IO[bytes]) -> None:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, thing: Any) -> Any:
-            if isinstance(thing, Tensor) and thing.device.type not in ("cpu", "meta"):
+            if isinstance(thing, Tensor) and thing.device.type not in STAYS:
                 return _on_cpu(thing).__reduce_ex__(2)
             return super().reducer_override(thing)
 

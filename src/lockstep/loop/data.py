@@ -69,9 +69,7 @@ class Window:
         for weight, share in self._parts:
             batch = next(batches, _END)
             if batch is _END:
-                raise RuntimeError(
-                    "A training loader ended before the length that it had given (its `len()`)."
-                )
+                raise RuntimeError("A training loader ended before the length that it had given (its `len()`).")
             yield batch, weight, share
 
 
@@ -308,9 +306,7 @@ class EvaluationFeed:
             gather = all_gather_tensor
         stage = flag.split("_")[1]
         by_torch = order == "torch"
-        draft = Draft(
-            world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather
-        )
+        draft = Draft(world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather)
         loaders, spec, mode = opened(source, "sequential")
         names = names_of(f"{stage}_dataloader", len(loaders))
         parts = make_sources(loaders, draft, names)
@@ -446,7 +442,6 @@ def explain_loader_error(error: BaseException) -> MisconfigurationException | No
         )
     if "num_samples should be a positive integer value, but got num_samples=0" in text:
         return MisconfigurationException(
-            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path "
-            "or split."
+            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path or split."
         )
     return None

@@ -176,7 +176,7 @@ class EvaluationLoop:
 
     def predict(self, return_predictions: bool) -> Any:
         """One pass; gives what ``predict_step`` returned, a list for each loader where there are several."""
-        trainer, hooks = self.trainer, self.trainer.hooks
+        hooks = self.trainer.hooks
         assert self.feed is not None
         collected: list[list[Any]] = [[] for _ in self.feed.num_batches]
         with self._no_gradients(), self._eval_mode():

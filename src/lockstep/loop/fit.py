@@ -17,8 +17,8 @@ from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.data import Feed
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.results import Results
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, VALIDATED, Progress
+from lockstep.loop.results import Results
 from lockstep.loop.session import session
 from lockstep.loop.step import Step
 
@@ -160,7 +160,7 @@ class FitLoop:
         self._end_epoch(whole)
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
-        """Do what was still to come after the batch at which the checkpoint was taken; tells whether it was the last."""
+        """Do what was still to come after the batch of the checkpoint; tells whether it was the last one."""
         progress, feed = self.progress, self.feed
         assert feed is not None
         is_last = progress.batch >= feed.num_batches
@@ -370,5 +370,3 @@ def _validation_interval(config: Any, batches: int | float) -> int | float:
             )
         return math.inf
     return max(1, int(batches * interval))
-
-

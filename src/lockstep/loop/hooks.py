@@ -13,14 +13,44 @@ from lockstep.hooks import ModuleHooks
 from lockstep.module import LightningModule
 
 # Hooks that callbacks and modules share, by name; Hooks has an attribute for each.
-NAMES = tuple(
-    "setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end on_train_start on_train_end "
-    "on_train_epoch_start on_train_epoch_end on_train_batch_start on_train_batch_end on_before_zero_grad "
-    "on_before_backward on_after_backward on_before_optimizer_step on_validation_start on_validation_end "
-    "on_validation_epoch_start on_validation_epoch_end on_validation_batch_start on_validation_batch_end "
-    "on_test_start on_test_end on_test_epoch_start on_test_epoch_end on_test_batch_start on_test_batch_end "
-    "on_predict_start on_predict_end on_predict_epoch_start on_predict_epoch_end on_predict_batch_start "
-    "on_predict_batch_end on_exception on_save_checkpoint on_load_checkpoint".split()
+NAMES = (
+    "setup",
+    "teardown",
+    "on_fit_start",
+    "on_fit_end",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_start",
+    "on_test_end",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_predict_start",
+    "on_predict_end",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
+    "on_exception",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
 )
 Method = Callable[..., Any]
 
@@ -38,6 +68,8 @@ class Hooks:
     the order of the list, then the module.
     """
 
+    on_train_epoch_end: Any
+
     def __init__(self, trainer: Any, module: LightningModule, callbacks: list[Any]) -> None:
         self._trainer = trainer
         for name in NAMES:
@@ -52,7 +84,7 @@ class Hooks:
 
     def _split_monitors(self, callbacks: list[Any]) -> tuple[Method, ...]:
         """Callbacks that read metrics see ``on_train_epoch_end`` last, when the module has logged there too."""
-        pair: tuple[tuple[Any, ...], Any] | None = self.on_train_epoch_end  # type: ignore[attr-defined]
+        pair = self.on_train_epoch_end
         if pair is None:
             return ()
         bound, own = pair

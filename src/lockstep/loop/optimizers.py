@@ -70,7 +70,7 @@ class NoOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to restore."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, update nothing."""
         return closure() if closure is not None else None
 
@@ -78,7 +78,9 @@ class NoOptimizer(Optimizer):
         """No gradients to drop."""
 
 
-def parse(returned: Any, *, automatic: bool, custom_scheduler_step: bool) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+def parse(
+    returned: Any, *, automatic: bool, custom_scheduler_step: bool
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Read what ``configure_optimizers`` returned.
 
     Args:
@@ -117,8 +119,10 @@ def _unpack(returned: Any) -> tuple[list[Any], list[Any], str | None]:
         return [returned], [], None
     if isinstance(returned, dict):
         _check_keys(returned)
-        return [returned["optimizer"]], [returned["lr_scheduler"]] if returned.get("lr_scheduler") else [], returned.get(
-            "monitor"
+        return (
+            [returned["optimizer"]],
+            [returned["lr_scheduler"]] if returned.get("lr_scheduler") else [],
+            returned.get("monitor"),
         )
     if isinstance(returned, (list, tuple)):
         if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and all(map(_is_optimizer, returned[0])):

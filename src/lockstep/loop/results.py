@@ -16,19 +16,45 @@ from lockstep.ground.errors import MisconfigurationException
 _STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
 LOGGING: dict[str, tuple[bool, bool, bool]] = {
     **dict.fromkeys(
-        "training_step on_train_batch_start on_train_batch_end on_before_zero_grad optimizer_zero_grad "
-        "on_before_backward backward on_after_backward on_before_optimizer_step optimizer_step "
-        "configure_gradient_clipping clip_gradients".split(),
+        [
+            "training_step",
+            "on_train_batch_start",
+            "on_train_batch_end",
+            "on_before_zero_grad",
+            "optimizer_zero_grad",
+            "on_before_backward",
+            "backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "optimizer_step",
+            "configure_gradient_clipping",
+            "clip_gradients",
+        ],
         _STEP,
     ),
     **dict.fromkeys(
-        "validation_step test_step on_validation_batch_start on_validation_batch_end on_test_batch_start "
-        "on_test_batch_end".split(),
+        [
+            "validation_step",
+            "test_step",
+            "on_validation_batch_start",
+            "on_validation_batch_end",
+            "on_test_batch_start",
+            "on_test_batch_end",
+        ],
         _EPOCH,
     ),
     **dict.fromkeys(
-        "on_train_start on_train_epoch_start on_train_epoch_end on_validation_start on_validation_epoch_start "
-        "on_validation_epoch_end on_test_start on_test_epoch_start on_test_epoch_end".split(),
+        [
+            "on_train_start",
+            "on_train_epoch_start",
+            "on_train_epoch_end",
+            "on_validation_start",
+            "on_validation_epoch_start",
+            "on_validation_epoch_end",
+            "on_test_start",
+            "on_test_epoch_start",
+            "on_test_epoch_end",
+        ],
         _EPOCH_ONLY,
     ),
 }
@@ -73,7 +99,7 @@ class Entry:
         self.op = _reduction(name, reduce_fx)
         if not self.on_step and not self.on_epoch:
             raise MisconfigurationException(
-                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` would keep nothing: leave one of them on."
+                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` keeps nothing: leave one of them on."
             )
         if self.on_step and not step_allowed:
             raise MisconfigurationException(
@@ -121,7 +147,7 @@ class Entry:
     def _scalar(self, value: Tensor) -> Tensor:
         if value.numel() != 1:
             raise MisconfigurationException(
-                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>): log one number; take its mean first."
+                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>): log one number, its mean say."
             )
         return value.reshape(())
 
@@ -388,7 +414,7 @@ def _combine(op: str, parts: list[tuple[float, float]]) -> float:
         return sum(values) / weight if weight else float("nan")
     if not values:
         return _NEUTRAL[op]
-    return {"sum": sum, "min": min, "max": max}[op](values)
+    return sum(values) if op == "sum" else min(values) if op == "min" else max(values)
 
 
 class Published:

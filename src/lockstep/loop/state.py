@@ -1,4 +1,4 @@
-"""A run as a dict, and back: what a checkpoint holds under Lightning's keys, and what resuming bitwise needs besides."""
+"""A run as a dict, and back: Lightning's keys, and what resuming bitwise needs besides."""
 
 from __future__ import annotations
 

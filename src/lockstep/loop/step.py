@@ -69,8 +69,7 @@ class Step:
         self._clips = self._own_clipping or self.config.gradient_clip_val is not None
         optimizers, configs = self.strategy.optimizers, self.strategy.lr_scheduler_configs
         self.wrapped = [
-            LightningOptimizer(opt, self._stepped_by_user, self.module, self.strategy.synchronize)
-            for opt in optimizers
+            LightningOptimizer(opt, self._stepped_by_user, self.module, self.strategy.synchronize) for opt in optimizers
         ]
         self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
         self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
@@ -145,9 +144,7 @@ class Step:
             yield
             batch_idx += 1
 
-    def _step_by_closure(
-        self, micro_batches: list[tuple[Any, int, float, float]], earlier: list[Tensor]
-    ) -> Any:
+    def _step_by_closure(self, micro_batches: list[tuple[Any, int, float, float]], earlier: list[Tensor]) -> Any:
         last = len(micro_batches) - 1
         outputs: Any = {}
         first_call = True

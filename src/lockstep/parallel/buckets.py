@@ -52,7 +52,7 @@ def plan_buckets(parameters: Sequence[ParameterInfo], cap_bytes: float, first_by
         >>> sizes = {"embed": 100, "layer.weight": 300, "layer.bias": 10, "head": 100}
         >>> infos = [ParameterInfo(name, numel, torch.float32, cpu) for name, numel in sizes.items()]
         >>> plan_buckets(infos, cap_bytes=1600, first_bytes=400)
-        [['head', 'layer.bias', 'layer.weight'], ['embed']]
+        [['head'], ['layer.bias', 'layer.weight'], ['embed']]
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     room: dict[tuple[torch.dtype, torch.device], float] = {}

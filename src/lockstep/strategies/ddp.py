@@ -156,7 +156,7 @@ class DDPStrategy(Strategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         """The tensor reduced over all ranks; the given one is not changed."""
         value = torch.as_tensor(tensor, device=self.root_device)
-        return comm.all_reduce(value, reduce_op, group)
+        return comm.all_reduce(value, reduce_op, group)  # type: ignore[arg-type]  # checked there
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""

@@ -1,0 +1,98 @@
+"""Started processes: one fails, the others are ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.launch.children import Children
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def command(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code]
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    made = Children()
+    yield made
+    made.stop()
+
+
+def start(children: Children, *codes: str) -> None:
+    for rank, code in enumerate(codes, start=1):
+        children.start(rank, command(code), os.environ)
+    children.watch()
+
+
+def test_all_end_well(children: Children) -> None:
+    start(children, "pass", "pass")
+    assert children.wait(30)
+    assert children.failed == []
+    assert children.running == []
+
+
+def test_wait_gives_up_in_time(children: Children) -> None:
+    start(children, "pass", SLEEP)
+    began = time.monotonic()
+    assert not children.wait(0.3)
+    assert time.monotonic() - began < 5
+    assert children.running == [2]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "text"),
+    [
+        ("raise SystemExit(3)", 3, r"rank 2 \(process \d+\) ended with exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", -9, r"rank 2 \(process \d+\) was killed by SIGKILL"),
+    ],
+)
+def test_one_fails_and_the_others_are_ended(children: Children, code: str, exit_code: int, text: str) -> None:
+    began = time.monotonic()
+    start(children, SLEEP, code, SLEEP)
+    assert children.wait(30)
+    assert time.monotonic() - began < 10
+    assert [(end.rank, end.code) for end in children.failed] == [(2, exit_code)]
+    assert re.match(text, str(children.failed[0]))
+
+
+def test_one_that_ignores_sigterm_is_killed(children: Children) -> None:
+    read, write = os.pipe()
+    with os.fdopen(read) as ready:
+        code = f"import os, signal; signal.signal(15, signal.SIG_IGN); os.write({write}, b'x'); {SLEEP}"
+        children.start(1, command(code), os.environ, handed=(write,))
+        os.close(write)
+        assert ready.read(1) == "x"
+    children.watch()
+    children.stop(grace=0.2)
+    assert children.wait(5)
+    assert children.failed == []
+
+
+def test_what_follows_a_failure_is_done_once_and_after_the_end_of_all() -> None:
+    calls: list[list[int]] = []
+    done = threading.Event()
+
+    def follow() -> None:
+        calls.append(children.running)
+        done.set()
+
+    children = Children(follow)
+    start(children, "raise SystemExit(1)", "raise SystemExit(1)", SLEEP)
+    assert done.wait(30)
+    assert children.wait(10)
+    assert calls == [[]]
+
+
+def test_standard_input_is_closed(children: Children) -> None:
+    start(children, "import sys; raise SystemExit(sys.stdin.read() != '')")
+    assert children.wait(30)
+    assert children.failed == []

@@ -1,0 +1,71 @@
+"""Objects that travel to another process."""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.launch import parcel
+
+
+def there_and_back(obj: Any) -> Any:
+    file = io.BytesIO()
+    parcel.pack(obj, file)
+    file.seek(0)
+    return parcel.unpack(file)
+
+
+def test_what_a_script_defines_goes_by_value() -> None:
+    class Local(nn.Linear):
+        pass
+
+    module = Local(2, 1)
+    same = there_and_back({"module": module, "weight": module.weight, "fn": lambda x: x + 1})
+    assert type(same["module"]).__name__ == "Local"
+    assert same["module"].weight is same["weight"]
+    assert torch.equal(same["weight"], module.weight)
+    assert same["fn"](1) == 2
+
+
+def test_several_objects_in_one_file() -> None:
+    file = io.BytesIO()
+    parcel.pack(1, file)
+    parcel.pack([2], file)
+    file.seek(0)
+    assert (parcel.unpack(file), parcel.unpack(file)) == (1, [2])
+
+
+def test_tensors_come_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: every tensor is taken for one of another device, and counted where it is brought over."""
+    brought: list[torch.Tensor] = []
+    on_cpu = parcel._on_cpu
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        brought.append(tensor)
+        return on_cpu(tensor)
+
+    monkeypatch.setattr(parcel, "STAYS", ())
+    monkeypatch.setattr(parcel, "_on_cpu", count)
+    parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+    same = there_and_back([parameter, torch.ones(1), parameter])
+    assert len(brought) == 2
+    assert same[0] is same[2]
+    assert isinstance(same[0], nn.Parameter)
+    assert not same[0].requires_grad
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_come_back_on_the_cpu() -> None:
+    module = nn.Linear(2, 1).cuda()
+    assert {p.device.type for p in there_and_back(module).parameters()} == {"cpu"}
+    assert {p.device.type for p in module.parameters()} == {"cuda"}
+
+
+def test_what_cannot_travel() -> None:
+    with pytest.raises(TypeError, match="lock"):
+        there_and_back([threading.Lock()])

@@ -1,0 +1,265 @@
+"""``strategy="ddp"``: the script once for each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lockstep.cluster.base import World
+from lockstep.cluster.local import rank_variables
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch.causes import Notes
+from lockstep.launch.inherit import started_in
+from lockstep.launch.script import NOTES, ScriptLauncher, command_line
+
+TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
+
+SCRIPT = """
+import os, sys, time
+from lockstep.cluster.detect import detect
+from lockstep.ground.rank import rank_zero_only
+from lockstep.ground.seed import current_seed, seed_everything
+from lockstep.launch.inherit import inherit
+from lockstep.launch.script import ScriptLauncher
+
+inherit()
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+say("begins", rank_zero_only.rank, os.getcwd(), *sys.argv[1:], sys._xoptions, current_seed())
+os.chdir("deeper")
+sys.argv[1:] = []
+what = os.environ["WHAT"]
+first, second = (ScriptLauncher(detect(os.environ, 2).world) for _ in range(2))
+
+def train(name):
+    rank = first.world.rank
+    say("trains", name, rank, first.world.port > 0, os.getpid())
+    if what == "raise on 1" and rank == 1: raise ValueError("no such label")
+    if what == "raise on 0" and rank == 0: raise ValueError("no such label")
+    if what == "exit on 1" and rank == 1: os._exit(7)
+    if what != "nothing": time.sleep(60)
+    return 10 + rank
+
+if rank_zero_only.rank == 0: seed_everything(5, verbose=False)
+value = first.launch(train, name="a")
+say("returned", value)
+second.launch(lambda: say("again", second.world.rank, second.world.port == first.world.port))
+"""
+
+
+def environment(what: str) -> dict[str, str]:
+    return {**os.environ, "WHAT": what, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(SCRIPT)
+    return tmp_path / "package" / "train.py"
+
+
+def run(script: Path, what: str, *words: str) -> tuple[int, list[str], list[str]]:
+    """Exit code, lines of stdout, lines of stderr."""
+    done = subprocess.run(
+        [sys.executable, *words, "--flag", "x"],
+        env=environment(what),
+        cwd=script.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr.splitlines()
+
+
+def test_starts_the_same_command_once_for_each_rank_and_reuses_them(script: Path) -> None:
+    code, lines, errors = run(script, "nothing", "-X", "utf8", "-m", "package.train")
+    assert (code, errors) == (0, [])
+    begins = [line for line in lines if line.startswith("begins")]
+    place = script.parent.parent.resolve()
+    assert begins == [
+        f"begins 0 {place} --flag x {{'utf8': True}} None",
+        f"begins 1 {place} --flag x {{'utf8': True}} 5",
+    ]
+    assert [line.rsplit(" ", 1)[0] for line in lines if line.startswith("trains")] == [
+        "trains a 0 True",
+        "trains a 1 True",
+    ]
+    assert [line for line in lines if line.startswith(("returned", "again"))] == [
+        "again 0 True",
+        "again 1 True",
+        "returned 10",
+        "returned 11",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "last"),
+    [
+        ("raise on 1", 1, "lockstep: rank 1 failed first, at {script}:24: ValueError: no such label"),
+        pytest.param(
+            "raise on 0",
+            1,
+            "lockstep: rank 0 failed first, at {script}:25: ValueError: no such label",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("exit on 1", 7, "ended with exit code 7", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_fails_and_all_end_with_its_name_on_the_screen(script: Path, what: str, code: int, last: str) -> None:
+    began = time.monotonic()
+    found, _, errors = run(script, what, str(script))
+    assert found == code
+    assert errors[-1].endswith(last.format(script=script))
+    assert "rank" in errors[-1]
+    assert time.monotonic() - began < 45
+
+
+@contextlib.contextmanager
+def running(script: Path, ranks: int = 2) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The script in a process group of its own, and the processes of its ranks when all of them train."""
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment("sleep"),
+        cwd=script.parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            pids: dict[int, int] = {}
+            while len(pids) < ranks:
+                words = process.stdout.readline().split()
+                assert words, "the script ended"
+                if words[0] == "trains":
+                    pids[int(words[2])] = int(words[-1])
+            yield process, [pids[rank] for rank in range(ranks)]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_parent(script: Path) -> None:
+    with running(script) as (process, pids):
+        process.kill()
+        process.wait()
+        until = time.monotonic() + 5
+        while Path(f"/proc/{pids[1]}/stat").exists() and time.monotonic() < until:
+            if Path(f"/proc/{pids[1]}/stat").read_text().split()[2] == "Z":
+                break
+            time.sleep(0.05)
+        assert time.monotonic() < until
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_without_a_culprit(script: Path) -> None:
+    with running(script) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == -signal.SIGINT
+        assert "KeyboardInterrupt" in errors
+        assert "lockstep:" not in errors
+
+
+def main_module(file: str | None = None, spec: str | None = None) -> ModuleType:
+    module = ModuleType("__main__")
+    if file is not None:
+        module.__file__ = file
+    if spec is not None:
+        module.__spec__ = ModuleSpec(spec, None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "original", "words"),
+    [
+        (main_module("/a/train.py"), ["train.py", "x"], ["python", "train.py", "x"], ["/a/train.py", "x"]),
+        (
+            main_module("/a/train.py"),
+            ["train.py"],  # the script took its argument out
+            ["python", "-W", "error", "train.py", "x"],
+            ["/a/train.py", "x"],
+        ),
+        (
+            main_module("/a/train.py"),
+            ["/a/train.py", "x"],  # under a debugger that was given another spelling
+            ["python", "-m", "debugger", "train.py", "y"],
+            ["/a/train.py", "x"],
+        ),
+        (
+            main_module("/a/pkg/train.py", "pkg.train"),
+            ["/a/pkg/train.py", "x"],
+            ["python", "-m", "pkg.train", "x"],
+            ["-m", "pkg.train", "x"],
+        ),
+        (
+            main_module("/a/pkg/__main__.py", "pkg.__main__"),
+            ["/a/pkg/__main__.py"],
+            ["python", "-m", "pkg", "-v"],
+            ["-m", "pkg.__main__", "-v"],
+        ),
+        (
+            main_module("/a/app.zip/__main__.py", "__main__"),
+            ["app.zip", "x"],
+            ["python", "app.zip", "x"],
+            ["app.zip", "x"],
+        ),
+        (main_module(), ["-c", "x"], ["python", "-c", "print()", "x"], ["-c", "print()", "x"]),
+        (main_module(), ["-c", "x"], ["python", "-Bc", "print()", "x"], ["-c", "print()", "x"]),
+    ],
+)
+def test_command_line(main: ModuleType, argv: list[str], original: list[str], words: list[str]) -> None:
+    command = command_line(main, argv, original)
+    assert command is not None
+    assert command[0] == sys.executable
+    assert command[-len(words) :] == words
+
+
+def test_no_script_no_command() -> None:
+    assert command_line(main_module(), [""], ["python"]) is None
+    assert command_line(main_module(), ["-"], ["python", "-"]) is None
+
+
+def test_an_interactive_session_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", main_module())
+    monkeypatch.setattr(sys, "argv", [""])
+    with pytest.raises(MisconfigurationException, match=r"strategy='ddp'.*use strategy='ddp_spawn'"):
+        ScriptLauncher(TWO).launch(print)
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_a_started_rank_calls_and_leaves_a_note_on_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = Notes()
+    for name, value in rank_variables(World(1, 2, 1, 2, 0, 1, "127.0.0.1", 4000)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(NOTES, notes.address)
+    launcher = ScriptLauncher(TWO)
+    assert launcher.launch(lambda a, b: (a, b, launcher.world.rank, launcher.world.port), 1, b=2) == (1, 2, 1, 4000)
+    with pytest.raises(ZeroDivisionError):
+        launcher.launch(lambda: 1 / 0)
+    assert [(note.rank, note.reason) for note in notes.read()] == [(1, "ZeroDivisionError: division by zero")]
+    notes.close()
+
+
+def test_one_rank_starts_nothing() -> None:
+    assert ScriptLauncher(World.single()).launch(max, 1, 2) == 2
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_the_working_folder_of_the_import_is_remembered() -> None:
+    assert started_in is not None
+    assert Path(started_in).is_dir()

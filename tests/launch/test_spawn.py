@@ -1,0 +1,124 @@
+"""``strategy="ddp_spawn"``: a call in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.cluster.base import World
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.seed import current_seed, hand_down_seed
+from lockstep.launch.spawn import SpawnLauncher
+
+TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
+
+# Not guarded by `if __name__ == "__main__"`, and with classes of its own.
+SCRIPT = """
+import os, sys, torch
+from torch.utils.data import DataLoader, Dataset
+from lockstep.cluster.detect import detect
+from lockstep.ground.rank import rank_zero_only
+from lockstep.launch.spawn import SpawnLauncher
+
+print("script runs")
+
+class Squares(Dataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return torch.tensor(float(index**2))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+def train(net, offset):
+    world = detect(os.environ).world
+    total = sum(batch.sum() for batch in DataLoader(Squares(), batch_size=2, num_workers=1))
+    net.weight.data += total + offset
+    return net, world, rank_zero_only.rank, sys.argv, torch.rand(1)
+
+torch.manual_seed(3)
+net = Net()
+result, world, rank, argv, drawn = SpawnLauncher(detect(os.environ, 2).world).launch(train, net, offset=1)
+print(type(result) is Net, result.weight.item(), net.weight.item())
+print(world.rank, world.size, world.port > 0, rank, argv[1:], torch.equal(drawn, torch.rand(1)))
+"""
+
+
+def test_an_unguarded_script_with_loader_workers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "train.py", "x"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["script runs", "True 56.0 0.0", "0 2 True 0 ['x'] True"]
+
+
+def fail_on_one(reason: str) -> None:
+    if os.environ["LOCAL_RANK"] == "1":
+        if reason == "killed":
+            os.kill(os.getpid(), 9)
+        raise KeyError("no such column")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("raised", r"(?s)ddp_spawn': rank 1 failed first, at .*KeyError: 'no such column'.*Traceback.*in fail_on_one"),
+        pytest.param("killed", r"rank 1 \(process \d+\) was killed by SIGKILL", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_fails(reason: str, says: str) -> None:
+    before = dict(os.environ)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=says):
+        SpawnLauncher(TWO).launch(fail_on_one, reason)
+    assert time.monotonic() - began < 45
+    assert dict(os.environ) == before
+
+
+def surroundings() -> list[Any]:
+    return [
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        current_seed(),
+        random.getstate(),
+        torch.get_rng_state(),
+        torch.get_float32_matmul_precision(),
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_are_as_the_calling_process_was() -> None:
+    before = current_seed()
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    hand_down_seed(77)
+    try:
+        there, here = SpawnLauncher(TWO).launch(surroundings), surroundings()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        hand_down_seed(before)
+    assert repr(there) == repr(here)
+    assert torch.equal(there[4], here[4])
+
+
+def test_what_cannot_travel_is_refused_before_anything_starts() -> None:
+    with pytest.raises(MisconfigurationException, match=r"strategy='ddp_spawn'.*cannot travel .*lock.*strategy='ddp'"):
+        SpawnLauncher(TWO).launch(print, threading.Lock())
