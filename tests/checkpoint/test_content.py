@@ -63,9 +63,7 @@ class TestLetThrough:
     def test_tensors(self) -> None:
         with_attribute = torch.ones(2)
         with_attribute.note = {"a": 1}  # type: ignore[attr-defined]
-        back = round_trip(
-            {"p": nn.Parameter(torch.ones(1)), "b": nn.Buffer(torch.ones(3)), "t": with_attribute}
-        )
+        back = round_trip({"p": nn.Parameter(torch.ones(1)), "b": nn.Buffer(torch.ones(3)), "t": with_attribute})
         assert isinstance(back["p"], nn.Parameter)
         assert back["t"].note == {"a": 1}
 
@@ -94,15 +92,8 @@ class TestLetThrough:
     @settings(max_examples=60, deadline=None)
     @given(
         st.recursive(
-            st.none()
-            | st.booleans()
-            | st.integers()
-            | st.floats(allow_nan=False)
-            | st.text()
-            | st.binary(min_size=1),
-            lambda inner: (
-                st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner)
-            ),
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
             max_leaves=20,
         )
     )

@@ -28,9 +28,7 @@ def a_checkpoint() -> dict[str, Any]:
     return {
         "state_dict": model.state_dict(),
         "epoch": 3,
-        "optimizer_states": [
-            {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        ],
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
         "rng": torch.randint(256, (1000,), dtype=torch.uint8, generator=generator),
         "hyper_parameters": {"lr": 0.1, "layers": [1, 2], "name": "é"},
     }
@@ -108,9 +106,7 @@ class TestDamage:
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             path.write_bytes(damaged)
-            with pytest.raises(
-                CorruptCheckpoint, match=r"run\.ckpt' .*: (resume from an earlier|check the path)"
-            ):
+            with pytest.raises(CorruptCheckpoint, match=r"run\.ckpt' .*: (resume from an earlier|check the path)"):
                 load(path)
         path.write_bytes(whole)
         load(path)
@@ -193,9 +189,7 @@ class TestForeignFiles:
         with pytest.raises(IsADirectoryError, match="is a folder"):
             load(tmp_path)
 
-    def test_a_device_that_is_not_here_is_no_damage(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_device_that_is_not_here_is_no_damage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         torch.save({"a": torch.ones(1)}, tmp_path / "foreign")
@@ -221,9 +215,7 @@ class TestLightning:
     ) -> None:
         # Only the name of the class is in the file: ours is replaced by theirs.
         own = AttributeDict.__module__
-        torch.save(
-            {"hyper_parameters": {"model": AttributeDict(lr=0.1, sub=AttributeDict(n=2))}}, tmp_path / "x"
-        )
+        torch.save({"hyper_parameters": {"model": AttributeDict(lr=0.1, sub=AttributeDict(n=2))}}, tmp_path / "x")
         with zipfile.ZipFile(tmp_path / "x") as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
         with zipfile.ZipFile(tmp_path / "y", "w") as archive:
@@ -235,9 +227,7 @@ class TestLightning:
 
     def test_others_say_that_they_need_weights_only_false(self, tmp_path: Path) -> None:
         torch.save({"hyper_parameters": {"args": Namespace(a=1), "path": Path("p")}}, tmp_path / "x")
-        with pytest.raises(
-            MisconfigurationException, match=r"x' holds.*argparse\.Namespace.*weights_only=False"
-        ):
+        with pytest.raises(MisconfigurationException, match=r"x' holds.*argparse\.Namespace.*weights_only=False"):
             load(tmp_path / "x")
         assert load(tmp_path / "x", weights_only=False)["hyper_parameters"]["args"].a == 1
 
@@ -245,9 +235,7 @@ class TestLightning:
 class TestSaveRefuses:
     def test_before_the_earlier_file_is_touched(self, path: Path) -> None:
         before = path.stat()
-        with pytest.raises(
-            MisconfigurationException, match=r'checkpoint\["hyper_parameters"\]\["path"\] is a pathlib'
-        ):
+        with pytest.raises(MisconfigurationException, match=r'checkpoint\["hyper_parameters"\]\["path"\] is a pathlib'):
             save({"hyper_parameters": {"path": Path("a")}}, path)
         assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
         assert os.listdir(path.parent) == [path.name]
@@ -262,9 +250,7 @@ class TestSaveRefuses:
     @pytest.mark.parametrize("numbers", [16_300, 40_000, 1_000_000])
     def test_no_room_in_the_middle_or_at_the_end(self, path: Path, no_room: None, numbers: int) -> None:
         before = path.read_bytes()
-        with pytest.raises(
-            OSError, match=r"run\.ckpt': there is no room .*earlier file under this name is whole"
-        ):
+        with pytest.raises(OSError, match=r"run\.ckpt': there is no room .*earlier file under this name is whole"):
             save({"a": torch.randn(numbers)}, path)
         assert path.read_bytes() == before
         assert os.listdir(path.parent) == [path.name]

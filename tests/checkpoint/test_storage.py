@@ -74,9 +74,7 @@ class TestReplacing:
         assert (tmp_path / "best").read_bytes() == b"best"
         assert (tmp_path / "last").read_bytes() == b"last"
 
-    def test_bytes_are_on_the_disk_before_the_name_is(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_bytes_are_on_the_disk_before_the_name_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[str] = []
         sync, rename = os.fsync, os.replace
         monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("sync"), sync(descriptor))[1])

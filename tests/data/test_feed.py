@@ -446,6 +446,24 @@ def test_several_loaders_resume(second: Any, start: int) -> None:
     assert steps(start) == steps(0)[start:]
 
 
+@pytest.mark.parametrize("start", [1, 3, 6])
+def test_several_untouched_loaders_resume(start: int) -> None:
+    def made() -> Feed:
+        return feed_of([loader(32), loader(8)], distribute=False)
+
+    torch.manual_seed(3)
+    feed = made()
+    whole = [[indices(part) for part in batch] for batch, _, _ in epoch(feed)]
+    state = feed.state_dict()
+    torch.manual_seed(4)
+    resumed = made()
+    resumed.load_state_dict(state)
+    rest = [[indices(part) for part in batch] for batch, _, _ in epoch(resumed, start=start)]
+    # The loader that cycles draws its next pass from the random numbers of training, as it stands then.
+    assert [first for first, _ in rest] == [first for first, _ in whole[start:]]
+    assert rest[: start % 2] == whole[start:][: start % 2]
+
+
 def test_sequential_is_not_for_training() -> None:
     with pytest.raises(MisconfigurationException, match="sequential"):
         Feed.train(CombinedLoader([loader(4)], "sequential"), world=Rank(), seed=1)

@@ -65,10 +65,8 @@ def _race(mode: str, every: int, windows: int, seed: int) -> tuple[list[int], Se
 
 @pytest.mark.parametrize(("mode", "every"), [("shared", 1), ("messages", 1), ("messages", 3)])
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_see_a_flag_at_the_same_boundary(
-    ranks: RankPool, world: int, mode: str, every: int
-) -> None:
-    results = ranks(world).run(_race, mode, every, 300, world)
+def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, mode: str, every: int) -> None:
+    results = ranks(world).run(_race, mode, every, 200, world)
     seen = results[0][1]
     assert all(other == seen for _, other in results)
     assert {bit for _, bit in seen} == {bit for asked, _ in results for bit in asked} == {0, 1, 2}

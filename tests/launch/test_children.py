@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -79,16 +78,9 @@ def test_one_that_ignores_sigterm_is_killed(children: Children) -> None:
 
 def test_what_follows_a_failure_is_done_once_and_after_the_end_of_all() -> None:
     calls: list[list[int]] = []
-    done = threading.Event()
-
-    def follow() -> None:
-        calls.append(children.running)
-        done.set()
-
-    children = Children(follow)
-    start(children, "raise SystemExit(1)", "raise SystemExit(1)", SLEEP)
-    assert done.wait(30)
-    assert children.wait(10)
+    watched = Children(lambda: calls.append(watched.running))
+    start(watched, "raise SystemExit(1)", "raise SystemExit(1)", SLEEP)
+    assert watched.wait(30)
     assert calls == [[]]
 
 

@@ -107,11 +107,11 @@ def test_starts_the_same_command_once_for_each_rank_and_reuses_them(script: Path
 @pytest.mark.parametrize(
     ("what", "code", "last"),
     [
-        ("raise on 1", 1, "lockstep: rank 1 failed first, at {script}:24: ValueError: no such label"),
+        ("raise on 1", 1, "lockstep: rank 1 failed first, at {script}:22: ValueError: no such label"),
         pytest.param(
             "raise on 0",
             1,
-            "lockstep: rank 0 failed first, at {script}:25: ValueError: no such label",
+            "lockstep: rank 0 failed first, at {script}:23: ValueError: no such label",
             marks=pytest.mark.slow,
         ),
         pytest.param("exit on 1", 7, "ended with exit code 7", marks=pytest.mark.slow),

@@ -6,10 +6,8 @@ import copy
 import enum
 import os
 import pickle
-import subprocess
-import sys
+import threading
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.ground.errors import MisconfigurationException
@@ -37,10 +35,8 @@ from lockstep.loggers.tensorboard import TensorBoardLogger
 
 
 @pytest.fixture
-def rank_one() -> Iterator[None]:
-    rank_zero_only.rank = 1
-    yield
-    rank_zero_only.rank = 0
+def rank_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
 
 
 LOGGERS = [CSVLogger, TensorBoardLogger]
@@ -120,27 +116,21 @@ class TestEveryFolderLogger:
             cls("s3://b")
 
 
-CLAIM = "import sys; from lockstep.loggers.base import claim_version; sys.stdin.readline(); print([claim_version(sys.argv[1]) for _ in range(20)])"
-
-
 @pytest.mark.timeout(60)
 def test_runs_that_start_at_once_do_not_share_a_version(tmp_path: Path) -> None:
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", CLAIM, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for run in runs:
-        assert run.stdin is not None
-        run.stdin.write("\n")
-        run.stdin.flush()
-    taken = [int(n) for run in runs for n in run.communicate()[0].strip("[]\n").split(",")]
-    assert sorted(taken) == list(range(40))
-    assert claim_version(tmp_path) == 40
+    taken: list[int] = []
+    ready = threading.Barrier(4)
+
+    def run() -> None:
+        ready.wait(10)
+        taken.extend(claim_version(tmp_path) for _ in range(20))
+
+    runs = [threading.Thread(target=run) for _ in range(4)]
+    for thread in runs:
+        thread.start()
+    for thread in runs:
+        thread.join(30)
+    assert sorted(taken) == list(range(80))
 
 
 class Colour(enum.Enum):
@@ -157,12 +147,11 @@ class TestYaml:
 
     scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
+    @settings(max_examples=60, deadline=None)
     @given(
         st.dictionaries(
             st.text() | st.integers(),
-            st.recursive(
-                scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12
-            ),
+            st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12),
         )
     )
     def test_reads_back_equal(self, params: dict[Any, Any]) -> None:

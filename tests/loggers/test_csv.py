@@ -75,9 +75,7 @@ def test_the_same_version_again_starts_a_table_and_keeps_the_earlier(tmp_path: P
         assert len(caught) == (run > 0)
         assert all(f"'metrics.{run}.csv'" in str(warning.message) for warning in caught)
     assert sorted(os.listdir(logger.log_dir)) == ["metrics.1.csv", "metrics.2.csv", "metrics.csv"]
-    assert [rows(logger, name)[0]["a"] for name in ("metrics.1.csv", "metrics.2.csv", "metrics.csv")] == list(
-        "012"
-    )
+    assert [rows(logger, name)[0]["a"] for name in ("metrics.1.csv", "metrics.2.csv", "metrics.csv")] == list("012")
 
 
 def test_an_explicit_version_beside_checkpoints_does_not_warn(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_graph(tmp_path: Path) -> None:
 def test_what_is_no_number(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     for value in ("text", torch.ones(2)):
-        with pytest.raises(ValueError, match="'a' is .*no number"):
+        with pytest.raises(ValueError, match=r"'a' is .*no number"):
             logger.log_metrics({"a": value}, 0)
     logger.finalize("failed")
 

@@ -22,9 +22,7 @@ sizes = st.integers(1, 400)
 
 
 @given(parameters, sizes, sizes)
-def test_a_plan_holds_each_parameter_once_in_buckets_that_fit(
-    infos: list[ParameterInfo], cap: int, first: int
-) -> None:
+def test_a_plan_holds_each_parameter_once_in_buckets_that_fit(infos: list[ParameterInfo], cap: int, first: int) -> None:
     plan = plan_buckets(infos, cap, first)
     by_name = {info.name: info for info in infos}
     position = {info.name: index for index, info in enumerate(infos)}

@@ -35,10 +35,7 @@ class Case:
 
     def parameters(self) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
-        return [
-            nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator))
-            for shape in self.shapes
-        ]
+        return [nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator)) for shape in self.shapes]
 
     def loss(self, parameters: list[nn.Parameter], step: int, rank: int, micro: int) -> Tensor:
         generator = torch.Generator().manual_seed(1 + micro + self.micro * (rank + self.world * step))
@@ -110,7 +107,7 @@ def _in_one_process(case: Case) -> list[Gradients]:
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_gradients_are_those_of_one_process(ranks: RankPool, case: Case) -> None:
     expected = _in_one_process(case)
@@ -190,9 +187,7 @@ def _against_torch(cap: float, views: bool) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("cap", [0.0005, 25])
-def test_two_ranks_have_the_bits_of_torch_and_of_accumulation(
-    ranks: RankPool, cap: float, views: bool
-) -> None:
+def test_two_ranks_have_the_bits_of_torch_and_of_accumulation(ranks: RankPool, cap: float, views: bool) -> None:
     alone = _net()
     optimizer = torch.optim.AdamW(alone.parameters(), 1e-2)
     for step in range(4):

@@ -108,9 +108,7 @@ class EarlyStopping(Callback):
     def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
         """Decide when to check, if that was left open."""
         if self._asked_for_train_epoch_end is None:
-            self._check_on_train_epoch_end = (
-                trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
-            )
+            self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Forget why an earlier fit was stopped; how long to wait still counts on."""

@@ -72,16 +72,10 @@ class LearningRateMonitor(Callback):
                 category=RuntimeWarning,
             )
 
-    def on_train_batch_start(
-        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int) -> None:
         """Write what goes by steps, once for each step that logs."""
-        step = trainer.global_step
-        if (
-            (step + 1) % trainer.log_every_n_steps
-            or self.logging_interval == "epoch"
-            or step == self._last_step
-        ):
+        step = trainer.fit_loop.progress.windows
+        if (step + 1) % trainer.log_every_n_steps or self.logging_interval == "epoch" or step == self._last_step:
             return
         self._last_step = step
         self._write(trainer, "step")
@@ -103,7 +97,7 @@ class LearningRateMonitor(Callback):
             return
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stats.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(stats, step=trainer.global_step)
+            logger.log_metrics(stats, step=trainer.fit_loop.progress.windows)
 
     def _stats(self, group: dict[str, Any], name: str) -> dict[str, float]:
         if name not in self.lrs:

@@ -20,6 +20,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
 from lockstep.ground.view import ModuleView, TrainerView
+from lockstep.loggers.base import as_yaml
 
 
 class Checkpoint(Callback):
@@ -140,9 +141,7 @@ class ModelCheckpoint(Checkpoint):
         if self.save_top_k < -1:
             refuse(f"save_top_k={self.save_top_k}", "choose a number from 0, or -1 to keep all")
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            refuse(
-                f"save_top_k={self.save_top_k}, monitor=None", "give a monitor to rank by, or choose -1, 0, 1"
-            )
+            refuse(f"save_top_k={self.save_top_k}, monitor=None", "give a monitor to rank by, or choose -1, 0, 1")
         for name in ("every_n_train_steps", "every_n_epochs"):
             if getattr(self, f"_{name}") < 0:
                 refuse(f"{name}={getattr(self, f'_{name}')}", "choose a number from 0")
@@ -239,7 +238,8 @@ class ModelCheckpoint(Checkpoint):
             self._end_of_epoch(trainer)
 
     def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
-        if self.save_last and not self._latest_path and not trainer.fast_dev_run:
+        is_behind = self.save_top_k == 0 and self._step_of_last_save != trainer.global_step
+        if self.save_last and (is_behind or not self._latest_path) and not trainer.fast_dev_run:
             self._save(trainer, self._metrics(trainer), ranked=False)
 
     def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
@@ -303,7 +303,7 @@ class ModelCheckpoint(Checkpoint):
         """Saves if this is among the best; gives the path of what it displaced, or ``""``."""
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
-            self.best_model_path = self._free_path(trainer, metrics, self.best_model_path)
+            self.best_model_path = self._free_path(trainer, metrics, displaced)
             self._write(trainer, self.best_model_path)
             return displaced
         if self.monitor not in metrics:
@@ -461,8 +461,6 @@ class ModelCheckpoint(Checkpoint):
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Writes :attr:`best_k_models` (path: score) as YAML, by default beside the checkpoints."""
-        from lockstep.loggers.base import as_yaml
-
         if filepath is None:
             assert self.dirpath is not None, "the folder is chosen when a fit begins"
             filepath = os.path.join(self.dirpath, "best_k_models.yaml")

@@ -42,9 +42,7 @@ class WeightAveraging(Callback):
     Source: Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.
     """
 
-    def __init__(
-        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         self._device = device
         self._use_buffers = use_buffers
         self._kwargs = kwargs
@@ -141,9 +139,7 @@ class WeightAveraging(Callback):
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", -1)
 
-    def on_save_checkpoint(
-        self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
         """Put the average in ``"state_dict"`` and the current weights beside it."""
         if self._average is None:
             return
@@ -156,9 +152,7 @@ class WeightAveraging(Callback):
         checkpoint["current_model_state"] = current
         checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
 
-    def on_load_checkpoint(
-        self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
         """On resume, give the model its current weights and keep the average for the start of training.
 
         Outside a fit the average in ``"state_dict"`` is what shall be used, and what is left of an earlier
@@ -217,9 +211,7 @@ class WeightAveraging(Callback):
         assert self._average is not None
         buffers = list(self._average.module.buffers())
         if buffers:
-            for own, first in zip(
-                buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True
-            ):
+            for own, first in zip(buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True):
                 own.copy_(first)
 
     def _by_name(self, pl_module: ModuleView) -> Mapping[str, Tensor]:
@@ -227,9 +219,7 @@ class WeightAveraging(Callback):
         assert self._average is not None
         module = _module(pl_module)
         kept = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
-        named = chain(
-            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        )
+        named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         return {name: kept[id(tensor)] for name, tensor in named}
 
 
@@ -260,9 +250,7 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         if not 0 <= decay <= 1:
-            raise MisconfigurationException(
-                f"EMAWeightAveraging(decay={decay!r}): it must be between 0 and 1."
-            )
+            raise MisconfigurationException(f"EMAWeightAveraging(decay={decay!r}): it must be between 0 and 1.")
         if update_every_n_steps < 0:
             raise MisconfigurationException(
                 f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps!r}): it must be at least 0."
@@ -275,9 +263,7 @@ class EMAWeightAveraging(WeightAveraging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Every n-th step from the first allowed one on; the ends of epochs if they were asked for."""
         if step_idx is not None and self.update_every_n_steps:
-            return (
-                step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
-            )
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
         return (
             epoch_idx is not None
             and self.update_starting_at_epoch is not None

@@ -16,9 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
 
 #: kept as they are, and nothing inside to look at
-_LEAVES: frozenset[type] = frozenset(
-    {type(None), bool, float, complex, str, torch.device, torch.dtype, torch.Size}
-)
+_LEAVES: frozenset[type] = frozenset({type(None), bool, float, complex, str, torch.device, torch.dtype, torch.Size})
 _TENSORS: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 _DICTS: frozenset[Any] = frozenset((dict, collections.OrderedDict, AttributeDict))
 _SEQUENCES: frozenset[Any] = frozenset((list, tuple, set))

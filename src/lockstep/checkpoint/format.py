@@ -106,9 +106,7 @@ class _HashingWriter:
         self.file.write(_SEAL + self._hash.digest())
 
 
-def load(
-    path: storage.PathLike, map_location: Any = None, weights_only: bool | None = None
-) -> dict[str, Any]:
+def load(path: storage.PathLike, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is whole.
 
     Args:
@@ -186,8 +184,7 @@ def _check_seal(file: IO[bytes], name: str) -> bool:
             break
     if digest.digest() != end[-_DIGEST_BYTES:]:
         raise CorruptCheckpoint(
-            f"The checkpoint {name!r} is not as it was written (its bytes do not match the hash in it): "
-            f"{_WAY_OUT}."
+            f"The checkpoint {name!r} is not as it was written (its bytes do not match the hash in it): {_WAY_OUT}."
         )
     return True
 
@@ -204,13 +201,9 @@ def _check_archive(file: IO[bytes], name: str) -> None:
         with zipfile.ZipFile(file) as archive:
             members = archive.namelist()
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise CorruptCheckpoint(
-            f"The file {name!r} is truncated or damaged ({error}): {_WAY_OUT}."
-        ) from error
+        raise CorruptCheckpoint(f"The file {name!r} is truncated or damaged ({error}): {_WAY_OUT}.") from error
     if not any(member.endswith("/data.pkl") for member in members):
-        raise CorruptCheckpoint(
-            f"The zip file {name!r} is no checkpoint: it has no data.pkl; check the path."
-        )
+        raise CorruptCheckpoint(f"The zip file {name!r} is no checkpoint: it has no data.pkl; check the path.")
 
 
 def _foreign_classes(file: IO[bytes]) -> list[str]:

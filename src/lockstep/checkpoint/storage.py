@@ -134,9 +134,7 @@ def _explained(error: OSError, target: Path) -> OSError:
         reason = "there is a folder of this name: choose another name, or move it away"
     else:
         cause = error.strerror or str(error)
-        reason = (
-            f"its folder cannot be written ({cause}; {kept}): choose another folder, or change its rights"
-        )
+        reason = f"its folder cannot be written ({cause}; {kept}): choose another folder, or change its rights"
     return type(error)(error.errno or errno.EIO, f"could not write {str(target)!r}: {reason}")
 
 
@@ -225,6 +223,5 @@ def check_writable(folder: PathLike) -> None:
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise PermissionError(
             errno.EACCES,
-            f"the folder {str(place)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose "
-            "another",
+            f"the folder {str(place)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose another",
         )

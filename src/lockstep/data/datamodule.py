@@ -227,8 +227,8 @@ class LightningDataModule(HyperparametersMixin):
 
 
 def _read(path: Any, map_location: Any, weights_only: bool) -> dict[str, Any]:
-    """A checkpoint as a dict; Lightning's class of hyperparameters is read as :class:`AttributeDict`."""
-    names: list[Any] = [AttributeDict, *((AttributeDict, name) for name in _ATTRIBUTE_DICTS)]
+    """A checkpoint as a dict; Lightning's class of hyperparameters is read as a dict too."""
+    names: list[Any] = [(dict, name) for name in _ATTRIBUTE_DICTS]
     try:
         with torch.serialization.safe_globals(names):
             loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lockstep.data.combined import LENGTHS, rows
-from lockstep.data.source import Source
+from lockstep.data.source import Source, Untouched, skipped
+from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
 class Mixed(Source):
@@ -40,6 +41,13 @@ class Mixed(Source):
         self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
         self.even = int(min(map(min, [part.even for part in parts], self._lengths)))
         self.batch = max(part.batch for part in parts)
+        # Resume by reading again: the order of some depends on the process' random numbers, or where a later pass
+        # begins shows on reading only.
+        self._rereads = any(isinstance(part, Untouched) for part in parts) or (
+            mode == "max_size_cycle" and any(map(math.isinf, self._lengths))
+        )
+        self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
+        self._resume: dict[str, Any] | None = None
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         for row in self._rows([part.open for part in self._parts], epoch, start, stop):
@@ -69,12 +77,15 @@ class Mixed(Source):
         return [leaf for part in self._parts for leaf in part.leaves()]
 
     def state_dict(self) -> dict[str, Any]:
+        if self._rereads:
+            return {} if self._states is None else {"random": self._states}
         if self._mode == "max_size_cycle":
-            return {}  # a state does not tell how often its loader has begun anew: read again
+            return {}  # a state does not tell how often its loader has begun anew
         states = [part.state_dict() for part in self._parts]
         return {"parts": states} if any(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume = state.get("random")
         for part, of_part in zip(self._parts, state.get("parts", []), strict=False):
             part.load_state_dict(of_part)
 
@@ -87,10 +98,7 @@ class Mixed(Source):
     ) -> Iterator[list[Any]]:
         """The parts' batches side by side, from row ``start`` on."""
         cycles = self._mode == "max_size_cycle"
-        if cycles and any(map(math.isinf, self._lengths)):
-            begin, skip = 0, start  # where a part's later pass begins shows only on reading
-        else:
-            begin, skip = start, 0
+        begin = 0 if self._rereads else start
         places = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
 
         def opener(number: int) -> Callable[[int], Iterator[Any]]:
@@ -105,4 +113,14 @@ class Mixed(Source):
             return open_pass
 
         openers = [opener(number) for number in range(len(self._parts))]
-        yield from itertools.islice(rows(openers, self._mode, [turn for turn, _ in places]), skip, None)
+        walk = rows(openers, self._mode, [turn for turn, _ in places])
+        resume, self._resume = self._resume, None
+        if not self._rereads:
+            return walk
+        if resume is None or start == 0:
+            self._states = random_states(include_cuda=False)
+            return skipped(walk, start)
+        self._states = resume
+        with isolate_rng(include_cuda=False):
+            set_random_states(resume)
+            return skipped(walk, start)

@@ -97,9 +97,7 @@ class Agreement:
             if page is not None:
                 return _Shared(page)
             if mode == "shared":
-                raise ValueError(
-                    'Agreement(mode="shared"): the ranks are not on one host; use mode="messages"'
-                )
+                raise ValueError('Agreement(mode="shared"): the ranks are not on one host; use mode="messages"')
         return _Messages(self._group, every)
 
     # -- flags
@@ -220,11 +218,7 @@ class _Shared:
         parity = window & 1
         if self._cells[_ANY + parity] != window:
             return ()
-        return [
-            bit
-            for bit in range(BITS)
-            if self._cells[2 * bit + parity] == window and self._voided[bit] < window
-        ]
+        return [bit for bit in range(BITS) if self._cells[2 * bit + parity] == window and self._voided[bit] < window]
 
     def void(self, bit: int) -> None:
         # A request that comes in this window after its publish is published again with the next one, so it is

@@ -173,8 +173,8 @@ class FolderLogger(Logger):
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir)))
         if "://" in self._save_dir:
             raise MisconfigurationException(
-                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs are kept in a local folder, not at a "
-                "URL; choose one."
+                f"{type(self).__name__}(save_dir={self._save_dir!r}): logs are kept in a local folder, "
+                "not at a URL; choose one."
             )
         self._name = name or ""
         self._version = version
@@ -288,18 +288,14 @@ def _yaml_lines(params: Mapping[Any, Any]) -> list[str]:
 def _yaml_flow(value: Any) -> str:
     inner = _nested(value)
     if isinstance(inner, Mapping):
-        return (
-            "{" + ", ".join(f"{_yaml_scalar(key)}: {_yaml_flow(item)}" for key, item in inner.items()) + "}"
-        )
+        return "{" + ", ".join(f"{_yaml_scalar(key)}: {_yaml_flow(item)}" for key, item in inner.items()) + "}"
     if isinstance(inner, (list, tuple, set, frozenset)):
         return "[" + ", ".join(map(_yaml_flow, inner)) + "]"
     return _yaml_scalar(inner)
 
 
 #: strings that need no quotes: they begin with a letter and are no other word of YAML's
-_PLAIN = re.compile(
-    r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\w./-]*", re.IGNORECASE | re.ASCII
-)
+_PLAIN = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 def _yaml_scalar(value: Any) -> str:

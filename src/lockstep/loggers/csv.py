@@ -41,15 +41,11 @@ class ExperimentWriter:
         while earlier.with_suffix(f".{number}.csv").exists():
             number += 1
         kept = earlier.rename(earlier.with_suffix(f".{number}.csv"))
-        rank_zero_warn(
-            f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {kept.name!r}."
-        )
+        rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {kept.name!r}.")
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row; tensors of one element become numbers."""
-        row = {
-            name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()
-        }
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()}
         row["step"] = len(self.metrics) if step is None else step
         self.metrics.append(row)
 
@@ -93,8 +89,8 @@ class CSVLogger(FolderLogger):
         name: the experiment; ``""`` or None: versions lie in `save_dir` itself.
         version: a number, or a string that is the folder's whole name. None: the next free number.
         prefix: put in front of the names of metrics, with ``-`` between.
-        flush_logs_every_n_steps: rows are written to the disk whenever that many steps have passed, at the end
-            of each epoch, and at the end.
+        flush_logs_every_n_steps: rows are written to the disk whenever that many steps have passed, and
+            whenever :meth:`save` is called.
 
     Example::
 

@@ -19,7 +19,7 @@ from lockstep.loggers.csv import CSVLogger
 
 
 def default_logger(root_dir: str | os.PathLike[str]) -> Logger:
-    """What ``Trainer(logger=True)`` means: TensorBoard's files where it is installed, a CSV file otherwise."""
+    """What ``Trainer(logger=True)`` means: TensorBoard where it is installed, a CSV file otherwise."""
     return (TensorBoardLogger if _is_installed() else CSVLogger)(root_dir)
 
 
@@ -63,9 +63,7 @@ class TensorBoardLogger(FolderLogger):
         super().__init__(save_dir, name, version, prefix)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
-        self._sub_dir = (
-            None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
-        )
+        self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
         self._kwargs = kwargs
 
     @property
@@ -139,8 +137,8 @@ class TensorBoardLogger(FolderLogger):
         if not isinstance(example, (Tensor, tuple)):
             rank_zero_warn(
                 "TensorBoardLogger(log_graph=True): the graph is not recorded, since the model's "
-                f"example_input_array is a {type(example).__name__}; make it a tensor, or the tuple of forward's "
-                "arguments."
+                f"example_input_array is a {type(example).__name__}; make it a tensor, or a tuple of all that "
+                "forward takes."
             )
             return
         parameter = next(model.parameters(), None)

@@ -108,6 +108,11 @@ class Hooks:
         results.hook, results.table = before, table
         return returned
 
+    def callbacks(self, name: str) -> tuple[Method, ...]:
+        """The callbacks' methods of a hook, without the module's."""
+        pair = getattr(self, name)
+        return () if pair is None else pair[0]
+
     def own(self, name: str, *args: Any) -> Any:
         """Run a hook that only the module has."""
         results = self._trainer.results

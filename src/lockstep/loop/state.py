@@ -170,18 +170,20 @@ def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
 
 
 def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """The data module's state, the hooks that may look at the checkpoint, then the weights."""
+    """The data module's state, the module's hook that may change the checkpoint, then the weights."""
     module, datamodule = trainer.lightning_module, trainer.datamodule
     if datamodule is not None:
         saved = checkpoint.get(type(datamodule).__qualname__)
         if saved is not None and isinstance(datamodule, LightningDataModule):
             datamodule.load_state_dict(saved)
-    trainer.hooks.call("on_load_checkpoint", checkpoint)
+    trainer.hooks.own("on_load_checkpoint", checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
 
 
 def restore_callbacks(trainer: Any, checkpoint: dict[str, Any], fitting: bool) -> None:
-    """Hand each callback the state that its ``state_key`` saved."""
+    """The callbacks' hooks, then to each the state that its ``state_key`` saved; outside a fit only the ranking."""
+    for hook in trainer.hooks.callbacks("on_load_checkpoint"):
+        hook(checkpoint)
     states = checkpoint.get("callbacks", {})
     for callback in trainer.callbacks:
         saved = states.get(callback.state_key)

@@ -153,9 +153,7 @@ class Reducer:
         self._buckets = [_Bucket(i, names, [awake[n] for n in names]) for i, names in enumerate(self._plan)]
         for bucket in self._buckets:
             for index, (parameter, _) in enumerate(bucket.pairs):
-                self._hooks.append(
-                    parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index))
-                )
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
                 if not self._nested:
                     probe = partial(self._probe, bucket.index)
                     self._probes.append(parameter.register_post_accumulate_grad_hook(probe))
@@ -324,9 +322,7 @@ class _Bucket:
     def arm(self, views: bool, early: bool) -> None:
         """Note which parameters have gradients by now; with ``views``, lay the others' into the buffer."""
         count = len(self.pairs)
-        self.kept = (
-            None  # of a muted backward that raised: its window is lost, and starts again with zero_grad
-        )
+        self.kept = None  # a muted backward that raised leaves some; its window starts again with zero_grad
         with_grad = [index for index, (parameter, _) in enumerate(self.pairs) if parameter.grad is not None]
         if not with_grad:
             self.used[:] = bytes(count)

@@ -69,8 +69,7 @@ class Strategy:
         return Agreement()
 
     def teardown(self) -> None:
-        """The run is over: let go of what it held; ranks stay connected."""
-        self.optimizers, self.lr_scheduler_configs = [], []
+        """The run is over; ranks stay connected, and the optimizers can still be saved."""
 
     # -- one window ----------------------------------------------------------------------------------------
 

@@ -102,6 +102,7 @@ class DDPStrategy(Strategy):
         """Detach the reducer from the parameters; the process group stays for the next call."""
         super().teardown()
         if self._reducer is not None:
+            self._plan = self._reducer.plan()
             self._reducer.detach()
             self._reducer = None
 
@@ -168,7 +169,8 @@ class DDPStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """The bucket plan: sums over three and more ranks depend on it."""
-        return {"plan": self._reducer.plan()} if self._reducer is not None else {}
+        plan = self._plan if self._reducer is None else self._reducer.plan()
+        return {} if plan is None else {"plan": plan}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay the buckets out as the checkpointed run had them."""

@@ -87,9 +87,7 @@ class ProgressBar(Callback):
                 return items
         """
         metrics = trainer.progress_bar_metrics
-        values = {
-            name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()
-        }
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         # last, since a narrow terminal cuts the end off
         return {**values, **{name: v for name, v in _version(trainer.loggers).items() if name not in values}}
 
@@ -122,9 +120,7 @@ class ProgressBar(Callback):
     def epoch_description(self) -> str:
         """The epoch that runs, and the last one if that is known: ``Epoch 3/9``."""
         last = self.trainer.max_epochs
-        return f"Epoch {self.trainer.current_epoch}" + (
-            f"/{last - 1}" if last is not None and last > 0 else ""
-        )
+        return f"Epoch {self.trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
 
     @property
     def total_train_batches(self) -> int | float:
@@ -148,9 +144,7 @@ class ProgressBar(Callback):
     def total_val_batches_current_dataloader(self) -> int | float:
         """Batches of the validation loader that is being read."""
         trainer = self.trainer
-        return self._current(
-            trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        )
+        return self._current(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:

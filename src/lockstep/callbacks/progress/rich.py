@@ -161,9 +161,7 @@ class RichProgressBar(ProgressBar):
         if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
             self._begin_loader(trainer, self.predict_description, trainer.num_predict_batches, dataloader_idx)
 
-    def _begin_loader(
-        self, trainer: TrainerView, name: str, totals: list[int | float], dataloader_idx: int
-    ) -> None:
+    def _begin_loader(self, trainer: TrainerView, name: str, totals: list[int | float], dataloader_idx: int) -> None:
         self._start(trainer)
         if self._eval_task is not None and trainer.state.fn == "fit":
             self.progress.remove_task(self._eval_task)

@@ -59,9 +59,7 @@ class Bars(Progress):
         metrics: what that line shows.
     """
 
-    def __init__(
-        self, columns: list[Any], theme: RichProgressBarTheme, console_kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, columns: list[Any], theme: RichProgressBarTheme, console_kwargs: dict[str, Any]) -> None:
         # rich asks for its renderables while it is being made
         self.metrics: dict[str, Any] = {}
         self.theme = theme

@@ -1,0 +1,101 @@
+"""CombinedLoader: the four modes, in any nest, as Lightning has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.combined import CombinedLoader
+
+LOADERS = {"a": DataLoader(range(6), batch_size=4), "b": DataLoader(range(15), batch_size=5)}
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: plain(value) for name, value in batch.items()}
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+@pytest.mark.parametrize(
+    ("mode", "second", "length"),
+    [
+        ("min_size", [[0, 1, 2, 3], [4, 5]], 2),
+        ("max_size", [[0, 1, 2, 3], [4, 5], None], 3),
+        ("max_size_cycle", [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]], 3),
+    ],
+)
+def test_side_by_side(mode: Any, second: list[Any], length: int) -> None:
+    combined = CombinedLoader(LOADERS, mode)
+    for _ in range(2):
+        items = list(combined)
+        assert len(combined) == length
+        assert [plain(batch)["a"] for batch, _, _ in items] == second
+        assert [plain(batch)["b"] for batch, _, _ in items] == [list(range(5 * i, 5 * i + 5)) for i in range(length)]
+        assert [(batch_idx, number) for _, batch_idx, number in items] == [(i, 0) for i in range(length)]
+
+
+def test_one_after_the_other() -> None:
+    combined = CombinedLoader(LOADERS, "sequential")
+    assert len(combined) == 5
+    assert [(index, number) for _, index, number in combined] == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)]
+    combined.limits = [1, 2]
+    assert len(combined) == 3
+    assert [(index, number) for _, index, number in combined] == [(0, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min_size", ["0(0)", "1(1)"]),
+        ("max_size", ["0(0)", "1(1)", "2(2)", "None(3)"]),
+        ("max_size_cycle", ["0(0)", "1(1)", "2(2)", "0(3)"]),
+    ],
+)
+def test_a_nest_in_a_nest(mode: Any, expected: list[str]) -> None:
+    """The third loader has two items; what it gives is checked by the form of the nest only."""
+    nest = {"x": range(3), "y": [range(4), (range(2) if mode == "min_size" else range(4),)]}
+    batches = [batch for batch, _, _ in CombinedLoader(nest, mode)]
+    assert [f"{batch['x']}({batch['y'][0]})" for batch in batches] == expected
+    assert [batch["y"][1] for batch in batches] == [(batch["y"][0],) for batch in batches]
+
+
+def test_an_empty_loader_leaves_nothing_to_cycle_through() -> None:
+    assert list(CombinedLoader([range(3), range(0)], "max_size_cycle")) == []
+    assert len(list(CombinedLoader([range(3), range(0)], "max_size"))) == 3
+
+
+def test_the_loaders_can_be_seen_and_exchanged() -> None:
+    combined = CombinedLoader(LOADERS, "max_size")
+    assert combined.flattened == list(LOADERS.values())
+    assert combined.iterables is LOADERS
+    assert combined.sampler["a"] is LOADERS["a"].sampler
+    assert combined.batch_sampler["b"] is LOADERS["b"].batch_sampler
+    combined.flattened = [range(1), range(2)]
+    assert combined.iterables == {"a": range(1), "b": range(2)}
+    assert combined.sampler == {"a": None, "b": None}
+    with pytest.raises(ValueError, match="has 2 loaders, not 1"):
+        combined.flattened = [range(1)]
+    with pytest.raises(ValueError, match="3 numbers for 2 loaders"):
+        combined.limits = [1, 2, 3]
+
+
+def test_misuse_is_told() -> None:
+    with pytest.raises(ValueError, match="mode='longest'.*max_size_cycle"):
+        CombinedLoader(LOADERS, "longest")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"iter\(\)"):
+        next(CombinedLoader(LOADERS))
+    with pytest.raises(TypeError, match="without a length"):
+        len(CombinedLoader([iter(range(3)), range(4)], "max_size"))
+
+
+@pytest.mark.timeout(60)
+def test_reset_ends_persistent_workers() -> None:
+    loader = DataLoader(range(6), num_workers=1, persistent_workers=True)
+    combined = CombinedLoader([loader])
+    next(iter(combined))
+    assert loader._iterator is not None
+    combined.reset()
+    assert loader._iterator is None

@@ -1,0 +1,98 @@
+"""Evaluation feeds: each sample once on one rank, loader after loader, under limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lockstep.data.combined import CombinedLoader
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.data import EvaluationFeed
+from tests.data.loaders import Augmented, Rank, Stream, alike, indices, loader
+
+
+def made(source: Any, rank: int = 0, size: int = 1, **arguments: Any) -> EvaluationFeed:
+    gather = alike(size) if size > 1 else None
+    return EvaluationFeed.of(source, world=Rank(rank, size), seed=1, gather=gather, **arguments)
+
+
+@given(n=st.integers(1, 50), batch=st.integers(1, 6), size=st.integers(1, 5), shuffle=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_each_sample_once_and_shares_that_differ_by_one(n: int, batch: int, size: int, shuffle: bool) -> None:
+    feeds = [made(loader(n, batch, shuffle), rank, size) for rank in range(size)]
+    ranks = [list(feed) for feed in feeds]
+    taken = [i for items in ranks for part, _, _, _ in items for i in indices(part)]
+    assert sorted(taken) == list(range(n))
+    shares = [sum(weight for _, _, _, weight in items) for items in ranks]
+    assert max(shares) - min(shares) <= 1
+    assert [len(indices(part)) for items in ranks for part, _, _, _ in items] == [
+        weight for items in ranks for _, _, _, weight in items
+    ]
+    assert feeds[0].num_batches == [max(map(len, ranks))]
+
+
+def test_loaders_come_one_after_the_other() -> None:
+    feed = made([loader(5, 2, False), loader(3, 2, False)], limit=[2, None])
+    assert feed.sequential
+    assert feed.num_batches == [2, 2]
+    items = [(indices(batch), index, number, weight) for batch, index, number, weight in feed]
+    assert items == [([0, 1], 0, 0, 2.0), ([2, 3], 1, 0, 2.0), ([0, 1], 0, 1, 2.0), ([2], 1, 1, 1.0)]
+    feed.begin(0, limit=1)
+    assert [(index, number) for _, index, number, _ in feed] == [(0, 0), (0, 1)]
+
+
+def test_a_combined_loaders_mode_is_kept() -> None:
+    feed = made(CombinedLoader({"a": loader(5, 2, False), "b": loader(2, 2, False)}, "max_size"), limit=2)
+    assert not feed.sequential
+    assert feed.num_batches == [2]
+    items = [(batch["a"], batch["b"], index, number, weight) for batch, index, number, weight in feed]
+    assert [indices(a) for a, _, _, _, _ in items] == [[0, 1], [2, 3]]
+    assert [None if b is None else indices(b) for _, b, _, _, _ in items] == [[0, 1], None]
+    assert [rest for _, _, *rest in items] == [[0, 0, 2.0], [1, 0, 2.0]]
+
+
+def test_limits_and_empty_loaders() -> None:
+    assert made([loader(10), loader(20)], limit=0.5).num_batches == [1, 2]
+    with pytest.raises(MisconfigurationException, match=r"limit_test_batches=0\.1 of 3 batches"):
+        made(loader(10), limit=0.1, flag="limit_test_batches")
+    with pytest.warns(UserWarning, match=r"val_dataloader\[1\] has no batches"):
+        feed = made([loader(4), loader(0, shuffle=False)])
+    assert feed.num_batches == [1, 0]
+    assert len(list(feed)) == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_shared_and_its_samples_counted(workers: int) -> None:
+    taken = []
+    for rank in range(2):
+        feed = made(DataLoader(Stream(11), 3, num_workers=workers), rank, 2)
+        assert feed.num_batches == [float("inf")]
+        for batch, _, _, weight in feed:
+            assert weight == len(batch)
+            taken += indices(batch)
+    assert sorted(taken) == list(range(11))
+
+
+def test_random_numbers_follow_the_epoch_and_the_stage() -> None:
+    def drawn(epoch: int, flag: str = "limit_val_batches") -> list[Any]:
+        feed = made(DataLoader(Augmented(6), 4), flag=flag)
+        feed.begin(epoch)
+        return torch.cat([batch for batch, _, _, _ in feed]).tolist()
+
+    state = torch.get_rng_state()
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert drawn(0) != drawn(0, "limit_test_batches")
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.timeout(60)
+def test_close_ends_persistent_workers() -> None:
+    feed = made(DataLoader(Augmented(8), 4, num_workers=1, persistent_workers=True))
+    assert len(list(feed)) == len(list(feed)) == 2
+    feed.close()
