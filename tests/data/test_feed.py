@@ -362,7 +362,9 @@ def test_an_endless_iterator_goes_on_where_the_limit_cut_it() -> None:
 # -- limits and errors
 
 
-@pytest.mark.parametrize(("limit", "count"), [(None, 13), (1.0, 13), (0.5, 6), (4, 4), (99, 13), (0, 0), (0.0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("limit", "count"), [(None, 13), (1.0, 13), (0.5, 6), (4, 4), (99, 13), (0, 0), (0.0, 0), (1, 1)]
+)
 def test_limits(limit: Any, count: int) -> None:
     feed = feed_of(loader(50), limit=limit)
     assert feed.num_batches == count == len(epoch(feed, accumulate=3))

@@ -78,7 +78,8 @@ def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, ac
     assert [last for _, last, _ in ranks[0]] == [False] * (len(ranks[0]) - 1) + [True]
     for windows in zip(*ranks, strict=True):
         assert sum(w * share for _, _, steps in windows for _, w, share in steps) == pytest.approx(
-            size * sum(w * w for _, _, steps in windows for _, w, _ in steps)
+            size
+            * sum(w * w for _, _, steps in windows for _, w, _ in steps)
             / sum(w for _, _, steps in windows for _, w, _ in steps)
         )
     assert sorted(i for windows in ranks for _, _, steps in windows for i in drawn(steps)) == list(range(n))

@@ -70,9 +70,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
     @flattened.setter
     def flattened(self, loaders: list[Any]) -> None:
         if len(loaders) != len(self._flattened):
-            raise ValueError(
-                f"CombinedLoader.flattened has {len(self._flattened)} loaders, not {len(loaders)}."
-            )
+            raise ValueError(f"CombinedLoader.flattened has {len(self._flattened)} loaders, not {len(loaders)}.")
         self._iterables = tree_unflatten(loaders, self._spec)
         self._flattened = loaders
 
@@ -97,9 +95,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         if isinstance(limits, int | float):
             limits = [limits] * len(self._flattened)
         elif limits is not None and len(limits) != len(self._flattened):
-            raise ValueError(
-                f"CombinedLoader.limits has {len(limits)} numbers for {len(self._flattened)} loaders."
-            )
+            raise ValueError(f"CombinedLoader.limits has {len(limits)} numbers for {len(self._flattened)} loaders.")
         self._limits = limits
 
     def __iter__(self) -> CombinedLoader:

@@ -150,9 +150,7 @@ class LightningDataModule(HyperparametersMixin):
                 saved = yaml.safe_load(file) or {}
         whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
         parameters = inspect.signature(cls.__init__).parameters
-        if (
-            whole in parameters and whole != "kwargs"
-        ):  # __init__ took one dict or Namespace that held them all
+        if whole in parameters and whole != "kwargs":  # __init__ took one dict or Namespace that held them all
             arguments: dict[str, Any] = {str(whole): AttributeDict(saved), **kwargs}
         elif any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             arguments = {**saved, **kwargs}
@@ -198,9 +196,7 @@ class LightningDataModule(HyperparametersMixin):
             def make(dataset: Dataset[Any]) -> DataLoader[Any]:
                 mixed = shuffle and not isinstance(dataset, IterableDataset)
                 pinned = torch.cuda.is_available()
-                return DataLoader(
-                    dataset, batch_size, shuffle=mixed, num_workers=num_workers, pin_memory=pinned
-                )
+                return DataLoader(dataset, batch_size, shuffle=mixed, num_workers=num_workers, pin_memory=pinned)
 
             def hook() -> Any:
                 if isinstance(datasets, Mapping):

@@ -176,9 +176,7 @@ class Drawn(Schedule):
         self._generators = [(found, agreed(found.initial_seed())) for found in dict.fromkeys(held)]
         self._lane = Lane(0)
         self._iterator: Iterator[Any] = iter(())
-        self._mine: deque[tuple[list[int], int]] = (
-            deque()
-        )  # (indices, position of the first), not yet handed out
+        self._mine: deque[tuple[list[int], int]] = deque()  # (indices, position of the first), not yet handed out
         self._weights: dict[int, list[int]] = {}  # of each rank, by micro-batch, not yet asked for
         self._reached = 0  # micro-batches pulled from the sampler so far
         self._start = 0
@@ -277,9 +275,7 @@ class OwnShare(Schedule):
         return self._drawn.draw(stop)
 
 
-def order_of(
-    sampler: object, n: int, *, seed: int, key: int, torch_order: bool
-) -> Callable[[int, int], Order] | None:
+def order_of(sampler: object, n: int, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:
     """The order, given (epoch, turn), that stands for one of torch's plain samplers; None for any other.
 
     Args:

@@ -87,7 +87,7 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     checkpoint = state.read(trainer, ckpt_path, weights_only) if ckpt_path is not None else None
     if checkpoint is not None:
         state.restore_model(trainer, checkpoint)
-        state.restore_callbacks(trainer, checkpoint, fitting=fn is TrainerFn.FITTING)
+        state.restore_callbacks(trainer, checkpoint)
     strategy.setup_module(module, module.backward if is_overridden("backward", module, LightningModule) else None)
     if fn is TrainerFn.FITTING:
         own_step = is_overridden("lr_scheduler_step", module, LightningModule)

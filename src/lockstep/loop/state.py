@@ -180,14 +180,14 @@ def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
 
 
-def restore_callbacks(trainer: Any, checkpoint: dict[str, Any], fitting: bool) -> None:
-    """The callbacks' hooks, then to each the state that its ``state_key`` saved; outside a fit only the ranking."""
+def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """The callbacks' hooks, then to each the state that its ``state_key`` saved."""
     for hook in trainer.hooks.callbacks("on_load_checkpoint"):
         hook(checkpoint)
     states = checkpoint.get("callbacks", {})
     for callback in trainer.callbacks:
         saved = states.get(callback.state_key)
-        if saved is not None and (fitting or isinstance(callback, Checkpoint)):
+        if saved is not None:
             callback.load_state_dict(saved)
 
 
