@@ -55,7 +55,6 @@ def test_one_after_the_other() -> None:
     ],
 )
 def test_a_nest_in_a_nest(mode: Any, expected: list[str]) -> None:
-    """The third loader has two items; what it gives is checked by the form of the nest only."""
     nest = {"x": range(3), "y": [range(4), (range(2) if mode == "min_size" else range(4),)]}
     batches = [batch for batch, _, _ in CombinedLoader(nest, mode)]
     assert [f"{batch['x']}({batch['y'][0]})" for batch in batches] == expected
@@ -83,7 +82,7 @@ def test_the_loaders_can_be_seen_and_exchanged() -> None:
 
 
 def test_misuse_is_told() -> None:
-    with pytest.raises(ValueError, match="mode='longest'.*max_size_cycle"):
+    with pytest.raises(ValueError, match=r"mode='longest'.*max_size_cycle"):
         CombinedLoader(LOADERS, "longest")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"iter\(\)"):
         next(CombinedLoader(LOADERS))

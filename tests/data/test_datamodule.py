@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +83,19 @@ def test_load_from_checkpoint_with_a_file_of_hyperparameters(checkpoint: Path) -
     assert dict(data.hparams) == {"batch_size": 5, "folder": "data"}
 
 
-def test_load_from_checkpoint_of_lightnings_own_class_of_hyperparameters(tmp_path: Path) -> None:
-    class_name = pytest.importorskip("lightning.fabric.utilities.data").AttributeDict
-    torch.save({"datamodule_hyper_parameters": class_name(batch_size=4)}, tmp_path / "a.ckpt")
+@pytest.mark.parametrize("module", ["lightning.fabric.utilities.data", "pytorch_lightning.utilities.parsing"])
+def test_load_from_checkpoint_of_a_lightning_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    theirs = types.ModuleType(module)
+    theirs.AttributeDict = type("AttributeDict", (dict,), {"__module__": module})  # type: ignore[attr-defined]
+    with monkeypatch.context() as installed:
+        parts = module.split(".")
+        for count in range(1, len(parts)):
+            name = ".".join(parts[:count])
+            installed.setitem(sys.modules, name, types.ModuleType(name))
+        installed.setitem(sys.modules, module, theirs)
+        torch.save({"datamodule_hyper_parameters": theirs.AttributeDict(batch_size=4)}, tmp_path / "a.ckpt")
     assert Digits.load_from_checkpoint(tmp_path / "a.ckpt").hparams.batch_size == 4
 
 

@@ -117,6 +117,7 @@ class TrainerView(Protocol):
     lightning_module: Any
     datamodule: Any
     strategy: Any
+    fit_loop: Any
     checkpoint_callback: Any
     checkpoint_callbacks: list[Any]
     progress_bar_callback: Any

@@ -87,11 +87,13 @@ class DDPStrategy(Strategy):
         self._has_buffers = self._broadcast_buffers and any(True for _ in module.buffers())
 
     def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
-        """Attach the reducer to the parameters that need gradients."""
+        """Attach the reducer to the parameters."""
         super().setup_optimizers(optimizers, configs)
-        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._reducer = Reducer(
-            trained, None, bucket_cap_mb=self._bucket_cap_mb, gradient_as_bucket_view=self._views, plan=self._plan
+            self.module.named_parameters(),  # frozen ones too: those that are thawed later are taken in then
+            bucket_cap_mb=self._bucket_cap_mb,
+            gradient_as_bucket_view=self._views,
+            plan=self._plan,
         )
 
     def make_agreement(self) -> Agreement:
@@ -151,7 +153,9 @@ class DDPStrategy(Strategy):
         return comm.broadcast_object(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked: ``(world_size, *shape)``."""
+        """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
+        if self.world.size == 1:
+            return tensor
         return (comm.all_gather_with_grad if sync_grads else comm.all_gather_tensor)(tensor, group)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
