@@ -44,7 +44,7 @@ class Digits(LightningDataModule):
 class Classifier(LightningModule):
     """Two convolutions and two linear layers; no dropout or BatchNorm, which depend on the sharing."""
 
-    def __init__(self, lr: float = 3e-3) -> None:
+    def __init__(self, epochs: int, lr: float = 3e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         features: list[nn.Module] = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -70,7 +70,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.hparams["epochs"])]
 
 
 class Report(Callback):
@@ -97,13 +97,11 @@ def main() -> None:
     parser.add_argument("--precision", default="32-true", help="32-true, 64-true, bf16-mixed or 16-mixed")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, help="folder for checkpoints and epochs.jsonl; nothing is kept without"
-    )
+    parser.add_argument("--out", type=Path, help="folder for checkpoints and epochs.jsonl; nothing is kept without")
     args = parser.parse_args()
 
     seed_everything(args.seed, workers=True)
-    model = Classifier()
+    model = Classifier(args.epochs)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,

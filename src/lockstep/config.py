@@ -79,100 +79,97 @@ def unknown_flags(flags: dict[str, Any]) -> None:
         raise MisconfigurationException(f"Trainer has no flag `{name}` (given {name}={value!r}).{hint}")
 
 
-def resolve(
-    *,
-    fast_dev_run: int | bool,
-    max_epochs: int | None,
-    min_epochs: int | None,
-    max_steps: int,
-    min_steps: int | None,
-    max_time: str | timedelta | dict[str, int] | None,
-    limit_train_batches: int | float | None,
-    limit_val_batches: int | float | None,
-    limit_test_batches: int | float | None,
-    limit_predict_batches: int | float | None,
-    val_check_interval: int | float | None,
-    check_val_every_n_epoch: int | None,
-    num_sanity_val_steps: int | None,
-    log_every_n_steps: int | None,
-    accumulate_grad_batches: int | dict[int, int],
-    gradient_clip_val: int | float | None,
-    gradient_clip_algorithm: str | None,
-    deterministic: bool | str | None,
-    benchmark: bool | None,
-    inference_mode: bool,
-    use_distributed_sampler: bool,
-    detect_anomaly: bool,
-    default_root_dir: str | os.PathLike[str] | None,
-    order: str,
-) -> RunConfig:
+def resolve(flags: dict[str, Any]) -> RunConfig:
     """Turn the Trainer's flags into a RunConfig.
+
+    Args:
+        flags: every flag that RunConfig has a field for, as it was given.
 
     Raises:
         MisconfigurationException: for a value, or a combination, that cannot work.
     """
-    fast = _fast_dev_run(fast_dev_run)
-    if fast:
-        limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = fast
-        max_epochs, max_steps, num_sanity_val_steps = 1, fast, 0
-        val_check_interval, check_val_every_n_epoch = 1.0, 1
-    seconds = _seconds(max_time)
-    epochs = _whole("max_epochs", max_epochs, at_least=-1)
-    steps = _whole("max_steps", max_steps, at_least=-1)
-    fewest_epochs = _whole("min_epochs", min_epochs, at_least=0) or 0
-    fewest_steps = _whole("min_steps", min_steps, at_least=0) or 0
-    assert steps is not None
+    flags = _fast(dict(flags))
+    _choice("deterministic", flags["deterministic"], (True, False, None, "warn"))
+    _choice("order", flags["order"], ("lockstep", "torch"))
+    root, every_n = flags["default_root_dir"], _whole("log_every_n_steps", flags["log_every_n_steps"], at_least=0)
+    limits: dict[str, Any] = {name: _limit(name, flags[name]) for name in BATCH_LIMITS}
+    as_given = ("fast_dev_run", "deterministic", "benchmark", "inference_mode", "use_distributed_sampler")
+    return RunConfig(
+        **{name: flags[name] for name in (*as_given, "detect_anomaly", "order")},
+        **limits,
+        **_length(flags),
+        **_validation(flags),
+        **_clipping(flags),
+        log_every_n_steps=50 if every_n is None else every_n,
+        accumulate_grad_batches=_accumulation(flags["accumulate_grad_batches"]),
+        default_root_dir=os.fspath(root) if root is not None else os.getcwd(),
+    )
+
+
+BATCH_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
+def _fast(flags: dict[str, Any]) -> dict[str, Any]:
+    """What ``fast_dev_run`` means for the other flags."""
+    batches = flags["fast_dev_run"]
+    if not isinstance(batches, int) or batches < 0:
+        raise MisconfigurationException(
+            f"Trainer(fast_dev_run={batches!r}): give True, False or the number of batches to try."
+        )
+    flags["fast_dev_run"] = int(batches)
+    if batches:
+        flags.update(dict.fromkeys(BATCH_LIMITS, int(batches)))
+        flags.update(max_epochs=1, max_steps=int(batches), num_sanity_val_steps=0)
+        flags.update(val_check_interval=1.0, check_val_every_n_epoch=1)
+    return flags
+
+
+def _length(flags: dict[str, Any]) -> dict[str, Any]:
+    """How long the fit is, in epochs, steps and seconds."""
+    seconds = _seconds(flags["max_time"])
+    epochs = _whole("max_epochs", flags["max_epochs"], at_least=-1)
+    steps = _whole("max_steps", flags["max_steps"], at_least=-1)
+    steps = -1 if steps is None else steps
     if epochs is None:
         epochs = -1 if steps != -1 or seconds is not None else 1000
-    if epochs != -1 and fewest_epochs > epochs:
-        raise MisconfigurationException(
-            f"Trainer(min_epochs={min_epochs}, max_epochs={max_epochs}): the least is above the most."
-        )
-    if steps != -1 and fewest_steps > steps:
-        raise MisconfigurationException(
-            f"Trainer(min_steps={min_steps}, max_steps={max_steps}): the least is above the most."
-        )
-    every = _whole("check_val_every_n_epoch", check_val_every_n_epoch, at_least=1)
-    interval = 1.0 if val_check_interval is None else val_check_interval
+    found = {"max_epochs": epochs, "max_steps": steps, "max_time": seconds}
+    for unit, most in (("epochs", epochs), ("steps", steps)):
+        least = _whole(f"min_{unit}", flags[f"min_{unit}"], at_least=0) or 0
+        if most != -1 and least > most:
+            raise MisconfigurationException(
+                f"Trainer(min_{unit}={least}, max_{unit}={most}): the least is above the most."
+            )
+        found[f"min_{unit}"] = least
+    return found
+
+
+def _validation(flags: dict[str, Any]) -> dict[str, Any]:
+    """When to validate."""
+    every = _whole("check_val_every_n_epoch", flags["check_val_every_n_epoch"], at_least=1)
+    interval = 1.0 if flags["val_check_interval"] is None else flags["val_check_interval"]
     if every is None and isinstance(interval, float):
         raise MisconfigurationException(
-            f"Trainer(check_val_every_n_epoch=None, val_check_interval={val_check_interval!r}): across epochs the "
-            "interval counts training batches; give `val_check_interval` an int."
+            f"Trainer(check_val_every_n_epoch=None, val_check_interval={interval!r}): across epochs the interval "
+            "counts training batches; give `val_check_interval` an int."
         )
-    if interval != 1.0 or isinstance(interval, int):
-        _limit("val_check_interval", interval, zero=False)
-    algorithm = "norm" if gradient_clip_algorithm is None else str(gradient_clip_algorithm).lower()
+    sanity = _whole("num_sanity_val_steps", flags["num_sanity_val_steps"], at_least=-1)
+    return {
+        "val_check_interval": _limit("val_check_interval", interval, zero=False),
+        "check_val_every_n_epoch": every,
+        "num_sanity_val_steps": 2 if sanity is None else sanity,
+    }
+
+
+def _clipping(flags: dict[str, Any]) -> dict[str, Any]:
+    """How gradients are clipped; 0 is no clipping, as in Lightning."""
+    value, algorithm = flags["gradient_clip_val"], flags["gradient_clip_algorithm"]
+    algorithm = "norm" if algorithm is None else str(algorithm).lower()
     _choice("gradient_clip_algorithm", algorithm, ("norm", "value"))
-    _choice("deterministic", deterministic, (True, False, None, "warn"))
-    _choice("order", order, ("lockstep", "torch"))
-    sanity = _whole("num_sanity_val_steps", num_sanity_val_steps, at_least=-1)
-    every_n = _whole("log_every_n_steps", log_every_n_steps, at_least=0)
-    return RunConfig(
-        fast_dev_run=fast,
-        max_epochs=epochs,
-        min_epochs=fewest_epochs,
-        max_steps=steps,
-        min_steps=fewest_steps,
-        max_time=seconds,
-        limit_train_batches=_limit("limit_train_batches", limit_train_batches),
-        limit_val_batches=_limit("limit_val_batches", limit_val_batches),
-        limit_test_batches=_limit("limit_test_batches", limit_test_batches),
-        limit_predict_batches=_limit("limit_predict_batches", limit_predict_batches),
-        val_check_interval=interval,
-        check_val_every_n_epoch=every,
-        num_sanity_val_steps=2 if sanity is None else sanity,
-        log_every_n_steps=50 if every_n is None else every_n,
-        accumulate_grad_batches=_accumulation(accumulate_grad_batches),
-        gradient_clip_val=_clip(gradient_clip_val),
-        gradient_clip_algorithm=algorithm,  # type: ignore[arg-type]
-        deterministic=deterministic,  # type: ignore[arg-type]
-        benchmark=benchmark,
-        inference_mode=inference_mode,
-        use_distributed_sampler=use_distributed_sampler,
-        detect_anomaly=detect_anomaly,
-        default_root_dir=os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd(),
-        order=order,  # type: ignore[arg-type]
-    )
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
+        raise MisconfigurationException(
+            f"Trainer(gradient_clip_val={value!r}): give a number above 0, or None for no clipping."
+        )
+    return {"gradient_clip_val": float(value) if value else None, "gradient_clip_algorithm": algorithm}
 
 
 KNOWN_FLAGS = frozenset(RunConfig.__dataclass_fields__) | {
@@ -217,16 +214,6 @@ def _choice(flag: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise MisconfigurationException(f"Trainer({flag}={value!r}): choose one of {', '.join(map(repr, choices))}.")
 
 
-def _fast_dev_run(value: int | bool) -> int:
-    if isinstance(value, bool):
-        return int(value)
-    if not isinstance(value, int) or value < 0:
-        raise MisconfigurationException(
-            f"Trainer(fast_dev_run={value!r}): give True, False or the number of batches to try."
-        )
-    return value
-
-
 def _accumulation(value: int | dict[int, int]) -> int | dict[int, int]:
     table = value if isinstance(value, dict) else {0: value}
     for epoch, batches in table.items():
@@ -237,16 +224,6 @@ def _accumulation(value: int | dict[int, int]) -> int | dict[int, int]:
                 "epoch (counted from 0) to the micro-batches of a step from then on, such as {0: 8, 5: 4}."
             )
     return value
-
-
-def _clip(value: int | float | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise MisconfigurationException(
-            f"Trainer(gradient_clip_val={value!r}): give a number above 0, or None for no clipping."
-        )
-    return float(value) or None
 
 
 def _seconds(value: str | timedelta | dict[str, int] | None) -> float | None:

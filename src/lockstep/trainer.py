@@ -15,7 +15,7 @@ from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
 from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.callbacks.progress.choose import choose_progress_bar
-from lockstep.config import resolve, unknown_flags
+from lockstep.config import RunConfig, resolve, unknown_flags
 from lockstep.data.datamodule import LightningDataModule
 from lockstep.ground.device import resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
@@ -127,32 +127,8 @@ class Trainer(Attributes):
         **unknown: Any,
     ) -> None:
         unknown_flags(unknown)
-        self.config = resolve(
-            fast_dev_run=fast_dev_run,
-            max_epochs=max_epochs,
-            min_epochs=min_epochs,
-            max_steps=max_steps,
-            min_steps=min_steps,
-            max_time=max_time,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            limit_test_batches=limit_test_batches,
-            limit_predict_batches=limit_predict_batches,
-            val_check_interval=val_check_interval,
-            check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=num_sanity_val_steps,
-            log_every_n_steps=log_every_n_steps,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            deterministic=deterministic,
-            benchmark=benchmark,
-            inference_mode=inference_mode,
-            use_distributed_sampler=use_distributed_sampler,
-            detect_anomaly=detect_anomaly,
-            default_root_dir=default_root_dir,
-            order=order,
-        )
+        given = locals()
+        self.config = resolve({name: given[name] for name in RunConfig.__dataclass_fields__})
         _apply_torch_settings(self.config)
         self.state = TrainerState()
         kind, self._node_devices = resolve_accelerator(accelerator, devices)

@@ -47,7 +47,11 @@ class OneRankAgreement:
     def is_up(self, bit: int) -> bool:
         return bit in self.up
 
+    def now(self, bit: int) -> bool:
+        return bit in self.requested | self.up
+
     def lower(self, bit: int) -> None:
+        self.requested.discard(bit)
         self.up.discard(bit)
 
 
@@ -189,10 +193,11 @@ class TestWhen:
         callback = ModelCheckpoint(train_time_interval=timedelta(seconds=4), save_top_k=-1)
         trainer = run(tmp_path, callback, batches=20, accumulate=2)
         assert trainer.agreement.names == [f"save-by-time {callback.state_key}"]
-        assert len(trainer.saves) >= 2
+        # a batch takes a tick; a save comes at the first boundary 4 ticks or more after the last
+        assert [step for step, _ in trainer.saves] == [2, 4, 6, 8, 10]
         # another rank's clock decides as well
         other = ModelCheckpoint(tmp_path / "o", train_time_interval=timedelta(days=1), save_top_k=-1)
-        trainer = FakeTrainer(str(tmp_path), other, batches=4)
+        trainer = FakeTrainer(str(tmp_path), other, batches=4, world_size=2)
         trainer.agreement.requested.add(0)
         assert trainer.fit(1).saves == [(1, "epoch=0-step=1.ckpt")]
 
@@ -318,7 +323,7 @@ class TestLast:
         run(tmp_path, callback, epochs=3, values=losses(1, 2, 3))
         assert files(callback) == ["epoch=0.ckpt", "last.ckpt"]
         assert load(callback.last_model_path)["global_step"] == 12
-        assert callback.find_last_checkpoints(FakeTrainer(str(tmp_path), callback)) == {callback.last_model_path}  # type: ignore[arg-type]
+        assert callback.find_last(FakeTrainer(str(tmp_path), callback)) == {callback.last_model_path}  # type: ignore[arg-type]
 
     def test_with_none_else(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(save_last=True, save_top_k=0)
@@ -462,6 +467,13 @@ class TestFolder:
         monkeypatch.chdir(tmp_path)
         assert ModelCheckpoint("here").dirpath == str(tmp_path.resolve() / "here")
         assert ModelCheckpoint("memory://b/c").dirpath == "memory://b/c"
+
+    def test_is_absolute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for loggers in ([], [CSVLogger("logs", version="v")]):
+            callback = ModelCheckpoint()
+            run(Path("root"), callback, loggers=loggers)
+            assert Path(callback.best_model_path).is_absolute()
 
     def test_a_url(self) -> None:
         callback = ModelCheckpoint(f"memory://lockstep-{os.getpid()}/run", filename="{epoch}", save_last=True)

@@ -131,16 +131,12 @@ def test_several_nodes_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK"])
 def test_several_nodes_with_a_variable_missing(name: str) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=rf"num_nodes=2, but {name} is not set: start the script"
-    ):
+    with pytest.raises(MisconfigurationException, match=rf"num_nodes=2, but {name} is not set: start the script"):
         detect(without(BY_HAND, name), 2, 2)
 
 
 def test_a_variable_that_is_no_number() -> None:
-    with pytest.raises(
-        MisconfigurationException, match="variable NODE_RANK is 'two': it has to be an integer"
-    ):
+    with pytest.raises(MisconfigurationException, match="variable NODE_RANK is 'two': it has to be an integer"):
         detect({**BY_HAND, "NODE_RANK": "two"}, 2, 2)
     assert read_number({}, "NODE_RANK", default=3) == 3
 

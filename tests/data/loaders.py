@@ -49,7 +49,7 @@ class AugmentedBatches(Augmented):
     """As above, but fetched a batch at a time."""
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        return [self[index] for index in list(indices)]
+        return [self[indices[number]] for number in range(len(indices))]  # does not iterate over them
 
 
 def noisy_collate(samples: list[Tensor]) -> Tensor:

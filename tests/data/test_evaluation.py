@@ -42,6 +42,7 @@ def test_loaders_come_one_after_the_other() -> None:
     assert feed.num_batches == [2, 2]
     items = [(indices(batch), index, number, weight) for batch, index, number, weight in feed]
     assert items == [([0, 1], 0, 0, 2.0), ([2, 3], 1, 0, 2.0), ([0, 1], 0, 1, 2.0), ([2], 1, 1, 1.0)]
+    assert list(made([])) == list(made([], 0, 2)) == []
     feed.begin(0, limit=1)
     assert [(index, number) for _, index, number, _ in feed] == [(0, 0), (0, 1)]
 

@@ -292,6 +292,29 @@ def test_torchs_own_batch_sampler_is_cut_by_samples() -> None:
     assert [[weight for _, weight, _ in each] for each in steps] == [[4.0, 1.0], [4.0, 1.0]]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_data_set_that_takes_a_list_of_indices(size: int) -> None:
+    """``batch_size=None`` with a batch sampler for a sampler: torch's road for data sets that read in bulk."""
+    data = numbers(10)
+
+    def made(sampler: Any) -> list[list[tuple[Any, float, float]]]:
+        bulk = DataLoader(data, batch_size=None, sampler=sampler)
+        return [epoch(feed_of(bulk, rank, size)) for rank in range(size)]
+
+    ranks = made(BatchSampler(RandomSampler(data), 4, drop_last=False))
+    assert sorted(index for steps in ranks for index in drawn(steps)) == list(range(10))
+    assert [weight for _, weight, _ in ranks[0]] == {1: [4.0, 4.0, 2.0], 2: [4.0, 1.0]}[size]
+    ranks = made(Pairs(10))
+    assert sorted(index for steps in ranks for index in drawn(steps)) == list(range(10))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_users_sampler_of_single_samples(size: int) -> None:
+    made = DataLoader(numbers(30), batch_size=None, sampler=EveryThird(30))
+    ranks = [epoch(feed_of(made, rank, size)) for rank in range(size)]
+    assert sorted(index for steps in ranks for index in drawn(steps)) == list(range(0, 30, 3))
+
+
 def test_a_sampler_without_length_ends_when_it_ends() -> None:
     class Endless(Sampler[int]):
         def __iter__(self) -> Any:
@@ -381,6 +404,8 @@ def test_limits_that_cannot_be() -> None:
 
 
 def test_loaders_without_batches_say_why() -> None:
+    with pytest.raises(MisconfigurationException, match=r"train_dataloader gave no loaders, but \[\]"):
+        feed_of([])
     with pytest.raises(MisconfigurationException, match=r"train_dataloader has no batches: its data set is empty"):
         feed_of(loader(0, shuffle=False))
     with pytest.raises(MisconfigurationException, match=r"drop_last=True .* 7 samples .*batch_size=4 x 2 ranks"):
@@ -429,6 +454,12 @@ def test_several_loaders_cycle_to_the_longest(size: int) -> None:
     for start in range(0, 10 // size - turn, turn):
         again = [i for each in steps for batch, _, _ in each[start : start + turn] for i in indices(batch["b"])]
         assert sorted(again) == list(range(10))
+
+
+def test_a_step_weighs_what_the_heaviest_of_its_batches_weighs() -> None:
+    steps = epoch(feed_of([loader(6, 4), loader(14, 2)]), accumulate=7)
+    assert [weight for _, weight, _ in steps] == [4.0, 2.0, 4.0, 2.0, 4.0, 2.0, 4.0]
+    assert [share for _, _, share in steps] == [weight / 22 for _, weight, _ in steps]
 
 
 def test_a_cycling_loader_is_shuffled_anew_each_time() -> None:

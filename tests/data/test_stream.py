@@ -114,8 +114,8 @@ def test_every_sample_once_over_ranks_and_workers(sharded: bool, workers: int, s
 
 
 def shard_by_init(worker: int) -> None:
-    info = get_worker_info()
-    info.dataset.begin, info.dataset.step = worker, info.num_workers
+    data = get_worker_info().dataset
+    data.begin, data.step = worker, 2
 
 
 class ShardedByInit(Stream):
@@ -252,6 +252,14 @@ def test_a_loader_with_state_goes_on_by_it(distribute: bool) -> None:
 )
 def test_lengths(made: DataLoader[Any], length: float) -> None:
     assert feed_of(made).num_batches == length
+
+
+def test_a_stream_of_single_samples_weighs_one_each() -> None:
+    steps = epoch(feed_of(DataLoader(Stream(5), None)), accumulate=2)
+    assert [(int(sample[0]), weight, share) for sample, weight, share in steps] == [
+        *((index, 1.0, 0.5) for index in range(4)),
+        (4, 1.0, 1.0),
+    ]
 
 
 def test_a_stream_is_read_up_to_the_length_it_tells() -> None:

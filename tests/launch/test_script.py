@@ -231,7 +231,7 @@ def test_command_line(main: ModuleType, argv: list[str], original: list[str], wo
 
 def test_no_script_no_command() -> None:
     assert command_line(main_module(), [""], ["python"]) is None
-    assert command_line(main_module(), ["-"], ["python", "-"]) is None
+    assert command_line(main_module("<stdin>"), ["-", "x"], ["python", "-", "x"]) is None
 
 
 def test_an_interactive_session_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

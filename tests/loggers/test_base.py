@@ -111,9 +111,28 @@ class TestEveryFolderLogger:
         assert other._experiment is None
         logger.finalize("success")
 
+    def test_a_copy_logs_to_the_same_version(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        logger = cls(tmp_path)
+        other = pickle.loads(pickle.dumps(logger))
+        other.log_metrics({"a": 1.0}, 0)
+        other.finalize("success")
+        assert logger.log_dir == other.log_dir
+        assert os.listdir(tmp_path / "lightning_logs") == ["version_0"]
+
     def test_a_url_is_refused(self, cls: type[FolderLogger]) -> None:
         with pytest.raises(MisconfigurationException, match=r"save_dir='s3://b'.*local folder"):
             cls("s3://b")
+
+
+def test_loggers_of_one_run_share_a_version(tmp_path: Path) -> None:
+    for run in range(2):
+        table, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+        assert (table.version, board.version) == (run, run)
+        table.log_metrics({"a": 1.0}, 0)
+        table.finalize("success")
+    alone = TensorBoardLogger(tmp_path)  # another run: there are files in version_1
+    assert alone.version == 2
+    assert TensorBoardLogger(tmp_path).version == 3
 
 
 @pytest.mark.timeout(60)

@@ -85,6 +85,7 @@ class Net(nn.Linear):
     example_input_array: Any = torch.ones(1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_graph(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     net = Net(2, 1)

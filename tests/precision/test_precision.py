@@ -83,9 +83,7 @@ def test_unknown_precision(flag: Any) -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "mps"])
 def test_16_mixed_is_refused_without_cuda(device_type: str) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"precision='16-mixed' on .*use precision='bf16-mixed'"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"precision='16-mixed' on .*use precision='bf16-mixed'"):
         make_precision("16-mixed", device_type)
 
 

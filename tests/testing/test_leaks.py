@@ -92,9 +92,7 @@ SETTINGS: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), SETTINGS)
-def test_a_setting_is_named_and_put_back(
-    before: leaks.Snapshot, change: Callable[[], object], said: str
-) -> None:
+def test_a_setting_is_named_and_put_back(before: leaks.Snapshot, change: Callable[[], object], said: str) -> None:
     change()
     (sentence,) = found(before)
     assert said in sentence

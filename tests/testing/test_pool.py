@@ -93,6 +93,20 @@ def test_one_process_per_rank_serves_many_calls(ranks: RankPool) -> None:
     assert len({*first, os.getpid()}) == 3
 
 
+def test_ranks_may_leave_at_once(ranks: RankPool) -> None:
+    """A rank that returned while another was still connecting to it broke that one's group, under load."""
+
+    def leave_early() -> int:
+        rank = dist.get_rank()
+        if rank == 0:
+            time.sleep(0.01)
+        return rank
+
+    for _ in range(10):
+        assert ranks(3).run(leave_early) == [0, 1, 2]
+        assert ranks(3).run(int) == [0, 0, 0]
+
+
 def test_calls_find_a_launchers_environment(ranks: RankPool) -> None:
     def environment() -> dict[str, str]:
         return dict(os.environ)
@@ -226,17 +240,21 @@ def test_closing_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pyte
         pool.run(total, 1.0)
 
 
-def test_killed_owner_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_owner_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import time\nfrom lockstep.testing import RankPool\npool = RankPool(1)\n"
         "print(*pool.pids, pool._nursery.pid, flush=True)\npool.run(time.sleep, 600, timeout=600)\n"
     )
-    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environ = {**os.environ, "TMPDIR": str(scratch)}
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environ)
     assert owner.stdout is not None
     pids = [int(word) for word in owner.stdout.readline().split()]
     assert len(pids) == 2
     assert all(map(command_line, pids))
+    assert len(list(scratch.iterdir())) == 1
     owner.kill()
     owner.wait()
     owner.stdout.close()
@@ -244,6 +262,7 @@ def test_killed_owner_leaves_no_process(tmp_path: Path) -> None:
     while any(map(command_line, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [command_line(pid) for pid in pids] == ["", ""]
+    assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-2, ValueError)])

@@ -26,6 +26,10 @@ from lockstep.loggers.base import as_yaml
 class Checkpoint(Callback):
     """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
 
+    def find_last(self, trainer: TrainerView) -> set[str]:
+        """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
+        return set()
+
 
 class ModelCheckpoint(Checkpoint):
     """Saves the run, and keeps the best or the latest of its checkpoints.
@@ -96,8 +100,7 @@ class ModelCheckpoint(Checkpoint):
             every_n_epochs = 1
         self.dirpath: str | None = None
         if dirpath:
-            name = os.fspath(dirpath)
-            self.dirpath = name if storage.is_remote(name) else os.path.realpath(os.path.expanduser(name))
+            self.dirpath = storage.absolute(dirpath)
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
@@ -210,7 +213,9 @@ class ModelCheckpoint(Checkpoint):
             return
         self._step_of_last_batch = step
         if self._train_time_interval is not None:
-            if not trainer.agreement.is_up(self._time_bit):
+            # Alone, the loop settles no requests: the answer is there at once.
+            asked = trainer.agreement.now if trainer.world_size == 1 else trainer.agreement.is_up
+            if not asked(self._time_bit):
                 return
             trainer.agreement.lower(self._time_bit)
             self._time_of_last_save = time.monotonic()
@@ -313,10 +318,8 @@ class ModelCheckpoint(Checkpoint):
         if self.check_monitor_top_k(trainer, score):
             return self._save_scored(trainer, metrics, score)
         if self.verbose:
-            rank_zero_info(
-                f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor} = "
-                f"{score:.5f} is not among the best {self.save_top_k}."
-            )
+            place = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{place} is not among the best {self.save_top_k}.")
         return ""
 
     def _save_scored(self, trainer: TrainerView, metrics: dict[str, Tensor], score: Tensor) -> str:
@@ -336,10 +339,8 @@ class ModelCheckpoint(Checkpoint):
         self.best_model_path = better(self.best_k_models, key=lambda name: self.best_k_models[name])
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose:
-            rank_zero_info(
-                f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor} = "
-                f"{score:.5f} (best {self.best_model_score:.5f}), saving to {path!r}."
-            )
+            place = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{place} (best {self.best_model_score:.5f}), saving to {path!r}.")
         self._write(trainer, path)
         return displaced
 
@@ -416,11 +417,11 @@ class ModelCheckpoint(Checkpoint):
         if self.dirpath is not None:
             return self.dirpath
         if not trainer.loggers:
-            return os.path.join(trainer.default_root_dir, "checkpoints")
+            return storage.absolute(os.path.join(trainer.default_root_dir, "checkpoints"))
         logger = trainer.loggers[0]
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         root = logger.save_dir if logger.save_dir is not None else trainer.default_root_dir
-        return os.path.join(root, str(logger.name), version, "checkpoints")
+        return storage.absolute(os.path.join(root, str(logger.name), version, "checkpoints"))
 
     def format_checkpoint_name(
         self,
@@ -453,8 +454,8 @@ class ModelCheckpoint(Checkpoint):
         found = storage.exists(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
-    def find_last_checkpoints(self, trainer: TrainerView) -> set[str]:
-        """Paths of the files in the folder that are named as ``last.ckpt`` is, by this run or earlier."""
+    def find_last(self, trainer: TrainerView) -> set[str]:
+        """Paths in the folder that are named as ``last.ckpt`` is, by this run or an earlier one."""
         folder = self._choose_folder(trainer)
         pattern = checkpoint_name.pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         return {os.path.join(folder, name) for name in storage.names(folder) if pattern.fullmatch(name)}

@@ -36,6 +36,11 @@ def _remote(path: PathLike) -> tuple[Any, str]:
     return system, name
 
 
+def absolute(path: PathLike) -> str:
+    """`path` from the root of the file system, without links in it; URLs as they are."""
+    return os.fspath(path) if is_remote(path) else os.path.realpath(_local(path))
+
+
 @contextlib.contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     """A binary file to write, which becomes `path` when the block ends without an error.

@@ -12,8 +12,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from lockstep.data.order import mix
 
-_COLLATE = 0x5DEECE66D  # sets the seed of a batch's collation apart from those of its samples
-
 
 def seed_all(bits: int) -> None:
     """Seeds torch, numpy (where it is loaded) and ``random`` with 64 bits; about 6 us.
@@ -49,9 +47,9 @@ def put_back(states: tuple[Any, ...]) -> None:
 class SeededIndices(list[int]):
     """Indices of a batch that seed the random generators as a fetcher walks over them.
 
-    Before a sample's index is handed out the generators are seeded from the sample's position, and after the
-    last one from the batch's, for ``collate_fn``. Unpickling (which is how a batch's indices reach a loader's
-    worker) seeds as well: that is for data sets that fetch a whole batch by themselves (``__getitems__``).
+    Before a sample's index is handed out the generators are seeded from the sample's position (``collate_fn`` goes
+    on from the last one's). Unpickling, which is how a batch's indices reach a loader's worker, seeds as well: that
+    is for data sets that fetch a whole batch by themselves (``__getitems__``).
 
     Args:
         indices: what the data set is asked for.
@@ -68,7 +66,6 @@ class SeededIndices(list[int]):
         for position, index in enumerate(super().__iter__(), self.first):
             seed_all(mix(self.key, position))
             yield index
-        seed_all(mix(self.key ^ _COLLATE, self.first))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (list(super().__iter__()), self.key, self.first)

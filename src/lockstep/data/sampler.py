@@ -216,7 +216,9 @@ class Drawn(Schedule):
             if not self.alone:
                 yield self._seeding(indices, first)
             else:
-                yield indices[0] if self.quiet else SeededIndex.make(indices[0], self.epoch_key, first)
+                index = indices[0]  # whatever the sampler yields goes to the data set; only integers can seed
+                seeds = isinstance(index, int) and not self.quiet
+                yield SeededIndex.make(index, self.epoch_key, first) if seeds else index
 
     def _pull(self) -> bool:
         """Draws the next few global batches; whether there were any."""

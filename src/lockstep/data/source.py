@@ -152,8 +152,8 @@ class Indexed(Source):
             yield from drawn
             return
         for indices in drawn:
-            assert isinstance(indices, SeededIndices | SeededIndex)
-            indices.seed()
+            if isinstance(indices, SeededIndices | SeededIndex):
+                indices.seed()
             yield indices
 
     def close(self) -> None:
@@ -369,6 +369,8 @@ def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> 
     """Takes over a loader of a map-style data set: finds the schedule that its sampler asks for."""
     quiet = draws_nothing(loader.dataset, loader.collate_fn)
     batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
     plain = type(batches) is BatchSampler
     sampler: Any = batches.sampler if plain else (loader.sampler if batches is None else batches)
     alone = batches is None

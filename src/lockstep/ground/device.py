@@ -44,9 +44,7 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     return tree_map(move, batch, (torch.Tensor, _Movable))  # tensors first: the quicker question
 
 
-def resolve_accelerator(
-    accelerator: str = "auto", devices: Devices = "auto"
-) -> tuple[str, list[torch.device]]:
+def resolve_accelerator(accelerator: str = "auto", devices: Devices = "auto") -> tuple[str, list[torch.device]]:
     """The device type and this node's devices, one for each rank.
 
     Args:
@@ -112,8 +110,7 @@ def _indices(devices: Devices, present: int, kind: str) -> list[int]:
         indices = list(devices) if isinstance(devices, list | tuple) else []
     if not indices or any(type(index) is not int or index < 0 for index in indices):
         raise MisconfigurationException(
-            f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, "
-            "or 'auto'"
+            f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"
         )
     if len(set(indices)) < len(indices):
         raise MisconfigurationException(f"devices={devices!r} names a device twice: give each one once")

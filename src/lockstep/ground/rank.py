@@ -42,9 +42,7 @@ class _RankZeroOnly:
     def __call__(self, fn: Callable[P, T], default: None = None) -> Callable[P, T | None]: ...
 
     @overload
-    def __call__(
-        self, fn: None = None, default: Any = None
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+    def __call__(self, fn: None = None, default: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
     def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Callable[..., Any]:
         if fn is None:

@@ -103,9 +103,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     if numpy is not None and "numpy" in states:
         saved = states["numpy"]
         words = saved["words"].cpu().numpy().astype("uint32")
-        numpy.random.set_state(
-            ("MT19937", words, saved["position"], saved["has_gauss"], saved["cached_gauss"])
-        )
+        numpy.random.set_state(("MT19937", words, saved["position"], saved["has_gauss"], saved["cached_gauss"]))
     if "cuda" in states and torch.cuda.is_available():
         for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state.cpu(), index)

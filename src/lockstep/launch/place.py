@@ -19,7 +19,7 @@ def here(devices: int | None, num_nodes: int) -> Placement:
 
 
 def directly(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` in this process: the ranks, if there are others, are there already."""
+    """Call ``function`` in this process: there are no other ranks to start."""
     return function(*args)
 
 
@@ -30,6 +30,7 @@ def launcher(kind: str | None, placement: Placement) -> Callable[..., Any]:
         kind: a strategy's ``launcher``: None, "script" or "spawn".
         placement: from :func:`here`.
     """
-    if kind is None or placement.launched or placement.world.size == 1:
+    if kind is None or placement.world.size == 1 or (kind == "spawn" and placement.launched):
         return directly
+    # ranks that are there already go through the script launcher too: it leaves a note of what ends them
     return (ScriptLauncher if kind == "script" else SpawnLauncher)(placement.world).launch

@@ -83,6 +83,8 @@ def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str])
     """
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if argv[0] in ("", "-"):  # typed in, or read from standard input
+        return None
     if argv[0] == "-c":
         at = next((i for i, word in enumerate(original) if i and word[0] == "-" and word[-1] == "c"), None)
         return None if at is None else [*python, "-c", *original[at + 1 :]]

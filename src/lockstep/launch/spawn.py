@@ -169,6 +169,7 @@ def _surroundings() -> dict[str, Any]:
         "deterministic": _deterministic(),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "matmul": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -188,3 +189,4 @@ def _restore(surroundings: dict[str, Any]) -> None:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = surroundings["cudnn"]
     torch.set_float32_matmul_precision(surroundings["matmul"])
+    torch.set_num_threads(surroundings["threads"])

@@ -191,7 +191,7 @@ class FolderLogger(Logger):
         if self._version is None:
             if rank_zero_only.rank != 0:  # only a guess, until rank 0 has made the folder and told
                 return _next_version(Path(self.root_dir))
-            self._version = claim_version(self.root_dir)
+            self._version = claim_version(self.root_dir, type(self).__qualname__)
         return self._version
 
     @property
@@ -221,7 +221,8 @@ class FolderLogger(Logger):
         Path(self.log_dir, self.NAME_HPARAMS_FILE).write_text(as_yaml(self.hparams), encoding="utf-8")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_experiment": None}  # open files stay in this process
+        # Open files stay in this process. A copy in another one logs to the same version, so it is chosen now.
+        return {**self.__dict__, "_version": self.version, "_experiment": None}
 
 
 def _next_version(root: Path) -> int:
@@ -229,17 +230,31 @@ def _next_version(root: Path) -> int:
     return max((int(match[1]) + 1 for match in taken if match), default=0)
 
 
-def claim_version(root: str | os.PathLike[str]) -> int:
-    """The next free N, taken by making the folder ``root/version_N``, which only one process can."""
-    folder = Path(root)
+def claim_version(root: str | os.PathLike[str], kind: str = "") -> int:
+    """The next free N, taken by making the folder ``root/version_N``, which only one process can.
+
+    Loggers of several kinds in one run get the same folder: one that this process has made, in which no file
+    is yet and no logger of this `kind`.
+    """
+    folder = Path(root).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     version = _next_version(folder)
+    latest = folder / f"version_{version - 1}"
+    if kind not in _made.get(latest, {kind}) and not os.listdir(latest):
+        _made[latest].add(kind)
+        return version - 1
     while True:
         try:
             (folder / f"version_{version}").mkdir()
-            return version
         except FileExistsError:
             version += 1
+        else:
+            _made[folder / f"version_{version}"] = {kind}
+            return version
+
+
+#: the folders that this process has made, and the kinds of loggers that keep their files in each
+_made: dict[Path, set[str]] = {}
 
 
 # -- hyperparameters as text -------------------------------------------------------------------------------

@@ -89,12 +89,14 @@ class Feed:
         ...         (loss(batch) * share).backward()
     """
 
-    def __init__(self, source: Source, world: Place, num_batches: int | float, gather: Gather | None) -> None:
+    def __init__(
+        self, source: Source, world: Place, num_batches: int | float, ahead: bool, gather: Gather | None
+    ) -> None:
         self._source = source
         self._rank = world.rank
         self._size = world.size
         self._gather = gather
-        self._ahead = source.ahead
+        self._ahead = ahead
         #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
         self.num_batches = num_batches
         self._start = 0
@@ -150,6 +152,8 @@ class Feed:
                 'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
                 '"max_size" or "max_size_cycle".'
             )
+        if not loaders:
+            raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
         names = names_of("train_dataloader", len(loaders))
         parts = make_sources(loaders, draft, names)
         ahead = check_alike(parts, draft, names)
@@ -157,9 +161,12 @@ class Feed:
             if part.length == 0:
                 raise MisconfigurationException(no_batches(loader, name, world.size))
         made = parts[0] if spec is None else Mixed(parts, spec, mode)
-        feed = cls(made, world, limited(limit, made.length, "limit_train_batches"), gather)
-        feed._ahead = feed._ahead and ahead
-        return feed
+        count = limited(limit, made.length, "limit_train_batches")
+        ahead = ahead and made.ahead
+        if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
+            count = gather(torch.tensor(count, dtype=torch.float64)).max().item()
+            count = count if math.isinf(count) else int(count)
+        return cls(made, world, count, ahead, gather)
 
     def begin(self, epoch: int, start_batch: int = 0) -> None:
         """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on."""
@@ -347,7 +354,8 @@ def opened(source: Any, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
     if isinstance(source, CombinedLoader):
         return source.flattened, flatten(source.iterables)[1], source.mode
     loaders, spec = flatten(source)
-    return loaders, None if spec.is_leaf() else spec, mode
+    bare = len(loaders) == 1 and loaders[0] is source
+    return loaders, None if bare else spec, mode
 
 
 def make_sources(loaders: list[Any], draft: Draft, names: list[str]) -> list[Source]:
@@ -396,7 +404,7 @@ def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:
     Raises:
         MisconfigurationException: the ranks have different data sets or batch sizes.
     """
-    if draft.gather is None:
+    if draft.gather is None or not parts:
         return True
     facts = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch] for part in parts]
     ranks = draft.gather(torch.tensor(facts, dtype=torch.int64))

@@ -189,7 +189,8 @@ class FitLoop:
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
-            trainer.published.publish(results.step_values())
+            newest = results.reduce_step() if trainer.world_size > 1 else results.step_values()
+            trainer.published.publish(newest)
             for_loggers = trainer.published.publish(results.reduce_epoch())
             overridden = hooks.on_train_epoch_end is not None
             if overridden:

@@ -62,6 +62,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 # prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only: as given to `self.log`
 Options = tuple[Any, ...]
+Reader = Callable[["Entry"], tuple[Any, float, bool]]  # (value, weight, whether it is the newest one)
 Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
 
 
@@ -69,6 +70,7 @@ class Entry:
     """One name logged in one hook: its running reduction and its newest value."""
 
     __slots__ = (
+        "dtype",
         "epoch_fresh",
         "key",
         "last",
@@ -107,42 +109,54 @@ class Entry:
             )
         self.name = f"{name}/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else name
         self.metric: Any = None
-        self.last: Tensor | None = None
-        self.total: Tensor | None = None
+        self.dtype = torch.get_default_dtype()
+        # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
+        # 0-dim tensors on the device where they are on one, so that nothing waits for it.
+        self.last: Any = 0.0
+        self.total: Any = _NEUTRAL[self.op]
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was collected; the buffers stay for the next epoch."""
+        """Forget what was collected."""
         self.epoch_fresh = self.step_fresh = False
         self.weight = self.last_weight = 0.0
-        if self.total is not None:
-            self.total.fill_(_NEUTRAL[self.op])
+        self.total = _NEUTRAL[self.op]
 
     def add(self, value: Any, weight: float) -> None:
         """Take in one logged value, a number or a tensor of one element."""
-        if not isinstance(value, Tensor):
-            value = torch.tensor(float(value), dtype=torch.get_default_dtype())
-        value = value.detach()
-        if value.ndim:
-            value = self._scalar(value)
-        if not value.is_floating_point():
-            value = value.to(torch.get_default_dtype())
-        if self.last is None or self.last.dtype != value.dtype or self.last.device != value.device:
-            self._make_buffers(value)
+        if isinstance(value, Tensor):
+            if value.is_cpu:
+                self.dtype = value.dtype
+                if value.ndim:
+                    value = self._scalar(value)
+                value = value.item()
+            else:
+                value = self._on_device(value)
+        else:
+            value = float(value)
         if self.on_step:
-            self.last.copy_(value)  # type: ignore[union-attr]  # a copy: the caller may change its loss in place
+            self.last = value
             self.last_weight = weight
             self.step_fresh = True
         if self.on_epoch:
             self.epoch_fresh = True
             self.weight += weight
-            if self.op == "mean":
-                self.total.add_(value, alpha=weight)  # type: ignore[union-attr]
-            elif self.op == "sum":
-                self.total.add_(value)  # type: ignore[union-attr]
+            op = self.op
+            if op == "mean":
+                self.total = self.total + value * weight
+            elif op == "sum":
+                self.total = self.total + value
+            elif isinstance(value, Tensor):
+                pick = torch.minimum if op == "min" else torch.maximum
+                self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
             else:
-                pick = torch.minimum if self.op == "min" else torch.maximum
-                self.total.copy_(pick(self.total, value.to(self.total.dtype)))  # type: ignore[union-attr, arg-type]
+                self.total = min(self.total, value) if op == "min" else max(self.total, value)
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
+        self.dtype = value.dtype
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        return self._scalar(value.detach()).to(wide, copy=True)
 
     def _scalar(self, value: Tensor) -> Tensor:
         if value.numel() != 1:
@@ -151,28 +165,20 @@ class Entry:
             )
         return value.reshape(())
 
-    def _make_buffers(self, value: Tensor) -> None:
-        self.last = torch.empty_like(value, memory_format=torch.contiguous_format)
-        wide = torch.float32 if value.device.type == "mps" else torch.float64
-        old = self.total
-        self.total = torch.full((), _NEUTRAL[self.op], dtype=wide, device=value.device)
-        if old is not None:
-            self.total.copy_(old)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values that were logged."""
-        return self.last.dtype if self.last is not None else torch.get_default_dtype()
-
     def normal(self) -> list[Any]:
         """The options in plain types, equal for equal meaning."""
         return [*self.options[:4], self.op, *self.options[5:]]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of an epoch that is not over."""
-        total = None if self.total is None else self.total.cpu().clone()
-        last = None if self.last is None else self.last.cpu().clone()
-        return {"key": list(self.key), "options": self.normal(), "total": total, "last": last, "weight": self.weight}
+        return {
+            "key": list(self.key),
+            "options": self.normal(),
+            "total": float(self.total),
+            "last": float(self.last),
+            "weight": float(self.weight),
+            "dtype": self.dtype,
+        }
 
 
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -282,8 +288,9 @@ class Results:
         """The newest on_step values of this rank, not reduced: (entry, name, value)."""
         found = []
         for entry in self._entries():
-            if entry.step_fresh and entry.last is not None:
-                found.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, entry.last))
+            if entry.step_fresh:
+                value = torch.tensor(float(entry.last), dtype=entry.dtype)
+                found.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
         return found
 
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
@@ -322,9 +329,7 @@ class Results:
             entry.clear()
         return found
 
-    def _reduce(
-        self, fresh: list[Entry], read: Callable[[Entry], tuple[Tensor | None, float, bool]]
-    ) -> list[tuple[Entry, Tensor]]:
+    def _reduce(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
         """Reduce entries over the ranks: names travel as a hash, and in full only where the hashes differ."""
         fresh.sort(key=lambda entry: entry.key)
         if self._world_size > 1:
@@ -338,16 +343,14 @@ class Results:
             reduced.append((entry, torch.tensor(value, dtype=entry.dtype)))
         return reduced
 
-    def _local(self, entry: Entry, read: Callable[[Entry], tuple[Tensor | None, float, bool]]) -> tuple[float, float]:
+    def _local(self, entry: Entry, read: Reader) -> tuple[float, float]:
         value, weight, newest = read(entry)
-        if value is None or weight == 0.0:
+        if weight == 0.0:
             return _NEUTRAL[entry.op], 0.0
         number = float(value)
         return (number * weight if newest and entry.op == "mean" else number), float(weight)
 
-    def _exchange(
-        self, fresh: list[Entry], read: Callable[[Entry], tuple[Tensor | None, float, bool]]
-    ) -> tuple[list[Entry], list[list[tuple[float, float]]]]:
+    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[tuple[float, float]]]]:
         names = repr([(entry.key, entry.op, entry.metric is not None) for entry in fresh])
         header = [float(zlib.crc32(names.encode())), float(len(fresh))]
         rows = self._packed(header, fresh, read)
@@ -357,9 +360,7 @@ class Results:
         pairs = [[(row[2 + 2 * i], row[3 + 2 * i]) for i in range(len(fresh))] for row in rows]
         return fresh, pairs
 
-    def _packed(
-        self, header: list[float], fresh: list[Entry], read: Callable[[Entry], tuple[Tensor | None, float, bool]]
-    ) -> list[list[float]]:
+    def _packed(self, header: list[float], fresh: list[Entry], read: Reader) -> list[list[float]]:
         numbers = list(header)
         for entry in fresh[: self._capacity]:
             numbers.extend(self._local(entry, read))
@@ -403,6 +404,7 @@ class Results:
             hook, dataloader_idx, name = saved["key"]
             entry = Entry((hook, dataloader_idx, name), tuple(saved["options"]))
             entry.total, entry.last, entry.weight = saved["total"], saved["last"], saved["weight"]
+            entry.dtype = saved["dtype"]
             entry.epoch_fresh = True
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
 

@@ -63,21 +63,26 @@ class DDPStrategy(Strategy):
         super().setup_environment()
         world = self.world
         if not dist.is_initialized():
-            backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-            dist.init_process_group(
-                backend,
-                init_method=f"tcp://{world.address}:{world.port}",
-                rank=world.rank,
-                world_size=world.size,
-                timeout=self._timeout,
-                device_id=self.root_device if backend == "nccl" else None,
-            )
-            atexit.register(_leave_group)
+            self._make_group()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
                 f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
                 "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
             )
+
+    def _make_group(self) -> None:
+        world = self.world
+        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        meeting: dict[str, Any] = {"init_method": f"tcp://{world.address}:{world.port}"}
+        if world.size == 1:  # nobody to meet, so no port is needed
+            meeting = {"store": dist.HashStore()}
+        device = self.root_device if backend == "nccl" else None
+        dist.init_process_group(
+            backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, **meeting
+        )
+        atexit.register(_leave_group)
+        # a rank that fails before the others have connected to it would break their connecting, which hides its error
+        comm.barrier()
 
     def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
         """As on one process, then rank 0's weights and buffers everywhere."""

@@ -20,9 +20,7 @@ import torch.distributed as dist
 
 SHARED_MEMORY = Path("/dev/shm")
 WATCHED_SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 # Set by pytest for each phase of a test, or by libraries for good when they are first used.
 UNWATCHED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"})
@@ -77,10 +75,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
     ),
     "the working directory": (os.getcwd, os.chdir),
-    **{
-        f"the handler of {number.name}": (_signal_reader(number), _signal_writer(number))
-        for number in WATCHED_SIGNALS
-    },
+    **{f"the handler of {number.name}": (_signal_reader(number), _signal_writer(number)) for number in WATCHED_SIGNALS},
 }
 
 
@@ -190,9 +185,7 @@ def _patiently(look: Callable[[], list[str]], patience: float) -> list[str]:
 
 def running(before: Snapshot, known: Iterable[int] = ()) -> list[str]:
     """Child processes and threads that run now and did not at ``before``."""
-    found = [
-        f"child process {pid} still runs: {command_line(pid)}" for pid in sorted(new_children(before, known))
-    ]
+    found = [f"child process {pid} still runs: {command_line(pid)}" for pid in sorted(new_children(before, known))]
     found += [
         f"thread {thread.name!r} still runs"
         for thread in threading.enumerate()

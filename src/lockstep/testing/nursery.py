@@ -16,17 +16,19 @@ import contextlib
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import sys
 from types import FrameType
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, folder: str) -> None:
     """Imports what every rank needs, then forks ranks until the pool goes away.
 
     Args:
         descriptor: this process's end of the socket.
+        folder: the pool's scratch folder, removed at the end.
     """
     control = socket.socket(fileno=descriptor)
     warm_up()
@@ -61,6 +63,7 @@ def main(descriptor: int) -> None:
         signal.set_wakeup_fd(-1)
         for pid in living:
             kill_group(pid)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def warm_up() -> None:

@@ -82,8 +82,7 @@ class RankPool:
 
     Each rank runs with one OpenMP thread. Between calls the ranks' environment, working directory, default
     dtype and torch flags are put back, and the process group is destroyed; every call starts from the same
-    random states, other ones on every rank. A rank that fails by an exception goes on to serve the next call;
-    one that died or had to be ended is replaced.
+    random states, other ones on every rank. A rank that failed is replaced by a fresh one.
 
     Needs ``fork``: Linux, macOS.
     """
@@ -97,7 +96,7 @@ class RankPool:
         self._folder = tempfile.mkdtemp(prefix="lockstep-pool-")
         self._calls = 0
         self._owner = os.getpid()
-        self._control, self._nursery = _start_nursery()
+        self._control, self._nursery = _start_nursery(self._folder)
         _open_pools.add(self)
         self._grow(size)
 
@@ -349,7 +348,7 @@ def _close_all() -> None:
         pool.close()
 
 
-def _start_nursery() -> tuple[socket.socket | None, subprocess.Popen[bytes]]:
+def _start_nursery(folder: str) -> tuple[socket.socket | None, subprocess.Popen[bytes]]:
     mine, its = socket.socketpair()
     environ = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -359,7 +358,7 @@ def _start_nursery() -> tuple[socket.socket | None, subprocess.Popen[bytes]]:
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     begin = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from lockstep.testing import nursery as n; n.main({its.fileno()})"
+        f"from lockstep.testing import nursery as n; n.main({its.fileno()}, {folder!r})"
     )
     nursery = subprocess.Popen(
         [sys.executable, "-c", begin],

@@ -57,6 +57,7 @@ def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float =
         try:
             limit = datetime.timedelta(seconds=timeout)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+            dist.barrier()  # who leaves at once must not be gone while another still connects to it
             results[rank] = fn(*args)
         except BaseException as error:
             failures[rank] = error
@@ -66,8 +67,7 @@ def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float =
 
     with _one_at_a_time, _world_per_thread():
         threads = [
-            threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}", daemon=True)
-            for rank in range(world)
+            threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world)
         ]
         for thread in threads:
             thread.start()

@@ -63,7 +63,7 @@ class Outcome:
 
 
 def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
-    """Runs calls until the pool closes its end of the pipe; does not return before."""
+    """Runs calls until one fails or the pool closes its end of the pipe."""
     _die_with_parent()
     faulthandler.register(STACKS_SIGNAL, file=stacks_descriptor, all_threads=True)
     pipe = Connection(pipe_descriptor)
@@ -74,6 +74,8 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
             path = list(sys.path)
             outcome = run(call, before)
             pipe.send_bytes(pickle.dumps(outcome))
+            if outcome.value is None:
+                return  # a half-made group cannot be undone: the pool forks a fresh rank
             if dist.is_initialized():
                 dist.destroy_process_group()
             leaks.restore_settings(before)
@@ -97,6 +99,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
                 world_size=world,
                 timeout=datetime.timedelta(seconds=call.timeout),
             )
+            dist.barrier()  # who leaves at once must not be gone while another still connects to it
         function, arguments = pickle.loads(call.body)
         value = function(*arguments)
         ended = time.monotonic()
