@@ -88,7 +88,7 @@ class Attributes:
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch at hand is the epoch's last."""
-        return self.fit_loop.step.is_last
+        return self.fit_loop.progress.last
 
     @property
     def training(self) -> bool:
@@ -193,6 +193,11 @@ class Attributes:
     # -- optimization --------------------------------------------------------------------------------------
 
     @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of one window in the epoch that runs."""
+        return self.config.accumulation(self.current_epoch)
+
+    @property
     def optimizers(self) -> list[Any]:
         """The optimizers of the fit."""
         return self.strategy.optimizers
@@ -240,7 +245,7 @@ class Attributes:
     def log_dir(self) -> str | None:
         """The folder of this run's logs, the same on all ranks."""
         found = getattr(self.logger, "log_dir", None) if self.loggers else self.default_root_dir
-        return None if found is None else os.fspath(found)
+        return os.fspath(found) if isinstance(found, (str, os.PathLike)) else None
 
     @property
     def default_root_dir(self) -> str:

@@ -119,7 +119,7 @@ def _fast(flags: dict[str, Any]) -> dict[str, Any]:
     flags["fast_dev_run"] = int(batches)
     if batches:
         flags.update(dict.fromkeys(BATCH_LIMITS, int(batches)))
-        flags.update(max_epochs=1, max_steps=int(batches), num_sanity_val_steps=0)
+        flags.update(max_epochs=1, min_epochs=None, max_steps=int(batches), min_steps=None, num_sanity_val_steps=0)
         flags.update(val_check_interval=1.0, check_val_every_n_epoch=1)
     return flags
 

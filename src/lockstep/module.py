@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.hyperparameters import HyperparametersMixin
+from lockstep.ground.hyperparameters import AttributeDict, HyperparametersMixin
 from lockstep.ground.rank import warn_once
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, OptimizerLRScheduler
@@ -407,7 +407,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
         parameters = inspect.signature(cls.__init__).parameters
         if name not in (None, "kwargs") and name in parameters:
-            return {name: {**hparams, **given}} if name not in given else given
+            return given if name in given else {name: AttributeDict({**hparams, **given})}
         merged = {**hparams, **given}
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return merged

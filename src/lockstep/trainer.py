@@ -22,6 +22,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.place import directly, here, launcher
+from lockstep.loggers.base import DummyLogger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop import handover, state
 from lockstep.loop.evaluate import EvaluationLoop
@@ -152,11 +153,12 @@ class Trainer(Attributes):
         self.should_stop = False
         self.received_sigterm = False
         self.interruption: str | None = None
+        self.ckpt_path: str | None = None
         self.enable_validation = False
         self.hooks: Any = None
         self.results: Any = None
         self.agreement: Any = None
-        self.stop_flag = 0
+        self.stop_flag = self.interrupt_flag = 0
         self.published = Published()
         self.fit_loop = FitLoop(self)
         self.validate_loop = EvaluationLoop(self, RunningStage.VALIDATING)
@@ -335,11 +337,18 @@ class Trainer(Attributes):
 
 
 def _loggers(asked: Any, config: Any) -> list[Any]:
-    if config.fast_dev_run or asked is False:
+    if asked is False:
         return []
     if asked is None or asked is True:
-        return [default_logger(config.default_root_dir)]
-    return list(asked) if isinstance(asked, Iterable) else [asked]
+        loggers = [default_logger(config.default_root_dir)] if not config.fast_dev_run else [DummyLogger()]
+    else:
+        loggers = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    for logger in loggers:
+        if not callable(getattr(logger, "log_metrics", None)):
+            raise MisconfigurationException(
+                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or a list of them."
+            )
+    return [DummyLogger()] if config.fast_dev_run and loggers else loggers
 
 
 def _callbacks(

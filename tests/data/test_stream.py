@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -149,9 +150,33 @@ def test_random_numbers_follow_seed_epoch_and_position(workers: int, persistent:
     feed.close()
 
 
+class Shuffled(Stream):
+    """Shuffles before its first sample, then takes its worker's part."""
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.n).tolist()
+        info = get_worker_info()
+        for index in order[info.id :: info.num_workers]:
+            yield torch.tensor([index, torch.rand(()).item()])
+
+
+@pytest.mark.timeout(60)
+def test_persistent_workers_that_shard_shuffle_alike_and_as_fresh_ones() -> None:
+    def played(feed: Feed, number: int) -> list[list[float]]:
+        return torch.cat([batch for batch, _, _ in epoch(feed, number)]).tolist()
+
+    feed = feed_of(DataLoader(Shuffled(11), 2, num_workers=2, persistent_workers=True))
+    epochs = [played(feed, number) for number in range(3)]
+    feed.close()
+    for number, samples in enumerate(epochs):
+        assert sorted(int(index) for index, _ in samples) == list(range(11))
+        assert len({value for _, value in samples}) >= 10  # the workers' first samples may draw the same number
+        assert played(feed_of(DataLoader(Shuffled(11), 2, num_workers=2)), number) == samples
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("start", [0, 2, 4])
+@pytest.mark.parametrize("start", [0, 2, 3, 4, 5])
 def test_a_stream_without_state_resumes_by_reading_again(workers: int, start: int) -> None:
     def played(start: int) -> list[Any]:
         feed = feed_of(DataLoader(Stream(19), 3, num_workers=workers))
@@ -184,7 +209,10 @@ class Stateful(Stream):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stream_with_state_goes_on_without_reading_again(rank: int) -> None:
+@pytest.mark.parametrize("done", [3, 4])
+def test_a_stream_with_state_goes_on_without_reading_again(rank: int, done: int) -> None:
+    """At a boundary (4 micro-batches in windows of 2) and in the middle of a window (3)."""
+
     def played(steps: Any) -> list[Any]:
         return [(batch.tolist(), weight) for batch, weight, _ in steps]
 
@@ -194,14 +222,14 @@ def test_a_stream_with_state_goes_on_without_reading_again(rank: int) -> None:
     whole = played(epoch(made(Stateful(40)), 1))
     feed = made(Stateful(40))
     feed.begin(1)
-    windows = feed.windows(2)
-    played(step for window in (next(windows), next(windows)) for step in window)
+    steps = (step for window in feed.windows(2) for step in window)
+    assert played(itertools.islice(steps, done)) == whole[:done]
     state, data = feed.state_dict(), Stateful(40)
     resumed = made(data)
     resumed.load_state_dict(state)
-    assert played(epoch(resumed, 1, start=4, accumulate=2)) == whole[4:]
-    assert data.asked <= 40 - 4 * 6 + 6
-    assert data.asked > 0
+    assert played(epoch(resumed, 1, start=done, accumulate=2)) == whole[done:]
+    read = 3 * 2 * (done - done % 2)  # of the stream, by the windows that are over
+    assert data.asked <= 40 - read + 1
 
 
 class StatefulLoader(DataLoader[Any]):

@@ -26,9 +26,7 @@ def digits(folder: Path, *flags: str) -> tuple[dict[str, str], list[dict[str, An
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    printed = dict(
-        re.findall(r"^(steps|accuracy, held out|sha256 of the weights)\s+(\S+)", done.stdout, re.M)
-    )
+    printed = dict(re.findall(r"^(steps|accuracy, held out|sha256 of the weights)\s+(\S+)", done.stdout, re.M))
     epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
     return printed, epochs
 

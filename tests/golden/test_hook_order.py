@@ -25,8 +25,9 @@ UNLIKE = {
     "max_steps": CUT_SHORT,
     "max_steps_accumulate": CUT_SHORT,
     "stop_in_epoch": CUT_SHORT,
-    # `is_last_batch` speaks of the loader's last batch; a user who ends an epoch early does not make it so.
+    # `is_last_batch` is false before the first batch of a fit, and where a user ends the epoch before the loader does.
     "end_epoch": r"^(.*) last$",
+    "resume": r"^(.*) last$",
 }
 
 

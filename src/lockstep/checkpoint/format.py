@@ -14,7 +14,6 @@ import hashlib
 import pickle
 import struct
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, cast
 
 import torch
@@ -49,8 +48,8 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
         OSError: the file could not be written; the earlier one is whole.
     """
     content = readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
-    with storage.replacing(path) as file, ThreadPoolExecutor(1, "sha256") as pool:
-        writer = _HashingWriter(file, pool)
+    with storage.replacing(path) as file:
+        writer = _HashingWriter(file)
         try:
             torch.save(content, cast("IO[bytes]", writer))  # it only writes and flushes
         except RuntimeError:
@@ -64,10 +63,9 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
 class _HashingWriter:
     """Passes on to a file what ``torch.save`` writes, which never goes back, and hashes it on the way."""
 
-    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.file = file
         self.error: OSError | None = None
-        self._pool = pool
         self._hash = hashlib.sha256()
         self._last = b""  # the last two bytes are held back: the length of the comment will stand there
 
@@ -83,16 +81,9 @@ class _HashingWriter:
         return written
 
     def _pass_on(self, data: memoryview | bytes) -> None:
+        self._hash.update(data)
         try:
-            if len(data) > 1 << 20:  # the disk and the hash at the same time
-                hashed = self._pool.submit(self._hash.update, data)
-                try:
-                    self.file.write(data)
-                finally:
-                    hashed.result()  # torch takes its buffer back when this returns
-            else:
-                self._hash.update(data)
-                self.file.write(data)
+            self.file.write(data)
         except OSError as error:
             self.error = error
 

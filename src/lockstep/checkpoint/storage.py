@@ -178,6 +178,14 @@ def size(path: PathLike) -> int:
     return _local(path).stat().st_size
 
 
+def modified(path: PathLike) -> float:
+    """When the file was written, in seconds since 1970."""
+    if is_remote(path):
+        system, inside = _remote(path)
+        return float(system.modified(inside).timestamp())
+    return _local(path).stat().st_mtime
+
+
 def names(folder: PathLike) -> list[str]:
     """Sorted names of what is in `folder`, but for files being written; none if there is no folder."""
     if is_remote(folder):

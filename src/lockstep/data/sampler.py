@@ -187,13 +187,16 @@ class Drawn(Schedule):
             call_set_epoch(holder, epoch)
         seeds = [(made, make_key(seed, epoch, turn)) for made, seed in self._generators]
         self._lane = Lane(make_key(self.key, "sampler", epoch, turn), seeds)
-        with self._lane:
-            self._iterator = iter(self.sampler)
-            for _ in itertools.islice(self._iterator, start * self._unit):
-                pass
         self._mine.clear()
         self._weights.clear()
-        self._reached = self._start = start
+        self._reached, self._start = 0, start
+        with self._lane:
+            self._iterator = iter(self.sampler)
+        # The weights before the start are kept: it may be in the middle of a window.
+        while self._reached < start and self._pull():
+            pass
+        for _ in range(min(start, len(self._mine))):
+            self._mine.popleft()
 
     def has(self, number: int) -> bool:
         while self._reached <= number:

@@ -73,8 +73,9 @@ class Shard(IterableDataset[Any]):
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
         for number in itertools.count(self._read):
-            # Workers that shard by themselves are at different samples: each gets random numbers of its own.
-            seed_all(mix(make_key(key, worker) if self._looked else key, number))
+            # Workers that shard by themselves are at different samples, so each gets random numbers of its own;
+            # but not before the first: what is shuffled there must come out the same in all.
+            seed_all(mix(make_key(key, worker) if self._looked and number > 0 else key, number))
             item = next(iterator, _END)
             if item is _END:
                 return

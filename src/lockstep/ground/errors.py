@@ -24,7 +24,6 @@ def missing_extra(package: str, extra: str, needed_for: str) -> ModuleNotFoundEr
         needed_for: what the user asked for that needs it.
     """
     return ModuleNotFoundError(
-        f"{needed_for} needs the package `{package}`, which is not installed: "
-        f'pip install "torch-lockstep[{extra}]"',
+        f'{needed_for} needs the package `{package}`, which is not installed: pip install "torch-lockstep[{extra}]"',
         name=package,
     )

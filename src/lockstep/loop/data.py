@@ -136,16 +136,8 @@ class Feed:
         """
         if gather is None and world.size > 1:
             gather = all_gather_tensor
-        draft = Draft(
-            world.rank,
-            world.size,
-            seed,
-            "train",
-            True,
-            distribute,
-            torch_order=order == "torch",
-            gather=gather,
-        )
+        by_torch = order == "torch"
+        draft = Draft(world.rank, world.size, seed, "train", True, distribute, torch_order=by_torch, gather=gather)
         loaders, spec, mode = opened(source, "max_size_cycle")
         if mode == "sequential":
             raise MisconfigurationException(
@@ -164,8 +156,7 @@ class Feed:
         count = limited(limit, made.length, "limit_train_batches")
         ahead = ahead and made.ahead
         if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
-            count = gather(torch.tensor(count, dtype=torch.float64)).max().item()
-            count = count if math.isinf(count) else int(count)
+            count = longest(count, gather)
         return cls(made, world, count, ahead, gather)
 
     def begin(self, epoch: int, start_batch: int = 0) -> None:
@@ -173,15 +164,15 @@ class Feed:
         self._start = start_batch
         self._epoch = epoch
         self._state = None
-        open_pass = self._source.open if self._ahead else self._source.weighed
-        self._batches = open_pass(epoch, 0, start_batch, self.num_batches)
+        if self._ahead:
+            self._batches = self._source.open(epoch, 0, start_batch, self.num_batches)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
         """The windows of the epoch, of ``accumulate`` micro-batches each, the last one perhaps of fewer."""
         return self._known(accumulate) if self._ahead else self._fetched(accumulate)
 
     def state_dict(self) -> dict[str, Any]:
-        """At a boundary: what this rank's loaders need to go on besides epoch and micro-batch; mostly {}."""
+        """What this rank's loaders need to go on besides epoch and micro-batch; mostly {}."""
         return self._source.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,14 +215,17 @@ class Feed:
     # -- windows that must be fetched before anything is known
 
     def _fetched(self, accumulate: int) -> Iterator[Window]:
-        number, stop, batches = self._start, self.num_batches, self._batches
+        begun, stop = self._start % accumulate, self.num_batches
+        number = self._start - begun
+        batches = self._source.weighed(self._epoch, 0, number, stop)
+        self._state = self._source.state_dict()
         held: list[tuple[Any, float]] = []
         borrowed: Any = _END
         last = False
         while number < stop and not last:
             room = int(min(accumulate, stop - number))
             held.extend(itertools.islice(batches, room - len(held)))
-            self._state = self._source.state_dict()
+            after = self._source.state_dict()
             if number + room < stop:
                 held.extend(itertools.islice(batches, room + 1 - len(held)))
             mine, held = held[:room], held[room:]
@@ -243,8 +237,15 @@ class Feed:
                 mine += [(borrowed, 0.0)] * (size - len(mine))
             borrowed = mine[-1][0]
             parts = shares([weight for _, weight in mine], total, self._size)
-            yield Window((batch for batch, _ in mine), parts, last)
-            number += size
+            yield Window(self._handed_out(mine[begun:], after), parts, last, begun)
+            number, begun = number + size, 0
+
+    def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
+        """The batches of a window; until the last is out, the feed's state is that before the window."""
+        for batch, _ in mine[:-1]:
+            yield batch
+        self._state = after
+        yield mine[-1][0]
 
     def _agree(self, weights: list[float], more: bool) -> tuple[int, float, bool]:
         """(micro-batches of the rank that has most, sum of all weights, whether no rank has more)."""
@@ -396,6 +397,12 @@ def limited(limit: Limit, length: int | float, flag: str) -> int | float:
             f"number of batches, such as {flag}=1."
         )
     return count
+
+
+def longest(count: int | float, gather: Gather) -> int | float:
+    """The number of micro-batches of the rank that has most."""
+    most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
+    return most if math.isinf(most) else int(most)
 
 
 def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:

@@ -44,7 +44,7 @@ class EvaluationLoop:
         self.prefix = stage.dataloader_prefix
         self.feed: EvaluationFeed | None = None
         self.given: Any = None  # the loaders as the user made them
-        self.seen = 0  # batches logged so far: the x axis of on_step values in evaluation
+        self.seen: dict[int, int] = {}  # batches so far, by loader: the x axis of on_step values in evaluation
 
     @property
     def num_batches(self) -> list[int | float]:
@@ -60,7 +60,7 @@ class EvaluationLoop:
             self.setup_data()
             trainer.strategy.sync_gradients = False
             if self.stage is RunningStage.PREDICTING:
-                return self.predict(return_predictions)
+                return self.predict(return_predictions) if self.feed is not None else None
             values = self.evaluate()
             if verbose and trainer.is_global_zero:
                 trainer.print(report.table(values, self.name))
@@ -90,7 +90,7 @@ class EvaluationLoop:
     # -- validate, test ------------------------------------------------------------------------------------
 
     def evaluate(self, sanity_steps: int = 0) -> list[dict[str, float]]:
-        """One pass; gives the metrics of each loader. Metrics of a sanity check are not published.
+        """One pass; gives the metrics of each loader. Those of a sanity check do not go to the loggers.
 
         Args:
             sanity_steps: batches of each loader to try, -1 for all; 0: this is no sanity check.
@@ -101,8 +101,7 @@ class EvaluationLoop:
         trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
         outer, outer_sync = trainer.results, trainer.strategy.sync_gradients
         strategy = trainer.strategy
-        results = Results(strategy.gather_stacked, strategy.gather_objects, strategy.world_size, strategy.global_rank)
-        trainer.results = results
+        results = trainer.results = Results.of(strategy, trainer.lightning_module)
         strategy.sync_gradients = False
         try:
             with self._no_gradients(), self._eval_mode():
@@ -110,24 +109,25 @@ class EvaluationLoop:
                 hooks.call(f"on_{name}_epoch_start")
                 for _ in self._steps(f"{name}_step", sanity_steps):
                     pass
-                return self._end(results, publish=not sanity_steps)
+                return self._end(results, to_loggers=not sanity_steps)
         finally:
             trainer.results = outer
             strategy.sync_gradients = outer_sync
 
-    def _end(self, results: Results, publish: bool) -> list[dict[str, float]]:
+    def _end(self, results: Results, to_loggers: bool) -> list[dict[str, float]]:
         trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
         assert self.feed is not None
+        results.weight = 1.0  # what is logged from here on is no batch's
         values = results.reduce_epoch()
-        for_loggers = trainer.published.publish(values) if publish else {}
+        for_loggers = trainer.published.publish(values)
         epoch_end = getattr(hooks, f"on_{name}_epoch_end")
         if epoch_end is not None:
             results.hook = ("", -1)
             hooks.call(f"on_{name}_epoch_end")
             late = results.reduce_epoch()
-            for_loggers.update(trainer.published.publish(late) if publish else {})
+            for_loggers.update(trainer.published.publish(late))
             values = values + late
-        if for_loggers:
+        if for_loggers and to_loggers:
             trainer.send_to_loggers(for_loggers, None)
         hooks.call(f"on_{name}_end")
         return _by_loader(values, len(self.feed.num_batches))
@@ -141,10 +141,12 @@ class EvaluationLoop:
         step = getattr(module, step_name)
         takes = _arguments(step, several, step_name)
         transfer = Transfer(module, trainer.datamodule, trainer.strategy)
+        # inside a fit the ranks agree on when to end, so that none is left waiting for this one's metrics
+        ends_at_once = trainer.world_size == 1 or trainer.state.fn is not TrainerFn.FITTING
         start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
         feed.begin(trainer.fit_loop.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
         for batch, batch_idx, dataloader_idx, weight in feed:
-            if trainer.interruption is not None:
+            if trainer.interruption is not None and ends_at_once:
                 raise KeyboardInterrupt
             shown = dataloader_idx if several else -1
             results.hook, results.weight = ("", shown), weight
@@ -156,21 +158,18 @@ class EvaluationLoop:
             output = trainer.strategy.run(step, *position[:takes])
             results.enter("", shown)
             hooks.call(end, output, *position)
-            if not sanity_steps and trainer.loggers:
-                self._log_steps(results)
+            if not sanity_steps:
+                self._log_steps(results, dataloader_idx)
             yield output, dataloader_idx
         results.hook = ("", -1)
 
-    def _log_steps(self, results: Results) -> None:
+    def _log_steps(self, results: Results, dataloader_idx: int) -> None:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
-        values = results.step_values()
-        if values:
-            for entry, _, _ in values:
-                entry.step_fresh = False
-            for_loggers = self.trainer.published.publish(values)
-            if for_loggers:
-                self.trainer.send_to_loggers(for_loggers, self.seen)
-                self.seen += 1
+        seen = self.seen.get(dataloader_idx, 0)
+        self.seen[dataloader_idx] = seen + 1
+        for_loggers = self.trainer.published.publish(results.take_step_values())
+        if for_loggers:
+            self.trainer.send_to_loggers(for_loggers, seen)
 
     # -- predict -------------------------------------------------------------------------------------------
 
@@ -190,6 +189,11 @@ class EvaluationLoop:
         if not return_predictions:
             return None
         return collected[0] if len(collected) == 1 else collected
+
+    def release(self) -> None:
+        """Let go of loaders and their workers."""
+        if self.feed is not None:
+            self.feed.close()
 
     # -- modes ---------------------------------------------------------------------------------------------
 

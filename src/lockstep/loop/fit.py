@@ -17,7 +17,7 @@ from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.data import Feed
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, VALIDATED, Progress
+from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, VALIDATED, WINDOW_END, Progress
 from lockstep.loop.results import Results
 from lockstep.loop.session import session
 from lockstep.loop.step import Step
@@ -99,7 +99,7 @@ class FitLoop:
                 while self._done() is None:
                     self.epoch()
                 trainer.hooks.call("on_train_end")
-            self._share_interruption()
+            self._share_ending()
         return self._result()
 
     def _anomalies(self) -> Any:
@@ -140,21 +140,24 @@ class FitLoop:
             accumulate = trainer.config.accumulation(progress.epoch)
             log_every, validates = trainer.config.log_every_n_steps, self._validates
             feed.begin(progress.epoch, progress.batch)
+            trainer.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
             for window in windows:
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1
-                    if not left and log_every and (progress.windows + 1) % log_every == 0:
-                        self._log_step()
-                    if validates and self._validation_due(step.is_last):
+                    if not left:
+                        self._look_at_clock()
+                        if log_every and (progress.windows + 1) % log_every == 0:
+                            self._log_step()
+                    if validates and self._validation_due(not left):
                         self._validate(not left)
                 if step.ended_by_user:
                     step.ended_by_user, whole = False, True
                     break
                 self._after_window()
-                whole = step.is_last
+                whole = progress.last
                 if self._stops:
                     break
         self._end_epoch(whole)
@@ -163,29 +166,33 @@ class FitLoop:
         """Do what was still to come after the batch of the checkpoint; tells whether it was the last one."""
         progress, feed = self.progress, self.feed
         assert feed is not None
-        is_last = progress.batch >= feed.num_batches
-        at_end = is_last or progress.batch % accumulate == 0
-        if progress.phase == BATCH_END and self._validates and self._validation_due(is_last):
+        progress.last = progress.last or progress.batch >= feed.num_batches
+        at_end = progress.last or progress.batch % accumulate == 0
+        if progress.phase == BATCH_END and self._validates and self._validation_due(at_end):
             self._validate(at_end)
-        if at_end:
+        if at_end and progress.phase != WINDOW_END:
             self._after_window()
-        return is_last
+        return progress.last
 
     def _after_window(self) -> None:
-        """At a boundary: schedulers that watch a metric, the clock, and whether the fit stops here."""
+        """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
         progress, trainer = self.progress, self.trainer
         if self.step.plateau_by_step:
             self.step.step_plateau("step", progress.batch)
         progress.windows += 1
-        if self._time_limit is not None and self.seconds() >= self._time_limit and trainer.is_global_zero:
-            trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
-            self._reason = f"max_time={self._time_limit:g} s reached"
+        progress.phase = WINDOW_END
         self._stops = (
             trainer.should_stop or self.step.shared or progress.global_step >= self._most_steps
         ) and self._done_in_epoch() is not None
 
+    def _look_at_clock(self) -> None:
+        if self._time_limit is not None and self.seconds() >= self._time_limit and self.trainer.is_global_zero:
+            self.trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
+            self._reason = f"max_time={self._time_limit:g} s reached"
+
     def _end_epoch(self, whole: bool) -> None:
         trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
+        results.weight = 1.0  # what is logged from here on is no batch's
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
@@ -220,14 +227,41 @@ class FitLoop:
         trainer, config = self.trainer, self.trainer.config
         if config.max_steps != -1 and self.progress.global_step >= config.max_steps:
             return f"max_steps={config.max_steps} reached"
-        if trainer.world_size == 1:
-            stop = trainer.should_stop
-        else:
-            stop = trainer.agreement.is_up(trainer.stop_flag)
-        if stop and (trainer.interruption is not None or self._can_stop_early()):
+        interrupted = self._interrupted()
+        if interrupted or (self._stop_asked() and self._can_stop_early()):
             trainer.should_stop = True
+            if interrupted:
+                trainer.interruption = trainer.interruption or "Ctrl-C on another rank"
             return self._reason or self._early_reason()
         return None
+
+    # On several ranks only what they have agreed on counts: this rank's own wish may not be known to the others yet.
+
+    def _stop_asked(self) -> bool:
+        trainer = self.trainer
+        return trainer.should_stop if trainer.world_size == 1 else trainer.agreement.is_up(trainer.stop_flag)
+
+    def _interrupted(self) -> bool:
+        trainer = self.trainer
+        if trainer.world_size == 1:
+            return trainer.interruption is not None
+        return bool(trainer.agreement.is_up(trainer.interrupt_flag))
+
+    def request_stop(self) -> None:
+        """Tell the agreement what this rank wants."""
+        trainer = self.trainer
+        if trainer.should_stop:
+            trainer.agreement.request(trainer.stop_flag)
+        if trainer.interruption is not None:
+            trainer.agreement.request(trainer.interrupt_flag)
+
+    def _agree_on_stopping(self) -> None:
+        """Between windows: ask all ranks at once whether one of them wants to stop."""
+        trainer = self.trainer
+        if trainer.world_size > 1:
+            self.request_stop()
+            trainer.agreement.now(trainer.stop_flag)
+            trainer.agreement.now(trainer.interrupt_flag)
 
     def _done(self) -> str | None:
         """Why the fit is over; None while it is not."""
@@ -239,11 +273,7 @@ class FitLoop:
         elif config.max_epochs != -1 and self.progress.epoch >= config.max_epochs:
             reason = f"max_epochs={config.max_epochs} reached"
         else:
-            if trainer.world_size > 1:
-                if trainer.should_stop:
-                    trainer.agreement.request(trainer.stop_flag)
-                if trainer.agreement.now(trainer.stop_flag):
-                    trainer.should_stop = True
+            self._agree_on_stopping()
             reason = self._done_in_epoch()
         if reason is not None:
             self._reason = reason
@@ -259,12 +289,13 @@ class FitLoop:
                 return f"EarlyStopping: {message}"
         return "trainer.should_stop was set"
 
-    def _share_interruption(self) -> None:
-        """Ctrl-C on one rank is an interruption on all."""
+    def _share_ending(self) -> None:
+        """All ranks tell the same of how the fit ended: rank 0's clock may have, or Ctrl-C on one of them."""
         trainer = self.trainer
-        if trainer.should_stop and trainer.world_size > 1:
-            flags = trainer.strategy.gather_objects(trainer.interruption)
-            trainer.interruption = next((flag for flag in flags if flag is not None), None)
+        if trainer.world_size > 1:
+            self._reason = trainer.strategy.broadcast(self._reason)
+            if not self._interrupted():
+                trainer.interruption = None  # it came when all was over
 
     def seconds(self) -> float:
         """Time spent in this fit, its earlier lives included."""
@@ -277,17 +308,12 @@ class FitLoop:
         every = self.trainer.config.check_val_every_n_epoch
         return self.trainer.enable_validation and (every is None or (self.progress.epoch + 1) % every == 0)
 
-    def _validation_due(self, is_last: bool) -> bool:
+    def _validation_due(self, at_window_end: bool) -> bool:
         every, progress = self._validate_every, self.progress
-        if every == math.inf:
-            return is_last
         count = progress.total_batches if self.trainer.config.check_val_every_n_epoch is None else progress.batch
-        return count % every == 0 or self._stops_for_validation()
-
-    def _stops_for_validation(self) -> bool:
-        trainer = self.trainer
-        stop = trainer.should_stop if trainer.world_size == 1 else trainer.agreement.is_up(trainer.stop_flag)
-        return bool(stop) and trainer.interruption is None and self._can_stop_early()
+        if progress.last if every == math.inf else count % every == 0:
+            return True
+        return at_window_end and self._stop_asked() and not self._interrupted() and self._can_stop_early()
 
     def _validate(self, at_window_end: bool) -> None:
         trainer = self.trainer
@@ -297,10 +323,7 @@ class FitLoop:
         trainer.state.stage = RunningStage.VALIDATING
         self.validation.evaluate()
         trainer.state.stage = RunningStage.TRAINING
-        if trainer.world_size > 1:
-            if trainer.should_stop:
-                trainer.agreement.request(trainer.stop_flag)
-            trainer.agreement.now(trainer.stop_flag)
+        self._agree_on_stopping()
 
     def _sanity_check(self) -> None:
         trainer = self.trainer
@@ -322,7 +345,7 @@ class FitLoop:
         if trainer.world_size > 1 and trainer.loggers:
             values = trainer.results.reduce_step()
         else:
-            values = trainer.results.step_values()
+            values = trainer.results.take_step_values()
         for_loggers = trainer.published.publish(values)
         if for_loggers:
             trainer.send_to_loggers(for_loggers, self.progress.windows)

@@ -9,6 +9,7 @@ from typing import Any
 EPOCH_START = "epoch_start"  # before the epoch's first batch
 BATCH_END = "batch_end"  # after a training batch; a validation due at it is still to come
 VALIDATED = "validated"  # after the validation that followed a batch
+WINDOW_END = "window_end"  # after all that a boundary brings
 EPOCH_END = "epoch_end"  # after the last batch and its validation
 
 
@@ -22,6 +23,7 @@ class Progress:
         total_batches: training batches finished in all epochs.
         global_step: optimizer steps, of all optimizers, as ``trainer.global_step``.
         windows: windows finished; the x axis of the loggers.
+        last: whether the batch that was begun last is its epoch's last, as ``trainer.is_last_batch``.
         phase: where in the epoch, see the constants of this file.
         seconds: time spent fitting, earlier lives of the run included.
     """
@@ -31,6 +33,7 @@ class Progress:
     total_batches: int = 0
     global_step: int = 0
     windows: int = 0
+    last: bool = False
     phase: str = EPOCH_START
     seconds: float = 0.0
 
@@ -42,6 +45,24 @@ class Progress:
         """Take over the counters of :meth:`state_dict`."""
         for field in fields(self):
             setattr(self, field.name, state[field.name])
+
+    def reshare(self, before: int, now: int, begun: int, accumulate: int) -> None:
+        """Go on with ``now`` ranks where ``before`` ranks were, at the last boundary that both have.
+
+        Args:
+            before: ranks that shared the epoch's batches so far.
+            now: ranks that share what is left; what they had drawn together is not drawn again, but for less than
+                one window where the numbers do not divide.
+            begun: batches of the window under way, whose gradients are lost.
+            accumulate: batches of a window from here on.
+        """
+        if begun:
+            self.phase = WINDOW_END
+            self.total_batches -= begun
+        if not self.last:
+            self.batch = (self.batch - begun) * before // now
+            self.batch -= self.batch % accumulate
+            self.phase = self.phase if self.batch else EPOCH_START
 
     def load_lightning(self, checkpoint: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint that Lightning 2.x wrote.
@@ -58,6 +79,7 @@ class Progress:
         inside = epochs.get("processed", 0) < epochs.get("started", 0)
         self.epoch = int(epochs.get("processed", checkpoint.get("epoch", -1) + 1))
         self.batch = int(batches.get("current", {}).get("processed", 0)) if inside else 0
+        self.last = bool(batches.get("is_last_batch", False))
         self.phase = VALIDATED if inside and self.batch else EPOCH_START
 
     def lightning_loops(self) -> dict[str, Any]:
@@ -69,7 +91,7 @@ class Progress:
         epochs["completed"] = self.epoch
         return {
             "fit_loop": {
-                "epoch_loop.batch_progress": {"total": total, "current": batch, "is_last_batch": ended},
+                "epoch_loop.batch_progress": {"total": total, "current": batch, "is_last_batch": self.last},
                 "epoch_loop.state_dict": {"_batches_that_stepped": self.windows},
                 "epoch_progress": {"total": dict(epochs), "current": epochs},
             }

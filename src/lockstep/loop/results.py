@@ -211,6 +211,7 @@ class Results:
         gather_objects: all_gather of a small Python object, giving a list by rank.
         world_size: number of ranks.
         rank: this rank.
+        module: whose torchmetrics objects are found by name on ranks that had no data for them.
     """
 
     def __init__(
@@ -219,17 +220,25 @@ class Results:
         gather_objects: Callable[[Any], list[Any]],
         world_size: int = 1,
         rank: int = 0,
+        module: Any = None,
     ) -> None:
         self._gather = gather
         self._gather_objects = gather_objects
         self._world_size = world_size
         self._rank = rank
+        self._module = module
         self._capacity = 64  # names that fit into one packed all_gather; grows alike on all ranks
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.weight = 1.0
         self.muted = False
+
+    @classmethod
+    def of(cls, strategy: Any, module: Any) -> Results:
+        """Results of ``module``, reduced over the ranks of ``strategy``."""
+        gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
+        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module)
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
         """Say in which hook the next ``log`` calls happen."""
@@ -240,7 +249,7 @@ class Results:
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
         """Take in one value of ``name``; the hot path of ``self.log``."""
-        if self.muted:
+        if self.muted and not is_metric(value):
             return
         table = self.table
         entry = table.get(name) if table is not None else None
@@ -276,7 +285,7 @@ class Results:
         entry.metric = metric
         entry.epoch_fresh = entry.on_epoch
         forward = metric._forward_cache
-        if entry.on_step and forward is not None:
+        if entry.on_step and forward is not None and not self.muted:
             on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric itself keeps the epoch's value
             entry.add(forward, weight)
             entry.on_epoch = on_epoch
@@ -288,10 +297,17 @@ class Results:
         """The newest on_step values of this rank, not reduced: (entry, name, value)."""
         found = []
         for entry in self._entries():
-            if entry.step_fresh:
+            if entry.step_fresh and entry.last_weight:
                 value = torch.tensor(float(entry.last), dtype=entry.dtype)
                 found.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
         return found
+
+    def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
+        """:meth:`step_values`, each of them once."""
+        values = self.step_values()
+        for entry, _, _ in values:
+            entry.step_fresh = False
+        return values
 
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
         """The newest on_step values over all ranks; one packed all_gather. Collective."""
@@ -370,8 +386,13 @@ class Results:
 
     def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
         """The union of what any rank logged, in one order; entries that this rank lacks are made, empty."""
-        mine = [(list(entry.key), entry.normal(), entry.metric is not None) for entry in fresh]
-        union: dict[Key, tuple[Options, bool]] = {}
+        modules = dict(self._module.named_modules()) if self._module is not None else {}
+        names = {id(module): name for name, module in modules.items()}
+        mine = [
+            (list(entry.key), entry.normal(), None if entry.metric is None else names.get(id(entry.metric), ""))
+            for entry in fresh
+        ]
+        union: dict[Key, tuple[Options, str | None]] = {}
         ranks_with: dict[Key, list[int]] = {}
         for rank, theirs in enumerate(self._gather_objects(mine)):
             for (hook, dataloader_idx, name), options, metric in theirs:
@@ -379,10 +400,11 @@ class Results:
                 union.setdefault(key, (tuple(options), metric))
                 ranks_with.setdefault(key, []).append(rank)
         for key, (_, metric) in union.items():
-            if metric and len(ranks_with[key]) < self._world_size:
+            if metric == "" and len(ranks_with[key]) < self._world_size:
                 raise RuntimeError(
                     f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was reached on ranks "
-                    f"{ranks_with[key]} only; a metric's own reduction needs all {self._world_size} ranks."
+                    f"{ranks_with[key]} only, and the metric's own reduction needs all {self._world_size} ranks: make "
+                    "the metric an attribute of the module, so that the others find it."
                 )
         while len(union) > self._capacity:
             self._capacity *= 2
@@ -391,7 +413,10 @@ class Results:
             table = self._tables.setdefault(key[:2], {})
             if key[2] not in table:
                 table[key[2]] = Entry(key, union[key][0])
-            entries.append(table[key[2]])
+            entry = table[key[2]]
+            if union[key][1] and entry.metric is None:
+                entry.metric = modules[union[key][1]]
+            entries.append(entry)
         return entries
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
     """
     trainer.state.fn, trainer.state.status = fn, TrainerStatus.RUNNING
     trainer.interruption = None
+    trainer.ckpt_path = ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
     trainer.agreement = trainer.results = None
     try:
         with _interruptible(trainer):
@@ -44,7 +45,7 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
                 raise KeyboardInterrupt
     except KeyboardInterrupt as interrupt:
         _failed(trainer, interrupt)
-        if trainer.interruption is None:  # raised by somebody else than our own handler
+        if trainer.interruption is None:  # a second Ctrl-C, or raised by somebody else than our own handler
             raise
     except BaseException as error:
         _failed(trainer, error)
@@ -71,15 +72,16 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     strategy.setup_environment()
     trainer.agreement = strategy.make_agreement()
     trainer.stop_flag = trainer.agreement.register("stop")
-    trainer.results = Results(
-        strategy.gather_stacked, strategy.gather_objects, strategy.world_size, strategy.global_rank
-    )
+    trainer.interrupt_flag = trainer.agreement.register("interrupt")
+    trainer.results = Results.of(strategy, module)
     trainer.published = Published()
     trainer.hooks = Hooks(trainer, module, trainer.callbacks)
     _choose_seed(trainer)
     _prepare_data(trainer)
     for logger in trainer.loggers:
-        logger.share(strategy.broadcast)
+        share = getattr(logger, "share", None)  # a third party's logger may not have it
+        if share is not None:
+            share(strategy.broadcast)
     strategy.barrier("before setup")
     _call_setup_hooks(trainer, "setup")
     strategy.barrier("after setup")
@@ -222,7 +224,8 @@ def _failed(trainer: Any, error: BaseException) -> None:
 
 
 def _release(trainer: Any) -> None:
-    trainer.fit_loop.release()
+    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.release()
     trainer.strategy.teardown()
     if trainer.agreement is not None:
         trainer.agreement.close()
@@ -238,6 +241,7 @@ def _interruptible(trainer: Any) -> Iterator[None]:
 
     def ask(number: int, frame: Any) -> None:
         if trainer.interruption is not None:
+            trainer.interruption = None  # this one is not for the loop to end cleanly
             raise KeyboardInterrupt
         trainer.interruption = "Ctrl-C"
         trainer.should_stop = True

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lockstep.callbacks.model_checkpoint import Checkpoint
-from lockstep.checkpoint import format
+from lockstep.checkpoint import format, storage
 from lockstep.data.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, warn_once
@@ -73,8 +73,10 @@ def _resume(trainer: Any) -> dict[str, Any]:
         "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
         "data": feed.state_dict() if feed is not None else {},
     }
-    accumulate = trainer.config.accumulation(progress.epoch)
-    if progress.batch % accumulate and not trainer.fit_loop.step.is_last:
+    # batches of a window under way; in manual optimization only the user knows where a window ends
+    begun = 0 if progress.last else progress.batch % trainer.config.accumulation(progress.epoch)
+    if begun or not module.automatic_optimization:
+        part["weights"] = trainer.fit_loop.step.weights
         part["gradients"] = {
             name: parameter.grad.detach().cpu().clone()
             for name, parameter in module.named_parameters()
@@ -83,6 +85,7 @@ def _resume(trainer: Any) -> dict[str, Any]:
     return {
         "progress": progress_state,
         "seed": trainer.seed,
+        "begun": begun,
         "strategy": trainer.strategy.state_dict(),
         "metrics": {name: value.cpu() for name, value in trainer.published.callback.items()},
         "ranks": trainer.strategy.gather_objects(part),
@@ -155,8 +158,8 @@ def _last(trainer: Any) -> str | None:
     found: set[str] = set()
     for callback in trainer.checkpoint_callbacks:
         found |= {str(path) for path in callback.find_last(trainer)}
-    existing = [path for path in found if os.path.exists(path)]
-    return max(existing, key=os.path.getmtime) if existing else None
+    existing = [path for path in found if storage.exists(path)]
+    return max(existing, key=storage.modified) if existing else None
 
 
 def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -215,7 +218,12 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
         strategy.load_state_dict(own["strategy"])
         trainer.published.callback.update(own["metrics"])
         ranks = own["ranks"]
-        fit_loop.resumed = ranks[trainer.global_rank] if len(ranks) == trainer.world_size else {"data": {}}
+        if len(ranks) == trainer.world_size:
+            fit_loop.resumed = ranks[trainer.global_rank]
+        else:
+            accumulate = trainer.config.accumulation(fit_loop.progress.epoch)
+            fit_loop.progress.reshare(len(ranks), trainer.world_size, own["begun"], accumulate)
+            fit_loop.resumed = {"data": {}}
     else:
         fit_loop.progress.load_lightning(checkpoint)
         fit_loop.resumed = {"data": {}}
@@ -248,6 +256,7 @@ def restore_rank(trainer: Any, part: dict[str, Any]) -> None:
     parameters = dict(module.named_parameters())
     for name, gradient in part.get("gradients", {}).items():
         parameters[name].grad = gradient.to(parameters[name].device)
+    trainer.fit_loop.step.weights = part.get("weights")
     set_random_states(part["random"])
 
 

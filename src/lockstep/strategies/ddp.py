@@ -57,6 +57,7 @@ class DDPStrategy(Strategy):
         self._reducer: Reducer | None = None
         self._plan: Any = None
         self._has_buffers = False
+        self._muted = False
 
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""
@@ -126,7 +127,7 @@ class DDPStrategy(Strategy):
         """Backward with the buckets reduced as they fill, while it still runs."""
         reducer = self._reducer
         assert reducer is not None
-        reducer.sync = self.sync_gradients
+        reducer.sync, reducer.muted = self.sync_gradients, self._muted
         reducer.prepare()
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
@@ -146,8 +147,7 @@ class DDPStrategy(Strategy):
 
     def mute(self, muted: bool) -> None:
         """Let the reducer drop this rank's fresh gradients."""
-        assert self._reducer is not None
-        self._reducer.muted = muted
+        self._muted = muted
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

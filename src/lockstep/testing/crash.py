@@ -1,0 +1,336 @@
+"""Crash tests: a training script is killed at a chosen moment, run again until it ends, and compared bit by bit.
+
+The script takes part in two lines: it gives its Trainer the callback :class:`KillAt` when it is run with
+``--kill``, and it prints by :func:`report` what it ended with::
+
+    parser.add_argument("--kill")
+    ...
+    callbacks = [*my_callbacks, *([KillAt(Kill.parse(args.kill))] if args.kill else [])]
+    trainer = Trainer(devices=2, callbacks=callbacks, ...)
+    trainer.fit(model, loader, ckpt_path="last")
+    if trainer.is_global_zero:
+        report(weights=model.state_dict())
+
+The test then asks that deaths change nothing::
+
+    whole = live([sys.executable, "train.py", "one_folder"])
+    survive([sys.executable, "train.py", "another_folder"], [Kill(rank=1, step=9), Kill(moment="rename")], whole)
+
+Files that the script writes are its own and stay. Its processes do not, however a life ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from lockstep.callbacks.base import Callback
+from lockstep.testing import leaks
+
+Moment = Literal["batch", "save", "write", "rename"]
+
+SECONDS_TO_FOLLOW = 20.0
+"""How long the other ranks of a run may live on after its first process has ended."""
+
+_LINE = re.compile(r"^digest of (\w+): ([0-9a-f]{64})$", re.MULTILINE)
+_LOADER_WORKER = "pt_data_worker"  # what torch calls a loader's worker
+
+
+# -- who dies, and when --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One death by SIGKILL.
+
+    Raises:
+        ValueError: a field is out of range, or the fields exclude each other.
+    """
+
+    rank: int = 0
+    """Whose death it is."""
+    worker: int | None = None
+    """The number of a loader worker of that rank, who then dies in its place."""
+    step: int = 0
+    """It comes at the first such moment when so many optimizer steps are done, those before a resume included."""
+    moment: Moment = "batch"
+    """``"batch"``: before a micro-batch. ``"save"``: when the run has been collected for a checkpoint, and nothing
+    is written. ``"write"``: half the file is written. ``"rename"``: all of it, but under its temporary name."""
+    delay: float = 0.0
+    """Seconds from the moment to the death, in which the run goes on: so it comes between any two instructions.
+    A run that ends before waits for it."""
+
+    def __post_init__(self) -> None:
+        if self.moment not in get_args(Moment):
+            raise ValueError(f"Kill(moment={self.moment!r}): choose one of {', '.join(get_args(Moment))}.")
+        for name in ("rank", "worker", "step", "delay"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"Kill({name}={getattr(self, name)}): give a number from 0.")
+        if self.moment in ("write", "rename") and (self.rank or self.worker is not None or self.delay):
+            raise ValueError(f"Kill(moment={self.moment!r}): only rank 0 writes; give no rank, worker or delay.")
+
+    def __str__(self) -> str:
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ",".join(f"{name}={value}" for name, value in told.items() if value is not None)
+
+    @classmethod
+    def parse(cls, text: str) -> Kill:
+        """The Kill that ``str`` made ``text`` of: ``"rank=1,step=9,moment=save,delay=0.0"``.
+
+        Raises:
+            ValueError: the text has a word that is no field, or a value that is no number.
+        """
+        kinds = {"rank": int, "worker": int, "step": int, "moment": str, "delay": float}
+        given: dict[str, Any] = {}
+        for word in text.split(","):
+            name, _, value = word.partition("=")
+            if name not in kinds:
+                raise ValueError(f"Kill.parse({text!r}): {word!r} is none of {', '.join(f'{k}=...' for k in kinds)}.")
+            given[name] = kinds[name](value)
+        return cls(**given)
+
+
+class KillAt(Callback):
+    """Carries out a :class:`Kill` from inside the run.
+
+    The victim has no say: SIGKILL can be neither caught nor put off. A worker can be killed only where the
+    loader has some; until then the callback waits.
+    """
+
+    def __init__(self, kill: Kill) -> None:
+        self.kill = kill
+        self._killer: subprocess.Popen[bytes] | None = None
+
+    def _is_due(self, trainer: Any) -> bool:
+        kill = self.kill
+        return self._killer is None and trainer.global_rank == kill.rank and trainer.global_step >= kill.step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.kill.moment == "batch" and self._is_due(trainer):
+            self._strike()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.kill.moment == "batch" or not self._is_due(trainer):
+            return
+        if self.kill.moment == "save":
+            self._strike()
+        elif self.kill.moment == "write":
+            torch.save = _save_half_and_die
+        else:
+            os.replace = _die_before_rename  # type: ignore[assignment]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._killer is not None:
+            self._killer.wait()
+
+    def _strike(self) -> None:
+        victim: int | None = os.getpid()
+        if self.kill.worker is not None:
+            workers = sorted(child.pid or 0 for child in multiprocessing.active_children())
+            victim = workers[self.kill.worker % len(workers)] if workers else None
+        if victim is None:
+            return
+        if self.kill.delay:
+            # From outside: a thread of this process would strike only where Python lets another thread run.
+            self._killer = subprocess.Popen(["sh", "-c", f"sleep {self.kill.delay:.4f}; kill -9 {victim}"])
+        else:
+            os.kill(victim, signal.SIGKILL)
+
+
+def _save_half_and_die(content: Any, file: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    whole = io.BytesIO()
+    torch.serialization.save(content, whole)
+    file.write(whole.getbuffer()[: whole.tell() // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL came back")
+
+
+def _die_before_rename(*args: Any, **kwargs: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL came back")
+
+
+# -- what a run ended with -----------------------------------------------------------------------------------
+
+
+def digest(state: Any) -> str:
+    """SHA-256 of a nest of dicts, lists and tuples of tensors and plain values: the same for the same bits only.
+
+    Names, types and shapes count, the order of a dict's keys and the device do not.
+    """
+    made = hashlib.sha256()
+    for part in _parts(state):
+        made.update(len(part).to_bytes(8, "big") + part)
+    return made.hexdigest()
+
+
+def _parts(state: Any) -> Iterator[bytes]:
+    if isinstance(state, Tensor):
+        yield f"{state.dtype} {tuple(state.shape)}".encode()
+        yield state.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    elif isinstance(state, Mapping):
+        yield f"dict {len(state)}".encode()
+        for key in sorted(state, key=repr):
+            yield repr(key).encode()
+            yield from _parts(state[key])
+    elif isinstance(state, list | tuple):
+        yield f"list {len(state)}".encode()
+        for item in state:
+            yield from _parts(item)
+    else:
+        yield f"{type(state).__name__} {state!r}".encode()
+
+
+def report(**states: Any) -> None:
+    """Prints the :func:`digest` of each state on a line of its own, for :func:`live` to read."""
+    for name, state in states.items():
+        print(f"digest of {name}: {digest(state)}", flush=True)
+
+
+# -- lives ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Life:
+    """One run of a script, from its start to its end or its death.
+
+    Attributes:
+        kill: how it was to die, if it was.
+        code: exit status of the first process, negative for a signal.
+        seconds: from its start until the last of its processes was gone.
+        digests: what it has reported, by name.
+        output: what its processes printed.
+    """
+
+    kill: Kill | None
+    code: int
+    seconds: float
+    digests: dict[str, str]
+    output: str
+
+
+def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 120.0) -> Life:
+    """Runs a script in a session of its own, and leaves no process and no shared memory of it behind.
+
+    Args:
+        command: the words of the command; ``--kill`` and what it says come after them if there is a ``kill``.
+        kill: how this life shall end.
+        timeout: seconds that it may take.
+
+    Raises:
+        TimeoutError: it took longer; or a rank went on for 20 seconds after its first process had ended.
+    """
+    words = [*command, *(() if kill is None else ("--kill", str(kill)))]
+    memory, started = leaks.shared_memory_files(), time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        seen: set[int] = set()
+        try:
+            trouble = _watch(process, seen, started + timeout)
+        finally:
+            _end(process, seen, memory)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if trouble:
+        raise TimeoutError(f"{' '.join(words)}: {trouble}\n{_tail(text)}")
+    return Life(kill, process.returncode, time.monotonic() - started, dict(_LINE.findall(text)), text)
+
+
+def survive(command: Sequence[str], kills: Sequence[Kill], whole: Life, *, timeout: float = 120.0) -> list[Life]:
+    """Lets a script die once for each of ``kills``, then live to its end, which must be that of ``whole``.
+
+    Args:
+        command: as of :func:`live`; the script resumes by itself, with ``ckpt_path="last"``.
+        kills: the deaths, one a life.
+        whole: the life of the same script, in another folder, that nobody disturbed.
+        timeout: seconds for each life.
+
+    Returns:
+        the lives, the whole one at the end last.
+
+    Raises:
+        AssertionError: a life did not die as told, the last one failed, or it ended with other bits.
+        TimeoutError: as of :func:`live`.
+    """
+    assert whole.code == 0, f"the undisturbed run failed ({whole.code}):\n{_tail(whole.output)}"
+    assert whole.digests, f"the undisturbed run has reported nothing:\n{_tail(whole.output)}"
+    lives = []
+    for kill in kills:
+        lives.append(live(command, kill, timeout=timeout))
+        assert lives[-1].code != 0, f"a life did not die of {kill}:\n{_tail(lives[-1].output)}"
+    lives.append(live(command, timeout=timeout))
+    last, told = lives[-1], "; ".join(map(str, kills))
+    assert last.code == 0, f"the resumed run failed ({last.code}) after [{told}]:\n{_tail(last.output)}"
+    other = [name for name, value in whole.digests.items() if last.digests.get(name) != value]
+    assert not other, f"other bits in {', '.join(other)} after [{told}]:\n{_tail(last.output)}"
+    return lives
+
+
+def _watch(process: subprocess.Popen[bytes], seen: set[int], until: float) -> str:
+    """Waits for the first process, then for the other ranks; tells what took too long, or nothing."""
+    while True:
+        seen |= _session(process.pid).keys()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.25)
+            break
+        if time.monotonic() > until:
+            return "it did not end in time, and was killed; the end of its output:"
+    until = time.monotonic() + SECONDS_TO_FOLLOW
+    while True:
+        # An orphaned loader worker looks for its parent every 5 seconds only: that is torch's affair.
+        ranks = [pid for pid, name in _session(process.pid).items() if name != _LOADER_WORKER]
+        if not ranks:
+            return ""
+        if time.monotonic() > until:
+            listed = ", ".join(f"{pid} ({leaks.command_line(pid)})" for pid in ranks)
+            return f"its first process ended, and {listed} did not; the end of its output:"
+        time.sleep(0.02)
+
+
+def _end(process: subprocess.Popen[bytes], seen: set[int], memory: frozenset[str]) -> None:
+    """Kills what is left of a session, waits until it is gone, and removes the shared memory that it held."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while left := _session(process.pid):  # a process may have left the group, and one may start another
+        seen |= left.keys()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    for name in leaks.shared_memory_files() - memory:
+        if seen & {int(number) for number in re.findall(r"\d+", name)}:
+            (leaks.SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
+def _session(leader: int) -> dict[int, str]:
+    """Process ids and names of a session's processes that have not ended (none where there is no /proc)."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            start, _, rest = entry.read_text().rpartition(")")
+            state, _, _, session, *_ = rest.split()
+            if int(session) == leader and state not in "ZX":
+                found[int(entry.parent.name)] = start.partition("(")[2]
+    return found
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-30:])
