@@ -346,7 +346,7 @@ def _loggers(asked: Any, config: Any) -> list[Any]:
     for logger in loggers:
         if not callable(getattr(logger, "log_metrics", None)):
             raise MisconfigurationException(
-                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or a list of them."
+                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
             )
     return [DummyLogger()] if config.fast_dev_run and loggers else loggers
 

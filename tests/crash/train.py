@@ -1,6 +1,6 @@
 """A small training with all that has a memory of its own: it resumes where it was killed, to the same bits.
 
-    python tests/crash/train.py FOLDER --devices 2 --kill rank=1,step=9
+python tests/crash/train.py FOLDER --devices 2 --kill rank=1,step=9
 """
 
 from __future__ import annotations

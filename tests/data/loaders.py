@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lockstep.loop.data import Feed
 
@@ -108,3 +108,21 @@ def indices(batch: Any) -> list[int]:
 def loader(n: int, batch_size: int | None = 4, shuffle: bool = True, **arguments: Any) -> DataLoader[Any]:
     """A loader over :func:`numbers`."""
     return DataLoader(numbers(n), batch_size=batch_size, shuffle=shuffle, **arguments)
+
+
+class EveryThird(Sampler[int]):
+    """A sampler of the user's that draws from torch's global generator."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return iter([3 * index for index in torch.randperm(self.n // 3).tolist()])
+
+    def __len__(self) -> int:
+        return self.n // 3
+
+
+def by_sampler(n: int, batch: int) -> DataLoader[Any]:
+    """A loader over ``n`` samples (0, 3, 6, ...) with a sampler of the user's."""
+    return DataLoader(numbers(3 * n), batch, sampler=EveryThird(3 * n))

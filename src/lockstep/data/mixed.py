@@ -50,13 +50,16 @@ class Mixed(Source):
         self._resume: dict[str, Any] | None = None
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        for row in self._rows([part.open for part in self._parts], epoch, start, stop):
-            yield tree_unflatten(row, self._spec)
+        walk = self._rows([part.open for part in self._parts], epoch, start, stop)
+        return (tree_unflatten(row, self._spec) for row in walk)
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        for row in self._rows([part.weighed for part in self._parts], epoch, start, stop):
-            weight = max(item[1] for item in row if item is not None)
-            yield tree_unflatten([None if item is None else item[0] for item in row], self._spec), weight
+        walk = self._rows([part.weighed for part in self._parts], epoch, start, stop)
+        return map(self._weighed_row, walk)
+
+    def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
+        weight = max(item[1] for item in row if item is not None)
+        return tree_unflatten([None if item is None else item[0] for item in row], self._spec), weight
 
     def has(self, number: int) -> bool:
         if self._mode == "max_size_cycle":

@@ -110,30 +110,35 @@ class Ordered(Schedule):
         return self.cut.weights(number)
 
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
-        for indices, first in self._parts(int(min(stop, self.length))):
-            if not self.alone:
-                yield self._seeding(indices, first)
-            elif self.quiet:
-                yield indices[0]
-            else:
-                yield SeededIndex.make(indices[0], self.epoch_key, first)
+        blocks = self._blocks(int(min(stop, self.length)))
+        if self.quiet and not self.alone:  # no frame of ours for a batch
+            return itertools.chain.from_iterable(block for block, _ in blocks)
+        return self._each(blocks)
 
-    def _parts(self, stop: int) -> Iterator[tuple[list[int], int]]:
-        """(indices, position of the first) of this rank's part of each micro-batch."""
+    def _each(self, blocks: Iterator[tuple[list[list[int]], list[int]]]) -> Iterator[list[int] | int]:
+        for block in blocks:
+            for indices, first in zip(*block, strict=True):
+                if not self.alone:
+                    yield SeededIndices(indices, self.epoch_key, first)
+                else:
+                    yield indices[0] if self.quiet else SeededIndex.make(indices[0], self.epoch_key, first)
+
+    def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
+        """Many micro-batches at once: (indices of each, position of its first) of this rank's part."""
         cut, full = self.cut, min(self.cut.full, stop)
         at_once = max(1, _BLOCK // cut.batch)
         within = torch.arange(cut.batch)
         for begin in range(self._start, full, at_once):
             end = min(begin + at_once, full)
             firsts = torch.arange(begin, end).mul_(cut.batch * cut.size).add_(self.rank * cut.batch)
-            yield from zip(self._order(firsts.unsqueeze(1) + within).tolist(), firsts.tolist(), strict=True)
+            yield self._order(firsts.unsqueeze(1) + within).tolist(), firsts.tolist()
         if max(full, self._start) < stop:
             first, end = cut.span(cut.full, self.rank)
             if first == end and self.borrow:
                 first = cut.full * cut.batch * cut.size
                 end = first + 1
             if first < end:
-                yield self._order(torch.arange(first, end)).tolist(), first
+                yield [self._order(torch.arange(first, end)).tolist()], [first]
 
 
 class Drawn(Schedule):

@@ -83,8 +83,8 @@ class Source(ABC):
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
         """As :meth:`open`, with the number of samples drawn for each micro-batch."""
-        for number, batch in enumerate(self.open(epoch, turn, start, stop), start):
-            yield batch, float(self.weights(number)[self.rank])
+        batches = enumerate(self.open(epoch, turn, start, stop), start)
+        return ((batch, float(self.weights(number)[self.rank])) for number, batch in batches)
 
     def has(self, number: int) -> bool:
         """Whether any rank has this micro-batch."""
@@ -148,16 +148,18 @@ class Indexed(Source):
     def lists(self) -> Iterator[Any]:
         """What the copy's batch sampler yields in the pass that was opened last."""
         drawn = self._schedule.draw(self._stop)
-        if self._quiet or not self._own_process:
-            yield from drawn
-            return
-        for indices in drawn:
-            if isinstance(indices, SeededIndices | SeededIndex):
-                indices.seed()
-            yield indices
+        return drawn if self._quiet or not self._own_process else _seeding(drawn)
 
     def close(self) -> None:
         end_workers(self._copy)
+
+
+def _seeding(drawn: Iterator[Any]) -> Iterator[Any]:
+    """Seeds before each fetch in this process, for data sets that fetch a whole batch by themselves."""
+    for indices in drawn:
+        if isinstance(indices, SeededIndices | SeededIndex):
+            indices.seed()
+        yield indices
 
 
 class _Lists:

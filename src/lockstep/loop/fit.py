@@ -265,7 +265,7 @@ class FitLoop:
 
     def _done(self) -> str | None:
         """Why the fit is over; None while it is not."""
-        trainer, config = self.trainer, self.trainer.config
+        config = self.trainer.config
         assert self.feed is not None
         reason = None
         if self.feed.num_batches == 0:

@@ -40,7 +40,6 @@ class Step:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.ended_by_user = False  # on_train_batch_start returned -1
-        self.is_last = False  # the micro-batch at hand is the epoch's last
         self.wrapped: list[LightningOptimizer] = []
 
     def setup(self) -> None:
@@ -74,7 +73,11 @@ class Step:
         self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
         self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
         self._plateau = [c for c in configs if c.reduce_on_plateau]
-        self._weights: Any = None
+        self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
+        self._unweighed = False  # whether it returned a loss without one in this window
+        self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
+        self._factor = 1.0
+        self._share = 1.0
         automatic = self.module.automatic_optimization
         self.optimizer = optimizers[0] if automatic else None
         self._needs_closure = automatic and _demands_closure(self.optimizer)
@@ -104,7 +107,7 @@ class Step:
         last = window.size - 1
         for i, (batch, weight, share) in enumerate(window):
             self.strategy.sync_gradients = at_end = i == last
-            self.is_last = at_end and window.last
+            self.progress.last = at_end and window.last
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
@@ -124,27 +127,34 @@ class Step:
         The closure's first call runs the window's last micro-batch; each further one drops the gradients and
         runs the whole window again.
         """
+        if window.begun and self._needs_closure:
+            raise MisconfigurationException(
+                f"This checkpoint was taken inside an accumulation window, which {type(self.optimizer).__name__} has "
+                "to see whole: resume from one that was taken at an optimizer step."
+            )
         last = window.size - 1
         micro_batches: list[tuple[Any, int, float, float]] = []
         losses: list[Tensor] = []
         for i, (batch, weight, share) in enumerate(window):
             self.strategy.sync_gradients = at_end = i == last
-            self.is_last = at_end and window.last
+            self.progress.last = at_end and window.last
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
             micro_batches.append((batch, batch_idx, weight, share))
             if not at_end:
-                outputs = self._forward_backward(*micro_batches[-1], i == 0)
+                outputs = self._forward_backward(*micro_batches[-1], i == 0 and not window.begun)
                 losses += self._take_losses()
             else:
-                outputs = self._step_by_closure(micro_batches, losses)
+                outputs = self._step_by_closure(micro_batches, losses, bool(window.begun))
                 self._end_window(batch_idx)
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
 
-    def _step_by_closure(self, micro_batches: list[tuple[Any, int, float, float]], earlier: list[Tensor]) -> Any:
+    def _step_by_closure(
+        self, micro_batches: list[tuple[Any, int, float, float]], earlier: list[Tensor], begun: bool
+    ) -> Any:
         last = len(micro_batches) - 1
         outputs: Any = {}
         first_call = True
@@ -156,17 +166,23 @@ class Step:
                 self.strategy.sync_gradients = i == last
                 self.results.table = self.table
                 self.results.muted = not first_call or micro_batches[i][2] == 0.0
-                outputs = self._forward_backward(*micro_batches[i], i == 0)
+                outputs = self._forward_backward(*micro_batches[i], i == 0 and not begun)
                 losses += self._take_losses()
             first_call = False
             self._prepare_update()
             if not losses:
                 return None
-            total = torch.stack(losses).sum()
+            total = torch.stack(losses).sum() * self._factor
             # a line search steers by it, so it must be the same number on all ranks
             return self.strategy.reduce(total, reduce_op="mean") if self._needs_closure else total
 
         self.module.optimizer_step(self.progress.epoch, micro_batches[last][1], self.wrapped[0], closure)
+        if first_call:
+            raise MisconfigurationException(
+                "`optimizer_step` did not run its `optimizer_closure`, in which forward and backward are: call "
+                "`optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` alone to skip the update."
+            )
+        self.progress.global_step += 1
         return outputs
 
     def _take_losses(self) -> list[Tensor]:
@@ -175,9 +191,9 @@ class Step:
 
     def _manual(self, window: Any, batch_idx: int) -> Iterator[None]:
         """Play one batch of manual optimization: ``training_step`` does it all."""
-        for batch, weight, _ in window:
+        for batch, weight, share in window:
             self.strategy.sync_gradients = True
-            self.is_last = window.last
+            self.progress.last = window.last
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
@@ -185,6 +201,7 @@ class Step:
                 self._publish()
             arguments = (batch, batch_idx) if self._takes_idx else (batch,)
             rounds = self.strategy.rounds
+            self._share = share if weight else 1.0
             if weight == 0.0:
                 with self._borrowed():
                     output = self.strategy.run(self.training_step, *arguments)
@@ -222,6 +239,7 @@ class Step:
         output = strategy.run(step, batch, batch_idx) if self._takes_idx else strategy.run(step, batch)
         if type(output) is Tensor:
             loss: Tensor | None = output
+            self._unweighed = True
         else:
             loss, share = self._read(output, weight, share)
         if first:
@@ -247,8 +265,7 @@ class Step:
 
     def _publish(self) -> None:
         """Before this rank's part of the reduction: what it wants the others to know at the window's end."""
-        if self.trainer.should_stop:
-            self.agreement.request(self.trainer.stop_flag)
+        self.trainer.fit_loop.request_stop()
         self.agreement.publish()
 
     def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, Any]:
@@ -257,6 +274,7 @@ class Step:
             warn_once("`training_step` returned None: the micro-batch is skipped.", key="training_step None")
             return None, share
         if isinstance(output, Tensor):
+            self._unweighed = True
             return output, share
         if not isinstance(output, dict) or not isinstance(output.get("loss"), Tensor):
             raise MisconfigurationException(
@@ -264,9 +282,10 @@ class Step:
                 '"loss", or None.'
             )
         if "weight" not in output:
+            self._unweighed = True
             return output["loss"], share
         own = output["weight"] if weight else 0.0
-        self._weights = own if self._weights is None else self._weights + own
+        self.weights = own if self.weights is None else self.weights + own
         return output["loss"], own if weight else 1.0
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -289,9 +308,8 @@ class Step:
 
     def _prepare_update(self) -> None:
         """The window's gradient is whole: divide the users' weights out, unscale, run the hook, clip."""
-        if self._weights is not None:
-            self.strategy.divide_gradients(self._weights)
-            self._weights = None
+        if self._weighs is not False or self.weights is not None:
+            self._divide_weights()
         if self.scaler is not None:
             self.scaler.unscale(self.optimizer)
         if self.hooks.on_before_optimizer_step is not None:
@@ -303,12 +321,28 @@ class Step:
             else:
                 self.strategy.clip(self.optimizer, value, algorithm)
 
+    def _divide_weights(self) -> None:
+        """Divide the weights that training steps returned out of the gradient; all ranks do it, or none."""
+        weighed, unweighed = self.weights is not None, self._unweighed
+        if self._weighs is None:
+            kinds = torch.tensor([weighed, unweighed], dtype=torch.float32, device=self.strategy.root_device)
+            weighed, unweighed = self.strategy.reduce(kinds, reduce_op="max").bool().tolist()
+            self._weighs = weighed if weighed or unweighed else None
+        if (weighed and self._weighs is False) or (unweighed and self._weighs):
+            raise MisconfigurationException(
+                '`training_step` returned a "weight" for some micro-batches and none for others: return one with every '
+                "loss, on every rank, or with none."
+            )
+        if self._weighs:
+            self._factor = self.strategy.divide_gradients(0.0 if self.weights is None else self.weights)
+        self.weights, self._unweighed = None, False
+
     def _end_window(self, batch_idx: int) -> None:
         if self.shared:
             self.agreement.settle(True)
         if self._by_step:
             self._step_schedulers(self._by_step, batch_idx + 1)
-        if self.is_last and self._by_epoch:
+        if self.progress.last and self._by_epoch:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 
     def _end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -346,7 +380,9 @@ class Step:
     # -- what users call -----------------------------------------------------------------------------------
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimization, with the hooks around it."""
+        """Backward in manual optimization, with the hooks around it; batches count by their samples here too."""
+        if self._share != 1.0:
+            loss = loss * self._share
         self._backward(loss, *args, **kwargs)
 
     def clip(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
@@ -375,7 +411,8 @@ class Step:
                 return result
 
         result = self.strategy.step(optimizer, closure, **options)
-        self.progress.global_step += 1
+        if self.optimizer is None:  # else the window's end counts it
+            self.progress.global_step += 1
         return result
 
     # -- schedulers ----------------------------------------------------------------------------------------
@@ -401,6 +438,8 @@ class Step:
             metrics = self.trainer.callback_metrics
             metric = metrics.get(config.monitor)
             if metric is not None:
+                if self.shared and interval == "step":  # it may be this rank's own
+                    metric = self.strategy.reduce(metric, reduce_op="mean")
                 self._step_scheduler(config, metric)
             elif config.strict:
                 raise MisconfigurationException(

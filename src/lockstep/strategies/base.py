@@ -102,13 +102,15 @@ class Strategy:
         finally:
             self.sync_gradients = before
 
-    def divide_gradients(self, weight: float | Tensor) -> None:
-        """Divide the window's gradients by the weights that all ranks' training steps returned."""
+    def divide_gradients(self, weight: float | Tensor) -> float:
+        """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
         total = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device)
-        factor = (self.world.size / self.reduce(total, reduce_op="sum")).item()
+        total = self.reduce(total, reduce_op="sum").item()
+        factor = self.world.size / total if total else 0.0
         grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
+        return factor
 
     def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
         """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value."""

@@ -1,4 +1,4 @@
-"""What tests of distributed code lean on: rank pool, ranks as threads, leak checks, boring models."""
+"""What tests of distributed code lean on: rank pool, ranks as threads, leak checks, equivalence, boring models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lockstep.testing.datasets import RandomDictDataset as RandomDictDataset
     from lockstep.testing.datasets import RandomIterableDataset as RandomIterableDataset
     from lockstep.testing.datasets import RandomIterableDatasetWithLen as RandomIterableDatasetWithLen
+    from lockstep.testing.equivalence import check_equivalence as check_equivalence
     from lockstep.testing.failure import RankFailure as RankFailure
     from lockstep.testing.failure import RankTimeout as RankTimeout
     from lockstep.testing.models import BoringDataModule as BoringDataModule
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from lockstep.testing.models import ManualOptimBoringModel as ManualOptimBoringModel
     from lockstep.testing.pool import RankPool as RankPool
     from lockstep.testing.threads import run_threads as run_threads
+    from lockstep.testing.verdict import EquivalenceReport as EquivalenceReport
 
 # Name -> the file that it lives in: imported when it is first asked for.
 _WHERE = {
     "BoringDataModule": "models",
     "BoringDataModuleNoLen": "models",
     "BoringModel": "models",
+    "EquivalenceReport": "verdict",
     "ManualOptimBoringModel": "models",
     "RandomDataset": "datasets",
     "RandomDictDataset": "datasets",
@@ -32,6 +35,7 @@ _WHERE = {
     "RankFailure": "failure",
     "RankPool": "pool",
     "RankTimeout": "failure",
+    "check_equivalence": "equivalence",
     "run_threads": "threads",
 }
 

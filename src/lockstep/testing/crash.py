@@ -130,9 +130,9 @@ class KillAt(Callback):
         if self.kill.moment == "save":
             self._strike()
         elif self.kill.moment == "write":
-            torch.save = _save_half_and_die
+            torch.save = _save_half_and_die  # type: ignore[assignment]
         else:
-            os.replace = _die_before_rename  # type: ignore[assignment]
+            os.replace = _die_before_rename
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._killer is not None:
@@ -241,7 +241,7 @@ def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 1
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-        seen: set[int] = set()
+        seen = {process.pid}
         try:
             trouble = _watch(process, seen, started + timeout)
         finally:

@@ -24,8 +24,8 @@ from lockstep.testing.verdict import (
     INITIAL,
     PARAMETER,
     STEPS,
+    EquivalenceReport,
     Finding,
-    Report,
     Witness,
     digest,
     judge,
@@ -44,7 +44,7 @@ _QUIET: dict[str, Any] = {
 }
 
 
-def equivalence(
+def check_equivalence(
     make_module: Callable[[], LightningModule],
     make_data: Callable[[int], Any],
     *,
@@ -56,17 +56,17 @@ def equivalence(
     seed: int = 0,
     tolerance: float = 1e-12,
     **flags: Any,
-) -> Report:
+) -> EquivalenceReport:
     """Train twice from the same seed, and compare every optimizer step.
 
     Once on one process, where a batch is the whole global batch; once with ``strategy`` on ``devices`` ranks,
-    each of which takes ``accumulate`` micro-batches of ``batch_size`` samples for a step. Compared are, by
-    name: the parameters that training starts from, each step's gradient before clipping and after it, and the
-    parameters after the step. The buffers with which the ranks' forwards run are compared with rank 0's.
+    each of which takes ``accumulate`` micro-batches of ``batch_size`` samples for a step. Compared, by name:
+    the parameters at the start, each step's gradient before and after clipping, the parameters after it; and
+    the buffers with which the ranks' forwards run, with rank 0's.
 
-    What promises to be equal is a loss that is a mean over samples (or over what the step's own ``weight``
-    counts). Dropout, unsynchronised BatchNorm, losses that mix samples, and ``drop_last`` are not; nor are
-    parameters under Adam, which turns the rounding error of a gradient that is truly zero into a step.
+    Made for losses that are means over samples (or over what the step's own ``weight`` counts). Dropout,
+    unsynchronised BatchNorm, losses that mix samples, and ``drop_last`` are not the same on many ranks; nor
+    are parameters under Adam, which makes a step of a true zero's rounding error.
 
     Ranks are started as the strategy does it, unless they are there already (``torchrun``, a `RankPool`):
     then call this on each of them, and each gets the report.
@@ -83,7 +83,7 @@ def equivalence(
         tolerance: largest difference that passes, as part of the largest element of all gradients (or
             parameters) of the step.
         **flags: further flags of both Trainers: ``gradient_clip_val=0.5``, say, or ``precision`` in place of
-            "64-true".
+            "64-true" (then with a tolerance to match).
 
     Returns:
         a report that is true where all is equal, and else names step, parameter and ranks.
@@ -93,14 +93,15 @@ def equivalence(
         def data(batch_size):
             return DataLoader(RandomDataset(32, length=23), batch_size, shuffle=True)
 
-        report = equivalence(BoringModel, data, strategy="ddp_spawn", devices=2, gradient_clip_val=0.1)
+        report = check_equivalence(BoringModel, data, strategy="ddp_spawn", devices=2, gradient_clip_val=0.1)
         assert report, report
     """
-    shared = {**_QUIET, "max_steps": steps, **flags}
-    compare = _Compare(tolerance, shared.get("gradient_clip_val"), shared.get("gradient_clip_algorithm"))
-    trainer = _trainer(shared, compare, seed, strategy=strategy, devices=devices, accumulate_grad_batches=accumulate)
+    common = {**_QUIET, "max_steps": steps, **flags}
+    compare = _Compare(tolerance, common.get("gradient_clip_val"), common.get("gradient_clip_algorithm"))
+    own = {"strategy": strategy, "devices": devices, "accumulate_grad_batches": accumulate}
+    trainer = _trainer({**common, **own}, compare, seed)
     record = _Record()
-    alone = _trainer(shared, record, seed, strategy=_Alone())
+    alone = _trainer({**common, "strategy": _Alone()}, record, seed)
     with isolate_rng():
         torch.manual_seed(seed)
         alone.fit(make_module(), make_data(batch_size * trainer.world_size * accumulate))
@@ -113,9 +114,8 @@ def equivalence(
     return judge(title, steps, compare.ranks)
 
 
-def _trainer(shared: dict[str, Any], callback: Callback, seed: int, **own: Any) -> Trainer:
-    callbacks = [*shared.get("callbacks", ()), callback]
-    trainer = Trainer(**{**shared, **own, "callbacks": callbacks})
+def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
+    trainer = Trainer(**{**flags, "callbacks": [*flags.get("callbacks", ()), observer]})
     trainer.seed = seed
     return trainer
 
@@ -241,8 +241,12 @@ class _Compare(_Observer):
             elif scale:
                 self._mine.largest = max(self._mine.largest, size / scale)
         if observation.what == GRADIENT and self._clip is not None:
-            if _norm(expected, self._order) > self._clip >= _norm(observation, self._order) * (1 - 1e-9):
-                self._mine.clipped_before.add(observation.step)
+            self._look_for_clipping(self._clip, observation, expected)
+
+    def _look_for_clipping(self, bound: float, observation: _Observation, expected: _Observation) -> None:
+        """Note where a gradient that exceeds the bound of clipping lies within it before it is clipped."""
+        if _norm(expected, self._order) > bound >= _norm(observation, self._order) * (1 - 1e-9):
+            self._mine.clipped_before.add(observation.step)
 
     def _go_astray(self, step: int) -> None:
         self._astray = True

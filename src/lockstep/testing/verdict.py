@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -56,8 +56,8 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `equivalence` found; true where nothing strays.
+class EquivalenceReport:
+    """What `check_equivalence` found; true where nothing strays.
 
     Attributes:
         title: what was compared with one process.
@@ -132,9 +132,6 @@ class Witness:
         self.weights[step].append(weight)
         self.buffers[step].append(seen)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "weights": dict(self.weights), "buffers": dict(self.buffers)}
-
 
 def digest(tensor: Tensor | None) -> str:
     """A fingerprint of a CPU tensor's bits."""
@@ -147,7 +144,7 @@ def digest(tensor: Tensor | None) -> str:
 # -- the verdict ---------------------------------------------------------------------------------------------
 
 
-def judge(title: str, steps: int, ranks: list[Witness]) -> Report:
+def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
     """The report on what all ranks say, by rank."""
     by_place: dict[tuple[int, str, str], dict[int, Finding]] = defaultdict(dict)
     for rank, witness in enumerate(ranks):
@@ -159,8 +156,10 @@ def judge(title: str, steps: int, ranks: list[Witness]) -> Report:
     ]
     differences += _stale_buffers(ranks)
     differences.sort(key=lambda d: (d.step, _IN_ORDER.index(d.what), -d.size))
-    report = Report(title, steps, tuple(differences), "", max(witness.largest for witness in ranks))
-    return report if report else Report(title, steps, report.differences, _cause(report.first, ranks), report.largest)
+    report = EquivalenceReport(
+        title, steps, tuple(differences), largest=max((witness.largest for witness in ranks), default=0.0)
+    )
+    return report if report else replace(report, cause=_cause(report.first, ranks))
 
 
 def _stale_buffers(ranks: list[Witness]) -> list[Difference]:

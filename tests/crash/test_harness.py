@@ -1,0 +1,105 @@
+"""The crash harness itself: what it tells apart, what it clears away, what it says."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.testing import leaks
+from lockstep.testing.crash import Kill, digest, live, survive
+
+
+def script(code: str) -> list[str]:
+    """A command that runs ``code`` (which imports no torch, so it is quick)."""
+    return [sys.executable, "-S", "-c", f"import os, signal, sys, time\n{code}"]
+
+
+SAY = "print('digest of weights: ' + '{}' * 64)\n"
+DIE = "if '--kill' in sys.argv: os.kill(os.getpid(), signal.SIGKILL)\n"
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [Kill(), Kill(rank=2, step=9, worker=1), Kill(step=7, moment="rename"), Kill(rank=1, moment="save", delay=0.01)],
+)
+def test_a_kill_is_told_to_the_script_by_an_argument(kill: Kill) -> None:
+    assert Kill.parse(str(kill)) == kill
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"moment": "lunch"}, "moment='lunch'"),
+        ({"step": -1}, "step=-1"),
+        ({"moment": "write", "rank": 1}, "only rank 0 writes"),
+        ({"moment": "rename", "worker": 0}, "only rank 0 writes"),
+    ],
+)
+def test_a_kill_that_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Kill(**given)  # type: ignore[arg-type]
+
+
+def test_a_word_that_is_no_field_is_refused() -> None:
+    with pytest.raises(ValueError, match="'stage=3' is none of rank="):
+        Kill.parse("rank=1,stage=3")
+
+
+def test_a_digest_sees_every_bit_and_neither_order_nor_layout() -> None:
+    state = {"a": torch.arange(6.0).view(2, 3), "b": [1, (2.0, None)]}
+    same = {"b": [1, (2.0, None)], "a": torch.arange(6.0).view(2, 3).t().contiguous().t()}
+    assert digest(state) == digest(same)
+    flipped = state["a"].clone()
+    flipped.view(torch.int32)[1, 2] ^= 1
+    others = [
+        {**state, "a": flipped},
+        {**state, "a": state["a"].view(3, 2)},
+        {**state, "a": state["a"].view(torch.int32)},
+        {**state, "a": state["a"] * -0.0 + state["a"], "b": [1, (2.0, 0)]},
+        {"a": state["a"]},
+        {**state, "b": [1, 2.0, None]},
+    ]
+    assert len({digest(state), *map(digest, others)}) == 7
+    assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
+
+
+def test_a_run_that_ends_with_other_bits_is_found_out() -> None:
+    whole = live(script(SAY.format("a")))
+    kills = [Kill(step=3), Kill(moment="write")]
+    lives = survive(script(DIE + SAY.format("a")), kills, whole)
+    assert [life.code for life in lives] == [-9, -9, 0]
+    with pytest.raises(AssertionError, match=r"other bits in weights after \[.*step=3.*moment=write"):
+        survive(script(DIE + SAY.format("b")), kills, whole)
+    with pytest.raises(AssertionError, match="did not die of rank=0,step=3"):
+        survive(script(SAY.format("a")), kills, whole)
+    with pytest.raises(AssertionError, match=r"the resumed run failed \(3\)(.|\n)*no checkpoint"):
+        survive(script(DIE + "print('no checkpoint'); sys.exit(3)"), kills, whole)
+    with pytest.raises(AssertionError, match="has reported nothing"):
+        survive(script(DIE), kills, live(script("")))
+
+
+def test_a_run_that_hangs_is_ended_with_all_its_processes() -> None:
+    begun = time.monotonic()
+    hang = "print('here it stands', flush=True)\nif not os.fork(): os.setpgid(0, 0)\ntime.sleep(60)"
+    with pytest.raises(TimeoutError, match=r"did not end in time(.|\n)*here it stands"):
+        live(script(hang), timeout=1)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_rank_that_outlives_its_run_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.testing.crash.SECONDS_TO_FOLLOW", 0.5)
+    with pytest.raises(TimeoutError, match=r"(?s)its first process ended, and \d+ \(.*\) did not"):
+        live(script("if not os.fork(): time.sleep(60)"))
+
+
+def test_what_a_life_leaves_in_shared_memory_is_removed_and_its_files_stay(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    code = f"open('/dev/shm/crash_%d_0' % os.getpid(), 'w'); open({str(kept)!r}, 'w')\n{DIE}"
+    before = leaks.shared_memory_files()
+    assert live(script(code), Kill()).code == -9
+    assert not [name for name in leaks.shared_memory_files() - before if name.startswith("crash_")]
+    assert kept.exists()

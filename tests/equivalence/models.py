@@ -1,0 +1,89 @@
+"""Modules and data whose gradients must not depend on how a global batch is shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import LightningModule
+
+
+def rows(length: int, shuffle: bool = True) -> Callable[[int], Any]:
+    """``make_data`` over ``length`` samples: 6 numbers and the number of them that count (1 to 6)."""
+
+    def make(batch_size: int) -> Any:
+        source = torch.Generator().manual_seed(7)
+        x = torch.randn(length, 6, generator=source)
+        count = torch.randint(1, 7, (length,), generator=source)
+        return DataLoader(TensorDataset(x, count), batch_size, shuffle=shuffle)
+
+    return make
+
+
+class Plain(LightningModule):
+    """A small MLP under SGD with momentum and a schedule by steps; the loss is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def losses(self, x: Tensor) -> Tensor:
+        return (self.net(x).squeeze(1) - 3 * x[:, 0]).square()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.losses(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Weighted(Plain):
+    """Its loss is a mean over the numbers that count, of which a rank's samples have more or fewer."""
+
+    def weight(self, count: Tensor) -> Tensor:
+        return count.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, count = batch
+        counts = torch.arange(6) < count[:, None]
+        distance = (self.net(x) - x).square()
+        return {"loss": distance[counts].mean(), "weight": self.weight(count)}
+
+
+class Sometimes(Plain):
+    """A layer of it is used by some samples only: by no rank, by some or by all of them in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(6, 1)
+
+    def losses(self, x: Tensor) -> Tensor:
+        chosen = x[:, 1] > 1.2
+        losses = super().losses(x)
+        return losses + chosen * self.rare(x).squeeze(1).square() if chosen.any() else losses
+
+
+class Running(Plain):
+    """The loss uses running statistics, as those of a BatchNorm that is frozen, of the batch's first sample.
+
+    Rank 0 has the global batch's first sample, so with its buffer all ranks do what one process does.
+    """
+
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(6))
+
+    def losses(self, x: Tensor) -> Tensor:
+        losses = super().losses(x - self.running)
+        self.running.lerp_(x[0].detach(), 0.5)
+        return losses

@@ -1,0 +1,113 @@
+"""N ranks x k micro-batches train the model that one process with the whole batch trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LightningModule
+from lockstep.strategies import DDPStrategy
+from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
+
+pytestmark = pytest.mark.timeout(60)
+
+CLIPPING: dict[str, dict[str, Any]] = {
+    "none": {},
+    "norm": {"gradient_clip_val": 0.5},
+    "value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+}
+# With micro-batches of 4: 72 samples divide for every case; 23 leave an uneven tail; of 13, one sample is left
+# for three ranks, two of which borrow theirs.
+LENGTHS = (72, 23, 13)
+
+
+def in_ranks(ranks: RankPool, world: int, make: type[LightningModule], length: int, **given: Any) -> EquivalenceReport:
+    """The report of ddp in the pool's ranks, which is the same on all of them."""
+
+    def check() -> EquivalenceReport:
+        return check_equivalence(make, rows(length), devices=world, **given)
+
+    reports = ranks(world).run(check, group=False)
+    assert all(report == reports[0] for report in reports)
+    return reports[0]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("clip", CLIPPING)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_one_process(accumulate: int, clip: str, length: int) -> None:
+    report = check_equivalence(Plain, rows(length), strategy="auto", devices=1, accumulate=accumulate, **CLIPPING[clip])
+    assert report, report
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("clip", CLIPPING)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ddp(ranks: RankPool, world: int, accumulate: int, clip: str, length: int) -> None:
+    report = in_ranks(ranks, world, Plain, length, accumulate=accumulate, **CLIPPING[clip])
+    assert report, report
+
+
+def spawn(world: int, accumulate: int, clip: str, length: int) -> EquivalenceReport:
+    return check_equivalence(
+        Plain, rows(length), strategy="ddp_spawn", devices=world, accumulate=accumulate, **CLIPPING[clip]
+    )
+
+
+@pytest.mark.parametrize(("world", "accumulate", "clip", "length"), [(2, 1, "norm", 23), (2, 3, "value", 13)])
+def test_ddp_spawn(world: int, accumulate: int, clip: str, length: int) -> None:
+    report = spawn(world, accumulate, clip, length)
+    assert report, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("clip", CLIPPING)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ddp_spawn_everywhere(world: int, accumulate: int, clip: str, length: int) -> None:
+    report = spawn(world, accumulate, clip, length)
+    assert report, report
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_steps_that_return_their_own_weight(ranks: RankPool, world: int, accumulate: int) -> None:
+    for length in LENGTHS:
+        report = in_ranks(ranks, world, Weighted, length, accumulate=accumulate, gradient_clip_val=0.5)
+        assert report, report
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_layer_that_only_some_ranks_use(ranks: RankPool, world: int) -> None:
+    """Where no rank uses it, its gradient is None as on one process: momentum and decay leave it alone."""
+    for accumulate in (1, 3):
+        report = in_ranks(ranks, world, Sometimes, 23, accumulate=accumulate, batch_size=2)
+        assert report, report
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_running_buffers_are_those_of_rank_0(ranks: RankPool, world: int) -> None:
+    report = in_ranks(ranks, world, Running, 72)
+    assert report, report
+
+
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": False}])
+def test_ddp_with_options(ranks: RankPool, options: dict[str, Any]) -> None:
+    report = in_ranks(ranks, 3, Plain, 13, accumulate=3, strategy=DDPStrategy(**options), gradient_clip_val=0.5)
+    assert report, report
+
+
+class Lbfgs(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_optimizer_that_asks_for_a_closure(ranks: RankPool, accumulate: int) -> None:
+    report = in_ranks(ranks, 2, Lbfgs, 23, accumulate=accumulate, tolerance=1e-10)
+    assert report, report

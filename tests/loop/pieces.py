@@ -1,0 +1,115 @@
+"""What the tests of the loops are made of: a quiet Trainer, a module whose gradient is known, a logger that remembers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep import LightningModule, Trainer
+from lockstep.loggers.base import Logger
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def quiet(**flags: Any) -> Trainer:
+    """A Trainer that writes nothing and says nothing."""
+    return Trainer(**{**QUIET, **flags})
+
+
+def on_ranks(**flags: Any) -> Trainer:
+    """The same in a rank of the pool."""
+    return quiet(strategy="ddp", devices=torch.distributed.get_world_size(), **flags)
+
+
+def numbers(count: int, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
+    """A loader of the numbers 1, 2, ... ``count``, in order."""
+    return DataLoader(torch.arange(1, count + 1, dtype=torch.float64), batch_size=batch_size, **options)  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[float]):
+    """The numbers 1, 2, ... ``count``, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(float(number) for number in range(1, self.count + 1))
+
+
+class Slope(LightningModule):
+    """One weight ``w``, whose loss ``w * x`` has the gradient ``x``: a window's gradient is the mean of its samples.
+
+    Attributes:
+        gradients: the gradient of each window, before clipping.
+        applied: the gradient that each update took, after clipping.
+        batches: what each training step was given.
+        validated: the optimizer steps and batches before each validation.
+    """
+
+    def __init__(self, lr: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.lr = lr
+        self.gradients: list[float] = []
+        self.applied: list[float] = []
+        self.batches: list[Any] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches.append(batch.tolist() if isinstance(batch, Tensor) else batch)
+        return (self.w * batch).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.w.grad is not None:
+            self.gradients.append(self.w.grad.item())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.w.grad is not None:
+            self.applied.append(self.w.grad.item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Validated(Slope):
+    """`Slope` that notes after how many training batches each validation came."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append(len(self.batches))
+
+
+class Recorder(Logger):
+    """Keeps what it is sent, in order: (step, metrics)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int | None, dict[str, float]]] = []
+        self.hparams: list[Any] = []
+        self.ended: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.sent.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.hparams.append(params)
+
+    def finalize(self, status: str) -> None:
+        self.ended.append(status)

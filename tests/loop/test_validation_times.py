@@ -1,0 +1,119 @@
+"""When a fit validates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lockstep.ground.errors import MisconfigurationException
+from tests.loop.pieces import Stream, Validated, numbers, quiet
+
+# flags -> training batches before each validation of 3 epochs of 10; all as measured with Lightning 2.6.6
+TIMES: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [10, 20, 30]),
+    ({"val_check_interval": 1.0}, [10, 20, 30]),
+    ({"val_check_interval": 4}, [4, 8, 14, 18, 24, 28]),
+    ({"val_check_interval": 0.3}, [3, 6, 9, 13, 16, 19, 23, 26, 29]),
+    ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [4, 8, 12, 16, 20, 24, 28]),
+    ({"val_check_interval": 25, "check_val_every_n_epoch": None}, [25]),
+    ({"check_val_every_n_epoch": 2}, [20]),
+    ({"check_val_every_n_epoch": 2, "val_check_interval": 5}, [15, 20]),
+    ({"limit_val_batches": 0}, []),
+    ({"limit_train_batches": 3, "val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+]
+
+
+@pytest.mark.parametrize(("flags", "times"), TIMES)
+def test_validation_comes_when_its_flags_say(flags: dict[str, Any], times: list[int]) -> None:
+    module = Validated()
+    quiet(max_epochs=3, num_sanity_val_steps=0, **flags).fit(module, numbers(10), numbers(1))
+    assert module.validated == times
+
+
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        ({}, [10, 20]),
+        ({"val_check_interval": 4}, [4, 8, 14, 18]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [4, 8, 12, 16, 20]),
+    ],
+)
+def test_validation_of_a_stream_without_a_length(flags: dict[str, Any], times: list[int]) -> None:
+    module = Validated()
+    quiet(max_epochs=2, num_sanity_val_steps=0, **flags).fit(module, DataLoader(Stream(10)), numbers(1))
+    assert module.validated == times
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fit_that_stops_early_is_validated_once_at_its_end(stream: bool) -> None:
+    """It was validated after every micro-batch of the window in which it was told to stop."""
+
+    class Stops(Validated):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = True
+
+    module = Stops()
+    train = DataLoader(Stream(10)) if stream else numbers(10)
+    quiet(max_epochs=3, accumulate_grad_batches=4, num_sanity_val_steps=0).fit(module, train, numbers(1))
+    assert module.validated == [4]
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(0, []), (1, [0]), (2, [0, 1]), (-1, [0, 1, 2]), (9, [0, 1, 2])])
+def test_the_sanity_check_tries_so_many_batches(steps: int, batches: list[int]) -> None:
+    class Sane(Validated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.sanity_checking:
+                seen.append(batch_idx)
+
+    seen: list[int] = []
+    trainer = quiet(max_epochs=1, num_sanity_val_steps=steps)
+    trainer.fit(Sane(), numbers(2), numbers(3))
+    assert seen == batches
+    assert trainer.num_sanity_val_batches == [len(batches)]
+
+
+def test_a_sanity_check_shows_its_metrics_and_then_forgets_them() -> None:
+    """They were not to be seen at all, and a KeyError in `on_validation_epoch_end` ended the fit."""
+
+    class Sane(Validated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("checked", batch.sum())
+
+        def on_validation_epoch_end(self) -> None:
+            seen.append((self.trainer.sanity_checking, self.trainer.callback_metrics["checked"].item()))
+
+        def on_train_start(self) -> None:
+            assert self.trainer.callback_metrics == {}
+
+    seen: list[tuple[bool, float]] = []
+    quiet(max_epochs=1, num_sanity_val_steps=2).fit(Sane(), numbers(2), numbers(3))
+    assert seen == [(True, 1.5), (False, 2.0)]
+
+
+def test_a_sanity_check_leaves_no_trace_in_the_random_states() -> None:
+    import torch
+
+    class Draws(Validated):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(1)
+
+        def on_train_start(self) -> None:
+            drawn.append(torch.rand(1).item())
+
+    drawn: list[float] = []
+    for steps in (0, 2):
+        torch.manual_seed(5)
+        quiet(max_epochs=1, num_sanity_val_steps=steps).fit(Draws(), numbers(1), numbers(3))
+    assert drawn[0] == drawn[1]
+
+
+def test_an_interval_longer_than_an_epoch_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="val_check_interval=11.*check_val_every_n_epoch=None"):
+        quiet(max_epochs=1, val_check_interval=11).fit(Validated(), numbers(10), numbers(1))
+
+
+def test_a_fraction_of_a_stream_is_no_interval() -> None:
+    with pytest.raises(MisconfigurationException, match="val_check_interval=0.5"):
+        quiet(max_epochs=1, val_check_interval=0.5).fit(Validated(), DataLoader(Stream(10)), numbers(1))
