@@ -1,7 +1,7 @@
 """lockstep: one LightningModule, trained unchanged on one process or on many."""
 
 from lockstep.callbacks.base import Callback
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.ground.seed import seed_everything
 from lockstep.launch.inherit import inherit
 from lockstep.loop.fit import Result

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self
 
+from lockstep.checkpoint.arguments import init_arguments
 from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.hyperparameters import AttributeDict, HyperparametersMixin
+from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import warn_once
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, OptimizerLRScheduler
@@ -389,29 +390,11 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             CorruptCheckpoint: for a file that is truncated, altered or no checkpoint.
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
-        hparams = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
-        if hparams_file is not None:
-            import yaml  # type: ignore[import-untyped]
-
-            with open(hparams_file, encoding="utf-8") as file:
-                hparams = dict(yaml.safe_load(file) or {})
-        module = cls(**cls._init_arguments(hparams, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME), kwargs))
+        module = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
         return module
-
-    @classmethod
-    def _init_arguments(cls, hparams: dict[str, Any], name: str | None, given: dict[str, Any]) -> dict[str, Any]:
-        import inspect
-
-        parameters = inspect.signature(cls.__init__).parameters
-        if name not in (None, "kwargs") and name in parameters:
-            return given if name in given else {name: AttributeDict({**hparams, **given})}
-        merged = {**hparams, **given}
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return merged
-        return {key: value for key, value in merged.items() if key in parameters or key in given}
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -16,7 +16,7 @@ from lockstep.callbacks.model_summary import ModelSummary
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.callbacks.progress.choose import choose_progress_bar
 from lockstep.config import RunConfig, resolve, unknown_flags
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.ground.device import resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only

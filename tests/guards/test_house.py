@@ -28,6 +28,7 @@ FLOORS = {
     "launch": 2,
     "module": 2,
     "hooks": 2,
+    "datamodule": 2,
     "strategies": 3,
     "config": 4,
     "loop": 4,

@@ -29,9 +29,9 @@ from tests.loop.pieces import Recorder, Slope, Stream, Validated, numbers, quiet
         ({"max_epochs": 1, "limit_train_batches": 1}, 1, "max_epochs=1 reached"),
         ({"max_epochs": 1, "limit_train_batches": 99}, 5, "max_epochs=1 reached"),
         ({"max_epochs": 1, "limit_train_batches": 0}, 0, "no training batches"),
-        ({"fast_dev_run": True}, 1, "max_steps=1 reached"),
-        ({"fast_dev_run": 3}, 3, "max_steps=3 reached"),
-        ({"fast_dev_run": True, "min_epochs": 4, "min_steps": 9}, 1, "max_steps=1 reached"),
+        ({"fast_dev_run": True}, 1, "max_epochs=1 reached"),
+        ({"fast_dev_run": 3}, 3, "max_epochs=1 reached"),
+        ({"fast_dev_run": True, "min_epochs": 4, "min_steps": 9}, 1, "max_epochs=1 reached"),
     ],
 )
 def test_a_fit_runs_as_long_as_its_flags_say(flags: dict[str, Any], batches: int, stopped: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.data import explain_loader_error
 from lockstep.loop.hooks import is_overridden

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed

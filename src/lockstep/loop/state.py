@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import format, storage
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, warn_once
 from lockstep.ground.seed import random_states, set_random_states
@@ -51,7 +51,7 @@ def collect(trainer: Any, weights_only: bool = False) -> dict[str, Any]:
     for source in (module, datamodule):
         if source is not None and source.hparams:
             checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = dict(source.hparams)
-            if source is module and source._hparams_name is not None:
+            if source._hparams_name is not None:
                 checkpoint[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
     if datamodule is not None and not weights_only:
         saved = datamodule.state_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
 

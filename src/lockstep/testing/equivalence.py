@@ -1,4 +1,9 @@
-"""Does a strategy train the model that one process with the whole batch trains? Step by step, and who strays."""
+"""Does a strategy train the model that one process with the whole batch trains? Step by step, and who strays.
+
+Made for losses that are means over samples (or over what the step's own ``weight`` counts). Dropout,
+unsynchronised BatchNorm, losses that mix samples, and ``drop_last`` are not the same on many ranks; nor are
+parameters under Adam, which makes a step of a true zero's rounding error.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +69,6 @@ def check_equivalence(
     the parameters at the start, each step's gradient before and after clipping, the parameters after it; and
     the buffers with which the ranks' forwards run, with rank 0's.
 
-    Made for losses that are means over samples (or over what the step's own ``weight`` counts). Dropout,
-    unsynchronised BatchNorm, losses that mix samples, and ``drop_last`` are not the same on many ranks; nor
-    are parameters under Adam, which makes a step of a true zero's rounding error.
-
     Ranks are started as the strategy does it, unless they are there already (``torchrun``, a `RankPool`):
     then call this on each of them, and each gets the report.
 
@@ -80,10 +81,8 @@ def check_equivalence(
         batch_size: samples of a micro-batch on each rank.
         steps: optimizer steps; epochs begin anew as they need.
         seed: of the module's first weights and of the order of data.
-        tolerance: largest difference that passes, as part of the largest element of all gradients (or
-            parameters) of the step.
-        **flags: further flags of both Trainers: ``gradient_clip_val=0.5``, say, or ``precision`` in place of
-            "64-true" (then with a tolerance to match).
+        tolerance: largest difference that passes, as part of the step's largest gradient (or parameter).
+        **flags: of both Trainers: ``gradient_clip_val=0.5``, say, or ``precision`` in place of "64-true".
 
     Returns:
         a report that is true where all is equal, and else names step, parameter and ranks.
@@ -100,18 +99,24 @@ def check_equivalence(
     compare = _Compare(tolerance, common.get("gradient_clip_val"), common.get("gradient_clip_algorithm"))
     own = {"strategy": strategy, "devices": devices, "accumulate_grad_batches": accumulate}
     trainer = _trainer({**common, **own}, compare, seed)
-    record = _Record()
-    alone = _trainer({**common, "strategy": _Alone()}, record, seed)
     with isolate_rng():
-        torch.manual_seed(seed)
-        alone.fit(make_module(), make_data(batch_size * trainer.world_size * accumulate))
-        compare.expected = record.tape
+        whole = batch_size * trainer.world_size * accumulate
+        compare.expected = _one_process(make_module, make_data(whole), common, seed)
         torch.manual_seed(seed + trainer.global_rank)  # ranks that start alike would hide a missing broadcast
         trainer.fit(make_module(), make_data(batch_size))
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    told = "".join(f", {flag}={value}" for flag, value in flags.items())
-    title = f"{name} on {trainer.world_size} rank(s), accumulate={accumulate}, batch_size={batch_size}{told}"
-    return judge(title, steps, compare.ranks)
+    settings = {"accumulate": accumulate, "batch_size": batch_size, **flags}
+    told = ", ".join(f"{setting}={value}" for setting, value in settings.items())
+    return judge(f"{name} on {trainer.world_size} rank(s), {told}", steps, compare.ranks)
+
+
+def _one_process(
+    make_module: Callable[[], LightningModule], data: Any, flags: dict[str, Any], seed: int
+) -> list[_Observation]:
+    record = _Record()
+    torch.manual_seed(seed)
+    _trainer({**flags, "strategy": _Alone()}, record, seed).fit(make_module(), data)
+    return record.tape
 
 
 def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
 
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.module import LightningModule
 from lockstep.testing.datasets import RandomDataset, RandomIterableDataset
 

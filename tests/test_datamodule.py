@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from lockstep.data.datamodule import LightningDataModule
+from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
 from tests.data.loaders import Stream, numbers

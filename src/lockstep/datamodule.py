@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
+from lockstep.checkpoint.arguments import init_arguments
+from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.hyperparameters import AttributeDict, HyperparametersMixin
+from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from lockstep.ground.view import TrainerView
-
-# Where Lightning has kept the class of its hyperparameters; checkpoints name it.
-_ATTRIBUTE_DICTS = [
-    "lightning.fabric.utilities.data.AttributeDict",
-    "lightning_fabric.utilities.data.AttributeDict",
-    "lightning.pytorch.utilities.parsing.AttributeDict",
-    "pytorch_lightning.utilities.parsing.AttributeDict",
-]
 
 
 class LightningDataModule(HyperparametersMixin):
@@ -123,7 +116,7 @@ class LightningDataModule(HyperparametersMixin):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | PathLike[str] | IO[bytes],
+        checkpoint_path: str | PathLike[str],
         map_location: Any = None,
         hparams_file: str | PathLike[str] | None = None,
         weights_only: bool | None = None,
@@ -132,7 +125,7 @@ class LightningDataModule(HyperparametersMixin):
         """A data module with the hyperparameters that a checkpoint holds for it, and its state.
 
         Args:
-            checkpoint_path: a checkpoint file, or an open one.
+            checkpoint_path: a checkpoint file.
             map_location: as in `torch.load`.
             hparams_file: a YAML file whose hyperparameters stand in for the checkpoint's.
             weights_only: False lets the file run code when it is loaded; only for files you trust.
@@ -141,22 +134,8 @@ class LightningDataModule(HyperparametersMixin):
         Raises:
             MisconfigurationException: the file holds more than tensors and plain values.
         """
-        checkpoint = _read(checkpoint_path, map_location, weights_only is None or weights_only)
-        saved = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
-        if hparams_file is not None:
-            import yaml  # type: ignore[import-untyped]
-
-            with open(hparams_file, encoding="utf-8") as file:
-                saved = yaml.safe_load(file) or {}
-        whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
-        parameters = inspect.signature(cls.__init__).parameters
-        if whole in parameters and whole != "kwargs":  # __init__ took one dict or Namespace that held them all
-            arguments: dict[str, Any] = {str(whole): AttributeDict(saved), **kwargs}
-        elif any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-            arguments = {**saved, **kwargs}
-        else:
-            arguments = {**{key: value for key, value in saved.items() if key in parameters}, **kwargs}
-        datamodule = cls(**arguments)
+        checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        datamodule = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         state = checkpoint.get(cls.__qualname__)
         if state:
             datamodule.load_state_dict(state)
@@ -220,17 +199,3 @@ class LightningDataModule(HyperparametersMixin):
             f"{type(self).__name__} has no {hook}(): define it to return a DataLoader, or hand loaders to "
             f"trainer.{stage}() directly."
         )
-
-
-def _read(path: Any, map_location: Any, weights_only: bool) -> dict[str, Any]:
-    """A checkpoint as a dict; Lightning's class of hyperparameters is read as a dict too."""
-    names: list[Any] = [(dict, name) for name in _ATTRIBUTE_DICTS]
-    try:
-        with torch.serialization.safe_globals(names):
-            loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise MisconfigurationException(
-            f"load_from_checkpoint({path!r}): the file holds more than tensors and plain values ({error}). "
-            "If you trust where it comes from, load it with weights_only=False."
-        ) from error
-    return loaded

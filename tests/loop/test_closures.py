@@ -1,0 +1,179 @@
+"""Optimizers that are stepped by a closure, and the methods of a module that take a part of the step over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import LightningModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+
+
+class Fit(LightningModule):
+    """Linear regression by LBFGS with its line search, which evaluates the loss as often as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        self.steps = 0
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layer(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+
+
+def samples(count: int, batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, 3, dtype=torch.float64, generator=generator)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 3 + x[:, :1] ** 2
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def solve(batch_size: int, accumulate: int = 1, ranks: bool = False) -> tuple[list[float], int, int, float]:
+    module = Fit()
+    trainer = (on_ranks if ranks else quiet)(max_epochs=3, accumulate_grad_batches=accumulate)
+    trainer.fit(module, samples(13, batch_size))
+    weights = [value for parameter in module.parameters() for value in parameter.flatten().tolist()]
+    return weights, module.steps, trainer.global_step, trainer.callback_metrics["loss"].item()
+
+
+def test_lbfgs_sees_the_whole_window_in_each_of_its_calls() -> None:
+    weights, calls, steps, _ = solve(13)
+    again, more_calls, more_steps, _ = solve(5, accumulate=3)
+    assert steps == more_steps == 3
+    assert more_calls == 3 * calls > 3 * steps
+    assert again == pytest.approx(weights, rel=1e-7)
+
+
+def test_lbfgs_logs_each_batch_once() -> None:
+    class Counts(Fit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Counts(), samples(13, 5))
+    assert trainer.callback_metrics["batches"] == 3
+
+
+def test_lbfgs_goes_the_same_way_on_all_ranks(ranks: RankPool) -> None:
+    """With their own losses the line searches part, and a rank waits for calls that never come."""
+    first, second = ranks(2).run(solve, 4, 2, True, timeout=40)
+    assert first == second
+    assert first[0] == pytest.approx(solve(13)[0], rel=1e-6)
+
+
+def test_lbfgs_with_returned_weights_searches_along_its_own_gradient() -> None:
+    class Weighs(Fit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": super().training_step(batch, batch_idx), "weight": 10 * len(batch[0])}
+
+    weights = solve(13)[0]
+    module = Weighs()
+    quiet(max_epochs=3, accumulate_grad_batches=3).fit(module, samples(13, 5))
+    found = [value for parameter in module.parameters() for value in parameter.flatten().tolist()]
+    assert found == pytest.approx(weights, rel=1e-7)
+
+
+# -- methods of the module ---------------------------------------------------------------------------------
+
+
+class Warms(Slope):
+    """Sets the learning rate in its own `optimizer_step`."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.validated.append(batch_idx)
+        optimizer.param_groups[0]["lr"] = 0.1 * (self.global_step + 1)
+        optimizer.step(closure=optimizer_closure)
+
+
+def test_a_module_may_step_the_optimizer_itself() -> None:
+    module = Warms()
+    result = quiet(max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=4.0).fit(module, numbers(5))
+    assert (module.validated, module.gradients, result.global_step) == ([1, 3, 4], [1.5, 3.5, 5.0], 3)
+    assert module.w.item() == pytest.approx(-(0.1 * 1.5 + 0.2 * 3.5 + 0.3 * 4.0), rel=1e-5)
+
+
+def warm() -> tuple[list[float], float]:
+    module = Warms()
+    on_ranks(max_epochs=1).fit(module, numbers(5))
+    return module.gradients, module.w.item()
+
+
+def test_and_on_ranks_too(ranks: RankPool) -> None:
+    expected = pytest.approx(-(0.1 * 1.5 + 0.2 * 3.5 + 0.3 * 5.0))
+    assert ranks(2).run(warm) == [([1.5, 3.5, 5.0], expected)] * 2
+
+
+def test_a_skipped_update_is_a_step_of_the_fit() -> None:
+    """`global_step` stood still, so that `max_steps` was never reached; Lightning counts windows here."""
+
+    class Looks(Slope):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+
+    module = Looks(lr=1.0)
+    result = quiet(max_steps=3).fit(module, numbers(5))
+    assert (module.gradients, module.w.item(), result.global_step) == ([1.0, 2.0, 3.0], 0.0, 3)
+
+
+def test_an_optimizer_step_without_its_closure_is_refused() -> None:
+    class Forgets(Slope):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step()
+
+    with pytest.raises(MisconfigurationException, match="optimizer_closure"):
+        quiet(max_epochs=1).fit(Forgets(), numbers(1))
+
+
+def test_a_module_may_drop_the_gradients_itself() -> None:
+    class Keeps(Slope):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            self.validated.append(batch_idx)
+
+    module = Keeps()
+    quiet(max_epochs=1).fit(module, numbers(3))
+    assert (module.validated, module.gradients) == ([0, 1, 2], [1.0, 3.0, 6.0])
+
+
+class Doubles(Slope):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+def double() -> list[float]:
+    module = Doubles()
+    on_ranks(max_epochs=1).fit(module, numbers(4))
+    return module.gradients
+
+
+def test_a_module_may_do_the_backward_itself(ranks: RankPool) -> None:
+    module = Doubles()
+    quiet(max_epochs=1).fit(module, numbers(2))
+    assert module.gradients == [2.0, 4.0]
+    assert ranks(2).run(double) == [[3.0, 7.0]] * 2
+
+
+def test_no_optimizer_leaves_the_weights_alone() -> None:
+    class Frozen(Slope):
+        def configure_optimizers(self) -> None:
+            return None
+
+    module = Frozen()
+    with pytest.warns(UserWarning, match="updates no parameters"):
+        quiet(max_epochs=1).fit(module, numbers(2))
+    assert (len(module.batches), module.w.item()) == (2, 0.0)

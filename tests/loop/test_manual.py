@@ -1,0 +1,168 @@
+"""Manual optimization: the training step does it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import LightningModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+
+
+class Duel(LightningModule):
+    """Two players, each with an optimizer of its own, as in a GAN."""
+
+    def __init__(self, sync_first: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.b = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.sync_first = sync_first
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        needed = (self.a.requires_grad, self.b.requires_grad)
+        first.zero_grad()
+        self.manual_backward((self.a * self.b * batch).mean())
+        gradient = self.a.grad.item()  # type: ignore[union-attr]
+        first.step()
+        self.untoggle_optimizer(first)
+        with second.toggle_model(sync_grad=self.sync_first):
+            second.zero_grad()
+            self.manual_backward((self.b * batch).mean())
+            other = self.b.grad.item()  # type: ignore[union-attr]
+            second.step()
+        self.seen.append((needed, gradient, other, self.a.requires_grad and self.b.requires_grad))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.a], lr=0.0), torch.optim.SGD([self.b], lr=0.0)
+
+
+def test_two_optimizers_take_turns() -> None:
+    module = Duel()
+    trainer = quiet(max_epochs=1)
+    result = trainer.fit(module, numbers(2))
+    assert module.seen == [((True, False), 1.0, 1.0, True), ((True, False), 2.0, 2.0, True)]
+    assert result.global_step == trainer.global_step == 4
+
+
+def test_max_steps_counts_the_steps_of_all_optimizers() -> None:
+    module = Duel()
+    assert quiet(max_steps=4).fit(module, numbers(9)).global_step == 4
+    assert len(module.seen) == 2
+
+
+def duel(samples: int, sync: bool) -> list[Any]:
+    module = Duel(sync)
+    on_ranks(max_epochs=1).fit(module, numbers(samples))
+    return [step[1:3] for step in module.seen]
+
+
+def test_manual_backwards_are_reduced_unless_the_user_says_no(ranks: RankPool) -> None:
+    assert ranks(2).run(duel, 4, True) == [[(1.5, 1.5), (3.5, 3.5)]] * 2
+    assert ranks(2).run(duel, 4, False) == [[(1.5, 1.0), (3.5, 3.0)], [(1.5, 2.0), (3.5, 4.0)]]
+
+
+def test_an_empty_share_is_muted_in_all_backwards_of_a_step(ranks: RankPool) -> None:
+    """Only the first was, and the rank's sample was counted as one sample in the place of two as well."""
+    assert ranks(2).run(duel, 3, True) == [[(1.5, 1.5), (3.0, 3.0)]] * 2
+
+
+def test_uneven_batches_weigh_by_their_samples(ranks: RankPool) -> None:
+    assert ranks(2).run(uneven_duel) == [[(2.0, 2.0)]] * 2
+
+
+def uneven_duel() -> list[Any]:
+    module = Duel()
+    on_ranks(max_epochs=1).fit(module, numbers(3, 2))
+    return [step[1:3] for step in module.seen]
+
+
+class ByHand(Slope):
+    """Steps at every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = (self.w * batch).mean()
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=3.0, gradient_clip_algorithm="value")
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def test_accumulation_and_clipping_by_hand() -> None:
+    module = ByHand()
+    result = quiet(max_epochs=1).fit(module, numbers(4))
+    assert module.gradients == [1.5, 3.0]
+    assert (module.w.item(), result.global_step) == (-4.5, 2)
+
+
+def test_a_closure_is_run_by_the_optimizer() -> None:
+    class Closes(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = (self.w * batch).mean()
+                self.manual_backward(loss)
+                return loss
+
+            returned.append(optimizer.step(closure=closure).item())
+
+    returned: list[float] = []
+    module = Closes()
+    quiet(max_epochs=1).fit(module, numbers(3))
+    assert (returned, module.gradients, module.w.item()) == ([0.0, -2.0, -9.0], [1.0, 2.0, 3.0], -6.0)
+
+
+def test_a_training_step_may_return_nothing_or_a_dict() -> None:
+    class Returns(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return [None, {"loss": batch.sum(), "more": 1}, batch.sum()][batch_idx]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
+
+    seen: list[Any] = []
+    quiet(max_epochs=1).fit(Returns(), numbers(3))
+    assert seen == [{}, {"loss": torch.tensor(2.0), "more": 1}, {"loss": torch.tensor(3.0)}]
+
+
+def test_plain_optimizers_are_given_on_request() -> None:
+    class Asks(ByHand):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            plain, wrapped = self.optimizers(use_pl_optimizer=False), self.optimizers()
+            assert type(plain) is torch.optim.SGD
+            assert wrapped.optimizer is plain
+            assert wrapped.param_groups is plain.param_groups
+
+    quiet(max_epochs=1).fit(Asks(), numbers(1))
+
+
+@pytest.mark.parametrize("flags", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
+def test_what_only_automatic_optimization_does_is_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match=rf"{next(iter(flags))}=.*automatic optimization"):
+        quiet(max_epochs=1, **flags).fit(ByHand(), numbers(2))
+
+
+def test_manual_backward_is_refused_under_automatic_optimization() -> None:
+    class Mixed(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward((self.w * batch).mean())
+
+    with pytest.raises(MisconfigurationException, match="self.automatic_optimization = False"):
+        quiet(max_epochs=1).fit(Mixed(), numbers(1))
