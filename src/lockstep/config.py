@@ -165,7 +165,7 @@ def _clipping(flags: dict[str, Any]) -> dict[str, Any]:
     value, algorithm = flags["gradient_clip_val"], flags["gradient_clip_algorithm"]
     algorithm = "norm" if algorithm is None else str(algorithm).lower()
     _choice("gradient_clip_algorithm", algorithm, ("norm", "value"))
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
         raise MisconfigurationException(
             f"Trainer(gradient_clip_val={value!r}): give a number above 0, or None for no clipping."
         )
@@ -237,6 +237,8 @@ def _seconds(value: str | timedelta | dict[str, int] | None) -> float | None:
         else:
             days, hours, minutes, seconds = (int(part) for part in value.strip().split(":"))
             length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        if length < timedelta(0):
+            raise ValueError
     except (TypeError, ValueError, AttributeError):
         raise MisconfigurationException(
             f'Trainer(max_time={value!r}): give "DD:HH:MM:SS", a datetime.timedelta, or its arguments as a dict '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments
 from lockstep.checkpoint.format import load as load_checkpoint
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import warn_once
 from lockstep.ground.tree import tree_map
@@ -380,7 +380,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
         Args:
             checkpoint_path: file written by lockstep or by Lightning 2.x.
-            map_location: where its tensors go, as in ``torch.load``.
+            map_location: where its tensors go, as in ``torch.load``; the module goes with them.
             hparams_file: YAML file of hyperparameters in place of the checkpoint's.
             strict: whether names of weights must match; default: the module's ``strict_loading``.
             weights_only: False to unpickle whatever the file holds, for files that you trust.
@@ -390,13 +390,28 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             CorruptCheckpoint: for a file that is truncated, altered or no checkpoint.
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        check_weights(checkpoint, checkpoint_path)
         module = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
-        return module
+        first = next((value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)), None)
+        return module if first is None else module.to(first.device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_trainer"] = None
         return state
+
+
+def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
+    """Refuse a file that torch can read and that is no checkpoint of a run.
+
+    Raises:
+        CorruptCheckpoint: there is no ``state_dict`` in it.
+    """
+    if "state_dict" not in checkpoint:
+        raise CorruptCheckpoint(
+            f"{fspath(path)!r} is no checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
+            f"{sorted(map(str, checkpoint))[:8]}). Load weights alone by `module.load_state_dict(torch.load(path))`."
+        )

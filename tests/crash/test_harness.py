@@ -82,10 +82,11 @@ def test_a_run_that_ends_with_other_bits_is_found_out() -> None:
         survive(script(DIE), kills, live(script("")))
 
 
-def test_a_run_that_hangs_is_ended_with_all_its_processes() -> None:
+def test_a_run_that_hangs_tells_where_and_is_ended_with_all_its_processes() -> None:
     begun = time.monotonic()
-    hang = "print('here it stands', flush=True)\nif not os.fork(): os.setpgid(0, 0)\ntime.sleep(60)"
-    with pytest.raises(TimeoutError, match=r"did not end in time(.|\n)*here it stands"):
+    stand = "def stand_still(): time.sleep(60)\nprint('here it stands', flush=True)\n"
+    hang = stand + "if not os.fork(): os.setpgid(0, 0)\nstand_still()"
+    with pytest.raises(TimeoutError, match=r"did not end in time(.|\n)*here it stands(.|\n)*in stand_still"):
         live(script(hang), timeout=1)
     assert time.monotonic() - begun < 10
 

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--batches", type=int, default=25, help="micro-batches of an epoch, on each rank")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--keep", choices=("all", "one", "link"), default="all", help="which checkpoints")
+    parser.add_argument("--keep", choices=("all", "one", "link", "last"), default="all", help="which checkpoints")
     parser.add_argument("--kill", type=Kill.parse)
     args = parser.parse_args()
 
@@ -74,7 +74,7 @@ def main() -> None:
         dirpath=args.folder,
         every_n_train_steps=7,
         save_last="link" if args.keep == "link" else True,
-        save_top_k=1 if args.keep == "one" else -1,
+        save_top_k={"one": 1, "last": 0}.get(args.keep, -1),
     )
     trainer = Trainer(
         accelerator="cpu",

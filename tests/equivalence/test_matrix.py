@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep import LightningModule
 from lockstep.strategies import DDPStrategy
@@ -53,9 +54,13 @@ def test_ddp(ranks: RankPool, world: int, accumulate: int, clip: str, length: in
 
 
 def spawn(world: int, accumulate: int, clip: str, length: int) -> EquivalenceReport:
-    return check_equivalence(
-        Plain, rows(length), strategy="ddp_spawn", devices=world, accumulate=accumulate, **CLIPPING[clip]
-    )
+    try:
+        return check_equivalence(
+            Plain, rows(length), strategy="ddp_spawn", devices=world, accumulate=accumulate, **CLIPPING[clip]
+        )
+    finally:
+        if dist.is_initialized():  # one rank is this process, and a group stays for the next call
+            dist.destroy_process_group()
 
 
 def test_ddp_spawn() -> None:

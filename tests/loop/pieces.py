@@ -1,4 +1,4 @@
-"""What the tests of the loops are made of: a quiet Trainer, a module whose gradient is known, a logger that remembers."""
+"""What the tests of the loops are made of: a quiet Trainer, a module of known gradient, a logger that remembers."""
 
 from __future__ import annotations
 

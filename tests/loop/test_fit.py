@@ -155,7 +155,7 @@ def test_a_stream_without_a_length_can_be_limited() -> None:
 
 
 def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="limit_train_batches=0.5"):
+    with pytest.raises(MisconfigurationException, match=r"limit_train_batches=0.5"):
         quiet(max_epochs=1, limit_train_batches=0.5).fit(Slope(), DataLoader(Stream(5)))
 
 

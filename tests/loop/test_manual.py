@@ -164,5 +164,5 @@ def test_manual_backward_is_refused_under_automatic_optimization() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.manual_backward((self.w * batch).mean())
 
-    with pytest.raises(MisconfigurationException, match="self.automatic_optimization = False"):
+    with pytest.raises(MisconfigurationException, match=r"self.automatic_optimization = False"):
         quiet(max_epochs=1).fit(Mixed(), numbers(1))

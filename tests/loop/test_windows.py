@@ -157,15 +157,15 @@ def test_a_window_without_weight_has_no_gradient() -> None:
     assert module.gradients == [0.0]
 
 
-def test_weights_for_some_micro_batches_only_are_refused() -> None:
+@pytest.mark.parametrize("weighed", [0, 1, 2])
+def test_weights_for_some_micro_batches_only_are_refused(weighed: int) -> None:
     class Sometimes(Slope):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = (self.w * batch).mean()
-            return {"loss": loss, "weight": 2.0} if batch_idx == at else loss
+            return {"loss": loss, "weight": 2.0} if batch_idx == weighed else loss
 
-    for at in range(3):
-        with pytest.raises(MisconfigurationException, match='"weight" for some micro-batches'):
-            quiet(max_epochs=1, accumulate_grad_batches=2).fit(Sometimes(), numbers(4))
+    with pytest.raises(MisconfigurationException, match='"weight" for some micro-batches'):
+        quiet(max_epochs=1, accumulate_grad_batches=2).fit(Sometimes(), numbers(4))
 
 
 # -- skipped micro-batches ---------------------------------------------------------------------------------

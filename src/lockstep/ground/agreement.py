@@ -64,7 +64,8 @@ class Agreement:
         group: the ranks; ``None`` is the default group (or this process alone, if there is none).
         every: across hosts, the number of windows between two messages.
         mode: ``"shared"`` or ``"messages"`` to choose by hand; ``None`` takes shared memory where all ranks
-            are on one host and ``group`` is a gloo group, messages otherwise.
+            are on one host and ``group`` is a gloo group, messages otherwise. ``"alone"``: this process
+            agrees with itself, whatever group there is.
 
     Raises:
         ValueError: if ``mode="shared"`` and the ranks have no memory in common, or ``every`` is below 1.
@@ -78,18 +79,23 @@ class Agreement:
     """
 
     def __init__(
-        self, group: comm.Group = None, *, every: int = 8, mode: Literal["shared", "messages"] | None = None
+        self,
+        group: comm.Group = None,
+        *,
+        every: int = 8,
+        mode: Literal["shared", "messages", "alone"] | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"Agreement(every={every}): messages are sent every 1 or more windows")
         self._group = group
+        self._alone = mode == "alone" or comm.world_size(group) == 1
         self._names: list[str] = []
         self._wanted: set[int] = set()  # requested on this rank, not yet answered
         self._up: set[int] = set()
         self._channel: _Channel = self._open(mode, every)
 
     def _open(self, mode: str | None, every: int) -> _Channel:
-        if comm.world_size(self._group) == 1:
+        if self._alone:
             return _Alone()
         blocking = dist.get_backend(self._group) == "gloo"
         if mode == "shared" or (mode is None and blocking):
@@ -128,7 +134,7 @@ class Agreement:
 
     def now(self, bit: int) -> bool:
         """Whether any rank wants ``bit``, asked of all at once: a blocking collective, for ends of epochs."""
-        if comm.world_size(self._group) > 1:
+        if not self._alone:
             mine = torch.tensor([bit in self._wanted or bit in self._up], dtype=torch.int32)
             anyone = bool(comm.all_reduce(mine, "max", self._group).item())
         else:

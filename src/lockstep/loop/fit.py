@@ -148,7 +148,8 @@ class FitLoop:
                 for _ in step.window(window, progress.batch):
                     left -= 1
                     if not left:
-                        self._look_at_clock()
+                        if self._time_limit is not None:
+                            self._look_at_clock()
                         if log_every and (progress.windows + 1) % log_every == 0:
                             self._log_step()
                     if validates and self._validation_due(not left):
@@ -181,12 +182,15 @@ class FitLoop:
             self.step.step_plateau("step", progress.batch)
         progress.windows += 1
         progress.phase = WINDOW_END
-        self._stops = (
-            trainer.should_stop or self.step.shared or progress.global_step >= self._most_steps
-        ) and self._done_in_epoch() is not None
+        stop = trainer.should_stop or progress.global_step >= self._most_steps
+        if self.step.shared and not stop:
+            agreement = trainer.agreement
+            stop = agreement.is_up(trainer.stop_flag) or agreement.is_up(trainer.interrupt_flag)
+        self._stops = stop and self._done_in_epoch() is not None
 
     def _look_at_clock(self) -> None:
-        if self._time_limit is not None and self.seconds() >= self._time_limit and self.trainer.is_global_zero:
+        assert self._time_limit is not None
+        if self.seconds() >= self._time_limit and self.trainer.is_global_zero:
             self.trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
             self._reason = f"max_time={self._time_limit:g} s reached"
 

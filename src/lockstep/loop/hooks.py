@@ -88,7 +88,9 @@ class Hooks:
         if pair is None:
             return ()
         bound, own = pair
-        monitors = tuple(call for call in bound if isinstance(call.func.__self__, (EarlyStopping, Checkpoint)))
+        monitors = tuple(
+            call for call in bound if isinstance(getattr(call.func, "__self__", None), (EarlyStopping, Checkpoint))
+        )
         others = tuple(call for call in bound if call not in monitors)
         self.on_train_epoch_end = (others, own) if others or own else None
         return monitors

@@ -266,9 +266,10 @@ class Results:
 
     def _open(self, name: str, options: Options) -> Entry:
         if self.table is None:
+            where = f"in `{self.hook[0]}`" if self.hook[0] else "outside the hooks of a run"
             raise MisconfigurationException(
-                f"self.log({name!r}, ...) in `{self.hook[0]}`: nothing can be logged there; "
-                "use `self.logger.log_metrics` or log in a step or epoch hook."
+                f"self.log({name!r}, ...) {where}: nothing can be logged there; use `self.logger.log_metrics`, or log "
+                "in a step or epoch hook."
             )
         entry = Entry((*self.hook, name), options)
         known = self.table.setdefault(name, entry)

@@ -36,7 +36,7 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
     trainer.state.fn, trainer.state.status = fn, TrainerStatus.RUNNING
     trainer.interruption = None
     trainer.ckpt_path = ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
-    trainer.agreement = trainer.results = None
+    trainer.agreement = trainer.results = trainer.hooks = None
     try:
         with _interruptible(trainer):
             _set_up(trainer, fn, ckpt_path, weights_only)
@@ -67,13 +67,13 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     module.trainer = trainer
     if trainer.datamodule is not None:
         trainer.datamodule.trainer = trainer
+    trainer.results = Results.of(strategy, module)
     trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
     check_module(trainer, fn)
     strategy.setup_environment()
     trainer.agreement = strategy.make_agreement()
     trainer.stop_flag = trainer.agreement.register("stop")
     trainer.interrupt_flag = trainer.agreement.register("interrupt")
-    trainer.results = Results.of(strategy, module)
     trainer.published = Published()
     trainer.hooks = Hooks(trainer, module, trainer.callbacks)
     _choose_seed(trainer)
@@ -214,7 +214,7 @@ def _log_hyperparameters(trainer: Any) -> None:
 
 def _failed(trainer: Any, error: BaseException) -> None:
     trainer.state.status = TrainerStatus.INTERRUPTED
-    if trainer.results is None:  # nothing of the user's has been set up
+    if trainer.hooks is None:  # nothing of the user's has been set up
         return
     trainer.hooks.call("on_exception", error)
     if trainer.datamodule is not None:
@@ -227,6 +227,8 @@ def _release(trainer: Any) -> None:
     for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.release()
     trainer.strategy.teardown()
+    if trainer.results is not None:
+        trainer.results.enter("")  # nothing can be logged any more
     if trainer.agreement is not None:
         trainer.agreement.close()
     trainer.state.stage = None

@@ -12,6 +12,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.loop.results import is_metric
+from lockstep.module import check_weights
 
 OWN = "lockstep"  # our own part of a checkpoint; everything else is under Lightning's names
 # Lightning asks for this key to know which migrations a file needs; ours have the layout of this version.
@@ -165,6 +166,7 @@ def _last(trainer: Any) -> str | None:
 def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
     """Load a checkpoint on every rank, to the CPU."""
     checkpoint = format.load(path, map_location="cpu", weights_only=weights_only)
+    check_weights(checkpoint, path)
     rank_zero_info(f"trainer.{trainer.state.fn}: restoring from {path}")
     own = checkpoint.get(OWN, {})
     if own.get("seed") is not None:

@@ -66,7 +66,7 @@ class Strategy:
 
     def make_agreement(self) -> Agreement:
         """The flags that this run's ranks share."""
-        return Agreement()
+        return Agreement(mode="alone")
 
     def teardown(self) -> None:
         """The run is over; ranks stay connected, and the optimizers can still be saved."""

@@ -56,7 +56,7 @@ class DDPStrategy(Strategy):
         self._views = gradient_as_bucket_view
         self._reducer: Reducer | None = None
         self._plan: Any = None
-        self._has_buffers = False
+        self._has_buffers = self._buffers_differ = False
         self._muted = False
 
     def setup_environment(self) -> None:
@@ -72,6 +72,11 @@ class DDPStrategy(Strategy):
             )
 
     def _make_group(self) -> None:
+        # The functions of this module have the default group for a default argument, taken when it is imported (torch's
+        # optimizers do so). Imported after the group is made they would hold it beyond its destruction, with gloo's
+        # threads running into the end of the interpreter, which aborts one process in five.
+        import torch.distributed.nn.functional  # noqa: F401
+
         world = self.world
         backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
         meeting: dict[str, Any] = {"init_method": f"tcp://{world.address}:{world.port}"}
@@ -90,7 +95,7 @@ class DDPStrategy(Strategy):
         super().setup_module(module, own_backward)
         check_same_module(module, None)
         broadcast_module_state(module, None)
-        self._has_buffers = self._broadcast_buffers and any(True for _ in module.buffers())
+        self._has_buffers = self._broadcast_buffers and self.world.size > 1 and any(True for _ in module.buffers())
 
     def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
         """Attach the reducer to the parameters."""
@@ -115,9 +120,10 @@ class DDPStrategy(Strategy):
             self._reducer = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """As on one process, with rank 0's buffers taken before a training forward that will be reduced."""
-        if self._has_buffers and self.sync_gradients and torch.is_grad_enabled():
+        """As on one process, with rank 0's buffers taken before the first training forward of a window."""
+        if self._buffers_differ and torch.is_grad_enabled():
             sync_buffers(self.module, None)
+            self._buffers_differ = False
         if self.context is None:
             return fn(*args)
         with self.context():
@@ -135,6 +141,7 @@ class DDPStrategy(Strategy):
             loss.backward(*args, **kwargs)
         reducer.finish()
         self.rounds = reducer.rounds
+        self._buffers_differ = self._has_buffers and self.sync_gradients
 
     def skip_backward(self) -> None:
         """Reduce what this rank accumulated before in the window."""
@@ -144,6 +151,7 @@ class DDPStrategy(Strategy):
             self._reducer.prepare()
             self._reducer.finish()
             self.rounds = self._reducer.rounds
+            self._buffers_differ = self._has_buffers
 
     def mute(self, muted: bool) -> None:
         """Let the reducer drop this rank's fresh gradients."""

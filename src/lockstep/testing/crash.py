@@ -27,6 +27,7 @@ import io
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import tempfile
@@ -114,11 +115,12 @@ class KillAt(Callback):
 
     def __init__(self, kill: Kill) -> None:
         self.kill = kill
+        self._struck = False
         self._killer: subprocess.Popen[bytes] | None = None
 
     def _is_due(self, trainer: Any) -> bool:
         kill = self.kill
-        return self._killer is None and trainer.global_rank == kill.rank and trainer.global_step >= kill.step
+        return not self._struck and trainer.global_rank == kill.rank and trainer.global_step >= kill.step
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.kill.moment == "batch" and self._is_due(trainer):
@@ -145,6 +147,7 @@ class KillAt(Callback):
             victim = workers[self.kill.worker % len(workers)] if workers else None
         if victim is None:
             return
+        self._struck = True
         if self.kill.delay:
             # From outside: a thread of this process would strike only where Python lets another thread run.
             self._killer = subprocess.Popen(["sh", "-c", f"sleep {self.kill.delay:.4f}; kill -9 {victim}"])
@@ -239,7 +242,12 @@ def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 1
     memory, started = leaks.shared_memory_files(), time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},  # so that SIGABRT prints the stacks of one that hangs
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         seen = {process.pid}
         try:
@@ -291,17 +299,27 @@ def _watch(process: subprocess.Popen[bytes], seen: set[int], until: float) -> st
             process.wait(0.25)
             break
         if time.monotonic() > until:
-            return "it did not end in time, and was killed; the end of its output:"
+            _print_stacks(process.pid)
+            return "it did not end in time, and was killed; the end of its output, with the stacks of its ranks:"
     until = time.monotonic() + SECONDS_TO_FOLLOW
     while True:
-        # An orphaned loader worker looks for its parent every 5 seconds only: that is torch's affair.
-        ranks = [pid for pid, name in _session(process.pid).items() if name != _LOADER_WORKER]
+        ranks = _ranks(process.pid)
         if not ranks:
             return ""
         if time.monotonic() > until:
             listed = ", ".join(f"{pid} ({leaks.command_line(pid)})" for pid in ranks)
-            return f"its first process ended, and {listed} did not; the end of its output:"
+            _print_stacks(process.pid)
+            return f"its first process ended, and {listed} did not; the end of its output, with their stacks:"
         time.sleep(0.02)
+
+
+def _print_stacks(leader: int) -> None:
+    """Has the ranks of a session print where they stand, which ends them."""
+    for pid in _ranks(leader):
+        with contextlib.suppress(OSError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))  # no core file among the user's
+            os.kill(pid, signal.SIGABRT)
+    time.sleep(0.5)
 
 
 def _end(process: subprocess.Popen[bytes], seen: set[int], memory: frozenset[str]) -> None:
@@ -320,6 +338,11 @@ def _end(process: subprocess.Popen[bytes], seen: set[int], memory: frozenset[str
             (leaks.SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
+def _ranks(leader: int) -> list[int]:
+    """The processes of a session but for loader workers: those, orphaned, look for their parent every 5 seconds."""
+    return [pid for pid, name in _session(leader).items() if name != _LOADER_WORKER]
+
+
 def _session(leader: int) -> dict[int, str]:
     """Process ids and names of a session's processes that have not ended (none where there is no /proc)."""
     found = {}
@@ -333,4 +356,4 @@ def _session(leader: int) -> dict[int, str]:
 
 
 def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-30:])
+    return "\n".join(text.splitlines()[-60:])

@@ -1,0 +1,174 @@
+"""What cannot work is said in one sentence, with its way out, before work starts where that can be known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep import LightningModule
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+from lockstep.testing.pool import RankFailure, RankPool
+from tests.loop.pieces import Slope, Stream, Validated, numbers, on_ranks, quiet
+
+
+class NoStep(LightningModule):
+    def configure_optimizers(self) -> Any:
+        raise AssertionError("work has begun")
+
+
+class NoOptimizer(LightningModule):
+    def setup(self, stage: str) -> None:
+        raise AssertionError("work has begun")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+    def forward(self, x: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda t: t.fit(NoStep(), numbers(1)), r"trainer.fit\(NoStep\): the module has no `training_step`"),
+        (lambda t: t.fit(NoOptimizer(), numbers(1)), r"trainer.fit\(NoOptimizer\).*no `configure_optimizers`"),
+        (lambda t: t.fit(Slope()), r"trainer.fit\(Slope\): no training data: pass `train_dataloaders=`"),
+        (lambda t: t.fit(torch.nn.Linear(1, 1), numbers(1)), r"give a lockstep.LightningModule, not Linear"),
+        (lambda t: t.validate(NoOptimizer(), numbers(1)), r"trainer.validate\(NoOptimizer\).*no `validation_step`"),
+        (lambda t: t.validate(Validated()), r"trainer.validate\(\): no data: pass `dataloaders=`.*`val_dataloader`"),
+        (lambda t: t.test(Slope(), numbers(1)), r"trainer.test\(Slope\).*no `test_step`"),
+        (lambda t: t.predict(Slope(), numbers(1)), r"neither `predict_step` nor `forward`"),
+        (lambda t: t.predict(NoOptimizer()), r"trainer.predict\(\): no data.*`predict_dataloader`"),
+        (lambda t: t.validate(), r"trainer.validate\(model\): give a lockstep.LightningModule"),
+        (lambda t: t.fit(Slope(), numbers(0)), r"train_dataloader has no batches: its data set is empty \(length 0\)"),
+        (lambda t: t.fit(Slope(), numbers(3, 4, drop_last=True)), r"drop_last=True drops .* 3 samples.*batch_size=4"),
+        (lambda t: t.fit(Slope(), []), r"train_dataloader.*no loaders"),
+        (lambda t: t.fit(Slope(), numbers(1), ckpt_path="best"), r'ckpt_path="best"\).*no ModelCheckpoint'),
+        (lambda t: t.save_checkpoint("x.ckpt"), r"save_checkpoint\('x.ckpt'\): there is nothing to save"),
+    ],
+)
+def test_calls_that_cannot_work(call: Any, said: str) -> None:
+    with pytest.raises(MisconfigurationException, match=said) as raised:
+        call(quiet(max_epochs=1))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("returned", ["loss", 3.0, {"los": torch.tensor(1.0)}, {"loss": 1.0}])
+def test_a_training_step_that_returns_something_else(returned: Any) -> None:
+    class Odd(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return returned
+
+    with pytest.raises(MisconfigurationException, match=r'`training_step` returned \w+: return the loss.*"loss"'):
+        quiet(max_epochs=1).fit(Odd(), numbers(1))
+
+
+def test_a_monitor_that_was_never_logged(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match=r"EarlyStopping\(monitor='los'\).*'loss'"):
+        quiet(max_epochs=1, callbacks=[EarlyStopping("los")]).fit(Logs(), numbers(1))
+    flags: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, monitor="los")]}
+    with pytest.raises(MisconfigurationException, match=r"ModelCheckpoint\(monitor='los'\).*loss"):
+        quiet(max_epochs=1, **flags).fit(Logs(), numbers(1))
+
+
+class Logs(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", batch.sum())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_distributed_sampler_before_there_is_a_group() -> None:
+    class Early(Slope):
+        def train_dataloader(self) -> Any:
+            return DataLoader([1.0], sampler=DistributedSampler([1.0]))  # type: ignore[arg-type]
+
+    with pytest.raises(MisconfigurationException, match="DistributedSampler was made before the process group"):
+        quiet(max_epochs=1).fit(Early())
+
+
+def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
+    def fit() -> None:
+        on_ranks(max_epochs=1).fit(Slope(), DataLoader(Stream(1)))
+
+    with pytest.raises(RankFailure, match="shorter than the number of ranks"):
+        ranks(2).run(fit, timeout=20)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    trainer, path = quiet(max_epochs=1), tmp_path / "good.ckpt"
+    trainer.fit(Slope(), numbers(2))
+    trainer.save_checkpoint(path)
+    return path
+
+
+def resume(path: Path) -> None:
+    class Untouched(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("work has begun")
+
+    quiet(max_epochs=2).fit(Untouched(), numbers(2), ckpt_path=path)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere.ckpt"):
+        resume(tmp_path / "nowhere.ckpt")
+
+
+def test_a_truncated_checkpoint(written: Path) -> None:
+    written.write_bytes(written.read_bytes()[:-200])
+    with pytest.raises(CorruptCheckpoint, match=r"good.ckpt"):
+        resume(written)
+
+
+def test_a_checkpoint_with_a_flipped_bit(written: Path) -> None:
+    content = bytearray(written.read_bytes())
+    content[len(content) // 2] ^= 4
+    written.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"good.ckpt"):
+        resume(written)
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "notes.ckpt"
+    path.write_text("not a checkpoint")
+    with pytest.raises(CorruptCheckpoint, match=r"notes.ckpt"):
+        resume(path)
+    torch.save({"weights": torch.ones(1)}, path)
+    with pytest.raises((CorruptCheckpoint, MisconfigurationException), match="state_dict"):
+        resume(path)
+
+
+def test_what_cannot_be_read_back_is_refused_and_the_earlier_file_stays(written: Path) -> None:
+    class Saves(Slope):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["extra"] = {"function": print}
+
+    before = written.read_bytes()
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Saves(), numbers(1))
+    with pytest.raises(MisconfigurationException, match=r'checkpoint\["extra"\]\["function"\]'):
+        trainer.save_checkpoint(written)
+    assert written.read_bytes() == before
+    assert list(written.parent.iterdir()) == [written]
+
+
+def test_a_path_that_cannot_be_written_is_told_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    def save() -> str:
+        trainer = on_ranks(max_epochs=1)
+        trainer.fit(Slope(), numbers(2))
+        try:
+            trainer.save_checkpoint(tmp_path / "file" / "x.ckpt")
+        except (OSError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    assert all("x.ckpt" in said or "file" in said for said in ranks(2).run(save, timeout=30))

@@ -1,0 +1,385 @@
+"""`self.log` on one process: names, reductions, weights, where it may be called, what the loggers get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import Callback
+from lockstep.ground.errors import MisconfigurationException
+from tests.loop.pieces import Recorder, Slope, numbers, quiet
+
+
+class Logs(Slope):
+    """Logs what it is told to, in each training step; ``x`` is the batch's mean."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("x", batch.mean(), **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+def logged(module: Slope, count: int = 3, batch_size: int = 1, **flags: Any) -> dict[str, float]:
+    trainer = quiet(max_epochs=1, **flags)
+    trainer.fit(module, numbers(count, batch_size))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "metrics"),
+    [
+        ({}, {"x": 3.0}),
+        ({"on_epoch": True}, {"x": 2.0, "x_step": 3.0, "x_epoch": 2.0}),
+        ({"on_step": False, "on_epoch": True}, {"x": 2.0}),
+        ({"on_step": True, "on_epoch": False}, {"x": 3.0}),
+    ],
+)
+def test_names_say_what_is_of_a_step_and_what_of_an_epoch(options: dict[str, Any], metrics: dict[str, float]) -> None:
+    assert logged(Logs(**options)) == metrics
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "value"),
+    [
+        *[("mean", 2.0), ("avg", 2.0), ("sum", 6.0), ("min", 1.0), ("max", 3.0)],
+        *[(torch.mean, 2.0), (torch.sum, 6.0), (torch.min, 1.0), (torch.max, 3.0), (sum, 6.0), (min, 1.0), (max, 3.0)],
+    ],
+)
+def test_an_epoch_is_reduced_as_asked(reduce_fx: Any, value: float) -> None:
+    assert logged(Logs(on_step=False, on_epoch=True, reduce_fx=reduce_fx)) == {"x": value}
+
+
+def test_another_reduction_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"reduce_fx='median'.*mean, sum, min, max"):
+        logged(Logs(reduce_fx="median"))
+
+
+def test_a_mean_weighs_by_samples_unless_told_otherwise() -> None:
+    assert logged(Logs(on_step=False, on_epoch=True), count=3, batch_size=2) == {"x": 2.0}
+    assert logged(Logs(on_step=False, on_epoch=True, batch_size=1), count=3, batch_size=2) == {"x": 2.25}
+
+
+def test_metrics_start_afresh_in_each_epoch() -> None:
+    class Grows(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", float(self.current_epoch), on_step=False, on_epoch=True)
+
+        def on_train_epoch_start(self) -> None:
+            seen.append(dict(self.trainer.callback_metrics))
+
+    seen: list[Any] = []
+    quiet(max_epochs=3).fit(Grows(), numbers(2))
+    assert seen == [{}, {"x": 0.0}, {"x": 1.0}]
+
+
+def test_a_loss_may_be_changed_in_place_after_it_was_logged() -> None:
+    class Changes(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            value = batch.mean()
+            self.log("x", value, on_step=True, on_epoch=True)
+            value.mul_(100)
+
+    assert logged(Changes()) == {"x": 2.0, "x_step": 3.0, "x_epoch": 2.0}
+
+
+def test_values_that_were_read_do_not_change_afterwards() -> None:
+    class Keeps(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            kept.append(trainer.callback_metrics["x"])
+
+    kept: list[Tensor] = []
+    logged(Logs(), callbacks=[Keeps()])
+    assert kept == [1.0, 2.0, 3.0]
+
+
+def test_logging_keeps_no_graph_and_the_dtype() -> None:
+    class Loss(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = (self.w * batch).mean()
+            self.log("loss", loss, on_epoch=True)
+            self.log("count", 3)
+            return loss
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Loss(), numbers(1))
+    metrics = trainer.callback_metrics
+    assert not any(value.requires_grad for value in metrics.values())
+    assert (metrics["loss"].dtype, metrics["loss_epoch"].dtype) == (torch.float64, torch.float64)
+    assert metrics["count"].dtype == torch.get_default_dtype()
+
+
+def test_a_name_that_comes_late_is_of_the_hook_that_logs_it() -> None:
+    """From the second epoch on it was taken for one of `on_train_epoch_end`, which has no steps."""
+
+    class Late(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch == 1:
+                self.log("late", 5.0, on_step=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Late(), numbers(1))
+    assert trainer.callback_metrics == {"late": 5.0}
+
+
+def test_what_each_audience_is_shown() -> None:
+    class Three(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("bar", 1.0, prog_bar=True, logger=False)
+            self.log("file", 2.0)
+            self.log("both", 3.0, prog_bar=True, on_epoch=True)
+            self.log_dict({"one": 4.0, "two": 5.0}, prog_bar=True, logger=False)
+
+    trainer = quiet(max_epochs=1, logger=Recorder(), log_every_n_steps=1)
+    trainer.fit(Three(), numbers(1))
+    assert set(trainer.callback_metrics) == {"bar", "file", "both", "both_step", "both_epoch", "one", "two"}
+    assert set(trainer.logged_metrics) == {"file", "both_step", "both_epoch"}
+    assert trainer.progress_bar_metrics == {"bar": 1.0, "both_step": 3.0, "both_epoch": 3.0, "one": 4.0, "two": 5.0}
+
+
+# -- where -------------------------------------------------------------------------------------------------
+
+EVERYWHERE = [
+    ("on_train_start", "epoch"),
+    ("on_train_epoch_start", "epoch"),
+    ("on_train_batch_start", "step"),
+    ("on_before_zero_grad", "step"),
+    ("on_before_backward", "step"),
+    ("on_after_backward", "step"),
+    ("on_before_optimizer_step", "step"),
+    ("on_train_batch_end", "step"),
+    ("on_train_epoch_end", "epoch"),
+    ("on_validation_start", "epoch"),
+    ("on_validation_epoch_start", "epoch"),
+    ("on_validation_batch_start", "epoch"),
+    ("on_validation_batch_end", "epoch"),
+    ("on_validation_epoch_end", "epoch"),
+]
+NOWHERE = [
+    "setup",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_validation_end",
+    "on_train_end",
+    "on_fit_end",
+    "teardown",
+]
+
+
+def calls_in(hook: str, call: Any, base: type = Slope) -> Any:
+    """A module whose ``hook`` calls ``call(module)``."""
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call(self)
+        inherited = getattr(base, hook, None)
+        return inherited(self, *args, **kwargs) if inherited else None
+
+    return type("Calls", (base,), {hook: own, "validation_step": lambda self, batch, batch_idx: None})()
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+@pytest.mark.parametrize(("hook", "kind"), EVERYWHERE)
+def test_hooks_in_which_one_may_log(hook: str, kind: str, by_callback: bool) -> None:
+    log = lambda module: module.log("x", 2.0)  # noqa: E731
+    if by_callback:
+        callback: Any = Callback()
+        setattr(callback, hook, lambda trainer, module, *args: log(module))
+        module, callbacks = calls_in("on_fit_end", lambda module: None), [callback]
+    else:
+        module, callbacks = calls_in(hook, log), []
+    trainer = quiet(max_epochs=1, callbacks=callbacks)
+    trainer.fit(module, numbers(2), numbers(2))
+    assert trainer.callback_metrics["x"] == 2.0
+    assert ("x_step" in trainer.callback_metrics) is False
+
+
+@pytest.mark.parametrize(("hook", "kind"), EVERYWHERE)
+def test_on_step_is_refused_where_there_is_no_step(hook: str, kind: str) -> None:
+    module = calls_in(hook, lambda module: module.log("x", 2.0, on_step=True))
+    fit = lambda: quiet(max_epochs=1).fit(module, numbers(2), numbers(2))  # noqa: E731
+    if kind == "step" or hook.startswith("on_validation_batch"):
+        assert fit().metrics["x"] == 2.0
+    else:
+        with pytest.raises(MisconfigurationException, match=rf"on_step=True.*`{hook}`"):
+            fit()
+
+
+@pytest.mark.parametrize("hook", NOWHERE)
+def test_hooks_in_which_nothing_can_be_logged(hook: str) -> None:
+    module = calls_in(hook, lambda module: module.log("x", 2.0))
+    if hook == "on_sanity_check_start":
+        callback: Any = Callback()
+        callback.on_sanity_check_start = lambda trainer, module: module.log("x", 2.0)
+        callbacks = [callback]
+    else:
+        callbacks = []
+    with pytest.raises(MisconfigurationException, match=rf"self.log\('x', ...\) in `{hook}`"):
+        quiet(max_epochs=1, callbacks=callbacks).fit(module, numbers(2), numbers(2))
+
+
+def test_after_a_fit_nothing_can_be_logged() -> None:
+    module = Slope()
+    quiet(max_epochs=1).fit(module, numbers(1))
+    with pytest.raises(MisconfigurationException, match=r"self.log"):
+        module.log("x", 1.0)
+
+
+def test_before_anything_is_set_up_nothing_can_be_logged() -> None:
+    """It was an AttributeError of NoneType."""
+
+    class Early(Slope):
+        def configure_callbacks(self) -> Any:
+            self.log("x", 1.0)
+
+    with pytest.raises(MisconfigurationException, match=r"self.log"):
+        quiet(max_epochs=1).fit(Early(), numbers(1))
+
+
+def test_without_a_trainer_log_warns_and_keeps_nothing() -> None:
+    with pytest.warns(UserWarning, match="without a Trainer"):
+        Slope().log("x", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: m.log("x", torch.ones(2)), r"tensor of shape \(2,\)"),
+        (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), "keeps nothing"),
+        (lambda m: (m.log("x", 1.0), m.log("x", 1.0, prog_bar=True)), "twice in `training_step` with different"),
+    ],
+)
+def test_calls_of_log_that_make_no_sense(call: Any, said: str) -> None:
+    with pytest.raises(MisconfigurationException, match=said):
+        quiet(max_epochs=1).fit(calls_in("training_step", call), numbers(1))
+
+
+# -- loggers -----------------------------------------------------------------------------------------------
+
+
+class Talks(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("a", float(batch_idx), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("v", float(batch_idx), on_step=True, on_epoch=True)
+        self.log("hidden", 1.0, logger=False)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("late", 3.0)
+
+
+def test_loggers_get_what_lightning_sends_at_lightnings_steps() -> None:
+    """Recorded with Lightning 2.6.6."""
+    recorder, module = Recorder(), Talks()
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=1, logger=recorder, log_every_n_steps=2)
+    trainer.fit(module, numbers(4), numbers(2))
+    assert recorder.sent == [
+        (1, {"a_step": 1.0, "epoch": 0}),
+        (3, {"a_step": 3.0, "epoch": 0}),
+        (0, {"v_step": 0.0, "epoch": 0}),
+        (1, {"v_step": 1.0, "epoch": 0}),
+        (3, {"v_epoch": 0.5, "late": 3.0, "epoch": 0}),
+        (3, {"a_epoch": 1.5, "epoch": 0}),
+        (5, {"a_step": 1.0, "epoch": 1}),
+        (7, {"a_step": 3.0, "epoch": 1}),
+        (2, {"v_step": 0.0, "epoch": 1}),
+        (3, {"v_step": 1.0, "epoch": 1}),
+        (7, {"v_epoch": 0.5, "late": 3.0, "epoch": 1}),
+        (7, {"a_epoch": 1.5, "epoch": 1}),
+    ]
+    recorder.sent.clear()
+    assert trainer.validate(module, numbers(2), verbose=False) == [{"v_epoch": 0.5, "late": 3.0}]
+    assert recorder.sent[-1] == (8, {"v_epoch": 0.5, "late": 3.0, "epoch": 2})
+
+
+def test_a_value_of_a_single_step_is_sent_once() -> None:
+    class Once(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                self.log("first", 7.0)
+
+    recorder = Recorder()
+    quiet(max_epochs=1, logger=recorder, log_every_n_steps=2).fit(Once(), numbers(6))
+    assert recorder.sent == [(1, {"first": 7.0, "epoch": 0})]
+
+
+def test_a_value_named_step_is_the_x_axis() -> None:
+    class Names(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("step", 100.0 + batch_idx)
+            self.log("x", 1.0)
+
+    recorder = Recorder()
+    quiet(max_epochs=1, logger=recorder, log_every_n_steps=1).fit(Names(), numbers(2))
+    assert recorder.sent == [(100, {"x": 1.0}), (101, {"x": 1.0})]
+
+
+def test_the_x_axis_counts_windows() -> None:
+    recorder = Recorder()
+    quiet(max_epochs=1, logger=recorder, log_every_n_steps=1, accumulate_grad_batches=2).fit(Logs(), numbers(4))
+    assert recorder.sent == [(0, {"x": 2.0, "epoch": 0}), (1, {"x": 4.0, "epoch": 0})]
+
+
+def test_loggers_are_told_how_it_ended() -> None:
+    class Fails(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ZeroDivisionError
+
+    recorder = Recorder()
+    quiet(max_epochs=1, logger=recorder).fit(Slope(), numbers(1))
+    with pytest.raises(ZeroDivisionError):
+        quiet(max_epochs=1, logger=recorder).fit(Fails(), numbers(1))
+    assert recorder.ended == ["success", "failed"]
+
+
+# -- torchmetrics ------------------------------------------------------------------------------------------
+
+
+def test_metrics_that_compute_more_than_a_number_are_refused() -> None:
+    from torchmetrics import CatMetric
+
+    class Cats(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cat = CatMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.cat.update(batch)
+            self.log("cat", self.cat, on_step=False, on_epoch=True)
+
+    with pytest.raises(MisconfigurationException, match=r"self.log\('cat', CatMetric\).*no single number"):
+        quiet(max_epochs=1).fit(Cats(), numbers(2))
+
+
+def test_metrics_reduce_themselves_and_start_afresh() -> None:
+    from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+
+    class Measures(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+            self.pair = MetricCollection({"low": MeanMetric(), "high": MaxMetric()}, prefix="pair/")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean(batch * (1 + self.current_epoch))
+            self.pair.update(batch)
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+            self.log_dict(self.pair, on_step=False, on_epoch=True)
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Measures(), numbers(3))
+    assert trainer.callback_metrics == {
+        "mean": 4.0,
+        "mean_step": 6.0,
+        "mean_epoch": 4.0,
+        "pair/low": 2.0,
+        "pair/high": 3.0,
+    }

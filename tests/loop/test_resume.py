@@ -1,0 +1,341 @@
+"""A fit that is cut off and goes on from a checkpoint ends in the bits of one that was never cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep import Callback, LightningModule, Trainer
+from lockstep.callbacks import EarlyStopping, WeightAveraging
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Recorder, Slope, on_ranks, quiet
+
+
+class Noisy(Dataset[Any]):
+    """Rows with fresh noise at each access."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), index / 22) + torch.rand(3)
+
+
+class NoisyStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.full((3,), index / 22) for index in range(22)])
+
+
+class Net(LightningModule):
+    """Whatever a resume may lose: dropout, buffers, Adam's moments, schedulers, metrics half-way through an epoch."""
+
+    def __init__(self, by_plateau: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.by_plateau = by_plateau
+        self.history: list[Any] = []
+
+    def loss(self, batch: Any) -> Any:
+        return (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def on_train_epoch_end(self) -> None:
+        self.history.append((self.current_epoch, self.global_step))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        if self.by_plateau:
+            plateau = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, threshold_mode="abs")
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Weighed(Net):
+    """Returns weights of its own; steps the optimizer itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": 1.0 + batch_idx % 3}
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class ByHand(Net):
+    """Accumulates over three batches by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.trainer.fit_loop.progress.total_batches % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Killed(Exception):
+    """In the place of a SIGKILL."""
+
+
+class Cut(Callback):
+    """Saves at the ``nth`` call of ``hook`` and ends the run there."""
+
+    def __init__(self, hook: str, nth: int, path: Path) -> None:
+        self.path, self.left = path, nth
+        setattr(self, hook, self.cut)
+
+    def cut(self, trainer: Any, *args: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.left -= 1
+        if not self.left:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+def data(stream: bool = False) -> tuple[Any, Any]:
+    train: Any = DataLoader(NoisyStream(), batch_size=4) if stream else DataLoader(Noisy(), batch_size=4, shuffle=True)
+    return train, DataLoader([torch.full((3,), float(index)) for index in range(4)], batch_size=2)  # type: ignore[arg-type]
+
+
+def facts(module: Net, trainer: Trainer, result: Any) -> dict[str, Any]:
+    return {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "metrics": result.metrics,
+        "result": (result.epochs, result.global_step, result.stopped),
+        "windows": trainer.fit_loop.progress.windows,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "random": torch.rand(1).item(),
+    }
+
+
+Make = Callable[[], Net]
+
+
+def whole(make: Make, flags: dict[str, Any], stream: bool = False, start: Any = quiet) -> dict[str, Any]:
+    torch.manual_seed(1)
+    module, trainer = make(), start(**flags)
+    return facts(module, trainer, trainer.fit(module, *data(stream)))
+
+
+def in_two(
+    make: Make, flags: dict[str, Any], cut: Cut, stream: bool = False, start: Any = quiet
+) -> tuple[dict[str, Any], list[Any]]:
+    torch.manual_seed(1)
+    module = make()
+    with pytest.raises(Killed):
+        start(**flags, callbacks=[cut]).fit(module, *data(stream))
+    before = module.history
+    torch.manual_seed(99)
+    module, trainer = make(), start(**flags)
+    result = trainer.fit(module, *data(stream), ckpt_path=cut.path)
+    return facts(module, trainer, result), before + module.history
+
+
+FLAGS: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 4, "val_check_interval": 3}
+
+CUTS = [
+    ("on_train_batch_end", 4),  # at a boundary, in mid-epoch
+    ("on_train_batch_end", 2),  # inside a window
+    ("on_train_batch_end", 3),  # inside a window, a validation still to come
+    ("on_train_batch_end", 6),  # an epoch's last batch, a validation still to come
+    ("on_train_batch_end", 11),
+    ("on_validation_end", 1),  # inside a window
+    ("on_validation_end", 2),  # at an epoch's end
+    ("on_train_epoch_end", 1),
+    ("on_train_epoch_start", 2),
+    ("on_validation_start", 3),
+]
+
+
+@pytest.mark.parametrize(("hook", "nth"), CUTS)
+def test_a_resume_is_bitwise(hook: str, nth: int, tmp_path: Path) -> None:
+    expected = whole(Net, FLAGS)
+    found, _ = in_two(Net, FLAGS, Cut(hook, nth, tmp_path / "cut.ckpt"))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("hook", "nth"), [("on_train_batch_end", 2), ("on_train_batch_end", 5), ("on_validation_end", 2)]
+)
+@pytest.mark.parametrize("make", [Weighed, ByHand])
+def test_a_resume_inside_a_window_keeps_weights_and_gradients(make: Make, hook: str, nth: int, tmp_path: Path) -> None:
+    """The weights were forgotten; the closure road and manual optimization had dropped the gradients."""
+    flags = FLAGS if make is Weighed else {**FLAGS, "accumulate_grad_batches": 1}
+    found, _ = in_two(make, flags, Cut(hook, nth, tmp_path / "cut.ckpt"))
+    assert found == whole(make, flags)
+
+
+@pytest.mark.parametrize(
+    ("hook", "nth"),
+    [("on_train_batch_end", 4), ("on_train_batch_end", 6), ("on_validation_end", 1), ("on_train_epoch_end", 1)],
+)
+def test_a_resume_over_a_stream_without_a_length(hook: str, nth: int, tmp_path: Path) -> None:
+    """At its last batch the epoch ended without its validation and its schedulers."""
+    flags = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    found, history = in_two(Net, flags, Cut(hook, nth, tmp_path / "cut.ckpt"), stream=True)
+    assert found == whole(Net, flags, stream=True)
+    assert [epoch for epoch, _ in history][-2:] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("hook", "nth"), [("on_train_batch_end", 8), ("on_train_epoch_end", 1), ("on_validation_end", 2)]
+)
+def test_a_resume_keeps_what_a_plateau_has_seen(hook: str, nth: int, tmp_path: Path) -> None:
+    def make() -> Net:
+        return Net(by_plateau=True)
+
+    flags = {"max_epochs": 5}
+    expected = whole(make, flags)
+    assert expected["rates"][0] < 0.05
+    assert in_two(make, flags, Cut(hook, nth, tmp_path / "cut.ckpt"))[0] == expected
+
+
+def test_a_resume_keeps_early_stopping_and_averaged_weights(tmp_path: Path) -> None:
+    def flags() -> dict[str, Any]:
+        stops = EarlyStopping("val", patience=3, min_delta=1e9)
+        return {"max_epochs": 9, "callbacks": [stops, WeightAveraging(avg_fn=lambda a, b, n: a * 0.9 + b * 0.1)]}
+
+    torch.manual_seed(1)
+    module, trainer = Net(), quiet(**flags())
+    expected = facts(module, trainer, trainer.fit(module, *data()))
+    torch.manual_seed(1)
+    given = flags()
+    given["callbacks"].append(Cut("on_train_batch_end", 9, tmp_path / "cut.ckpt"))
+    with pytest.raises(Killed):
+        quiet(**given).fit(Net(), *data())
+    module, trainer = Net(), quiet(**flags())
+    assert facts(module, trainer, trainer.fit(module, *data(), ckpt_path=tmp_path / "cut.ckpt")) == expected
+    assert expected["result"][0] == 4
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"max_epochs": 1}, {"max_epochs": 3}),
+        ({"max_steps": 2}, {"max_steps": 5}),
+        ({"max_steps": 3}, {"max_steps": 5}),
+        ({"max_steps": 1}, {"max_epochs": 2}),
+    ],
+)
+def test_a_fit_that_ended_goes_on_for_longer(first: dict[str, Any], then: dict[str, Any], tmp_path: Path) -> None:
+    """After `max_steps` in mid-epoch the last window's end was played twice."""
+    flags = {"accumulate_grad_batches": 2, "val_check_interval": 2, "logger": (recorder := Recorder())}
+    expected = whole(Net, {**flags, **then})
+    sent = [step for step, metrics in recorder.sent if "train_epoch" not in metrics]
+    torch.manual_seed(1)
+    trainer, module = quiet(**flags, **first), Net()
+    trainer.fit(module, *data())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    recorder.sent.clear()
+    module, trainer = Net(), quiet(**flags, **then)
+    found = facts(module, trainer, trainer.fit(module, *data(), ckpt_path=tmp_path / "end.ckpt"))
+    # the epoch's mean is over what came after the stop, which had ended the epoch for who listens
+    for these in (expected, found):
+        these["metrics"] = {name: value for name, value in these["metrics"].items() if name == "val"}
+    assert found == expected
+    now = [step for step, metrics in recorder.sent if "train_epoch" not in metrics]
+    assert now == sent[len(sent) - len(now) :]
+
+
+def test_a_checkpoint_of_weights_alone_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Net(), *data())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with pytest.raises(MisconfigurationException, match=r"weights only.*load_from_checkpoint"):
+        quiet(max_epochs=2).fit(Net(), *data(), ckpt_path=tmp_path / "weights.ckpt")
+    assert quiet().validate(Net(), data()[1], ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+
+
+def test_another_module_is_told_what_does_not_match(tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Net(), *data())
+    trainer.save_checkpoint(tmp_path / "net.ckpt")
+
+    class NoSchedule(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    with pytest.raises(MisconfigurationException, match="1 lr schedulers, `configure_optimizers` returned 0"):
+        quiet(max_epochs=2).fit(NoSchedule(), *data(), ckpt_path=tmp_path / "net.ckpt")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        quiet(max_epochs=2).fit(Slope(), *data(), ckpt_path=tmp_path / "net.ckpt")
+
+
+# -- ranks -------------------------------------------------------------------------------------------------
+
+
+def on_two(path: Path, hook: str, nth: int) -> tuple[Any, Any]:
+    expected = whole(Net, FLAGS, start=on_ranks)
+    return expected, in_two(Net, FLAGS, Cut(hook, nth, path), start=on_ranks)[0]
+
+
+@pytest.mark.parametrize(("hook", "nth"), [("on_train_batch_end", 2), ("on_validation_end", 1)])
+def test_a_resume_on_ranks_is_bitwise(ranks: RankPool, hook: str, nth: int, tmp_path: Path) -> None:
+    for expected, found in ranks(2).run(on_two, tmp_path / "cut.ckpt", hook, nth):
+        assert found == expected
+
+
+class Reads(Slope):
+    """Notes every sample that it is given."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches.extend(batch.tolist())
+        return (self.w * batch).mean()
+
+
+def samples() -> DataLoader[Any]:
+    return DataLoader(torch.arange(24, dtype=torch.float64), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+
+def read_on_ranks(flags: dict[str, Any], save: Path | None, load: Path | None) -> list[float]:
+    module, trainer = Reads(), on_ranks(**flags)
+    trainer.fit(module, samples(), ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.batches
+
+
+def read_alone(flags: dict[str, Any], save: Path | None, load: Path | None) -> list[float]:
+    module, trainer = Reads(), quiet(**flags)
+    trainer.fit(module, samples(), ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.batches
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(
+    ranks: RankPool, shrinks: bool, tmp_path: Path
+) -> None:
+    """Each went on at its own batch count, and samples were read twice or never."""
+    path = tmp_path / "cut.ckpt"
+    first: dict[str, Any] = {"max_steps": 2 if shrinks else 4}
+    if shrinks:
+        early = [sample for part in ranks(2).run(read_on_ranks, first, path, None) for sample in part]
+        late = read_alone({"max_epochs": 1}, None, path)
+    else:
+        early = read_alone(first, path, None)
+        late = [sample for part in ranks(2).run(read_on_ranks, {"max_epochs": 1}, None, path) for sample in part]
+    assert len(early) == 8
+    assert sorted(early + late) == list(range(24))

@@ -1,0 +1,103 @@
+"""One contract for all strategies: a row for each, alone and on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.single import SingleDeviceStrategy
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, quiet
+
+ROWS: list[tuple[type[Strategy], int]] = [
+    (SingleDeviceStrategy, 1),
+    (DDPStrategy, 1),
+    (DDPStrategy, 2),
+    (DDPStrategy, 3),
+]
+
+
+class Talks(Slope):
+    """Notes the collectives' answers from inside a fit."""
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        rank, size = strategy.global_rank, strategy.world_size
+        mine = torch.tensor([float(rank)])
+        strategy.barrier("test")
+        gathered = strategy.all_gather(mine)
+        self.answers = {
+            "is zero": strategy.is_global_zero == (rank == 0) == self.trainer.is_global_zero,
+            "gathered": gathered.flatten().tolist() == [float(number) for number in range(size)],
+            "shape": gathered.shape == ((1,) if size == 1 else (size, 1)),
+            "reduced": [strategy.reduce(mine, reduce_op=op).item() for op in ("mean", "sum", "min", "max")]
+            == [(size - 1) / 2, size * (size - 1) / 2, 0.0, size - 1.0],
+            "unchanged": mine.item() == rank,
+            "broadcast": strategy.broadcast([rank], src=size - 1) == [size - 1],
+            "stacked": strategy.gather_stacked(mine.double()).tolist() == [[float(n)] for n in range(size)],
+            "objects": strategy.gather_objects({"rank": rank}) == [{"rank": n} for n in range(size)],
+            "module": strategy.model is strategy.lightning_module is self,
+        }
+
+
+def fit(kind: type[Strategy], size: int) -> dict[str, bool]:
+    module = Talks(lr=1.0)
+    trainer = quiet(strategy=kind(), devices=size, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, numbers(7))
+    state = trainer.strategy.state_dict()
+    trainer.strategy.load_state_dict(state)
+    return {
+        **module.answers,
+        "gradients": module.gradients == pytest.approx(means(7, 2 * size)),
+        "weights": module.w.item() == pytest.approx(-sum(means(7, 2 * size))),
+        "state": trainer.strategy.state_dict() == state,
+    }
+
+
+def means(count: int, size: int) -> list[float]:
+    windows = [range(first, min(first + size, count + 1)) for first in range(1, count + 1, size)]
+    return [sum(window) / len(window) for window in windows]
+
+
+@pytest.mark.parametrize(("kind", "size"), ROWS)
+def test_a_strategy_keeps_the_contract(ranks: RankPool, kind: type[Strategy], size: int) -> None:
+    answers = [fit(kind, size)] if kind is SingleDeviceStrategy else ranks(size).run(fit, kind, size, timeout=40)
+    for answer in answers:
+        assert [name for name, right in answer.items() if not right] == []
+
+
+def buffers(broadcast: bool) -> list[float]:
+    class Counts(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rank", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen = self.rank.item()
+            self.rank.fill_(self.global_rank + 1)
+            return super().training_step(batch, batch_idx)
+
+    module = Counts()
+    strategy = DDPStrategy(broadcast_buffers=broadcast)
+    quiet(strategy=strategy, devices=2, max_epochs=1).fit(module, numbers(4))
+    return [module.seen, module.rank.item()]
+
+
+def test_buffers_are_rank_zeros_unless_switched_off(ranks: RankPool) -> None:
+    assert ranks(2).run(buffers, True) == [[1.0, 1.0], [1.0, 2.0]]
+    assert ranks(2).run(buffers, False) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_rank_zeros_weights_are_everybodys(ranks: RankPool) -> None:
+    def weights() -> float:
+        module = Slope()
+        with torch.no_grad():
+            module.w.fill_(torch.distributed.get_rank() + 5)
+        quiet(strategy="ddp", devices=2, max_epochs=1).fit(module, numbers(2))
+        return module.w.item()
+
+    assert ranks(2).run(weights) == [5.0, 5.0]

@@ -1,0 +1,126 @@
+"""Flags: what they mean, and what is said of those that cannot work."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lockstep import Trainer
+from lockstep.ground.errors import MisconfigurationException
+from tests.loop.pieces import QUIET, quiet
+
+
+@pytest.mark.parametrize(
+    ("flags", "meaning"),
+    [
+        ({}, {"max_epochs": 1000, "max_steps": -1, "max_time": None, "min_epochs": 0, "min_steps": 0}),
+        ({"max_epochs": -1}, {"max_epochs": -1}),
+        ({"max_steps": None}, {"max_epochs": 1000, "max_steps": -1}),
+        ({"max_steps": 5}, {"max_epochs": -1, "max_steps": 5}),
+        ({"max_time": "01:02:03:04"}, {"max_epochs": -1, "max_time": 93784.0}),
+        ({"max_time": timedelta(minutes=2)}, {"max_time": 120.0}),
+        ({"max_time": {"hours": 1, "minutes": 30}}, {"max_time": 5400.0}),
+        ({"max_time": {"days": 1}, "max_epochs": 3}, {"max_time": 86400.0, "max_epochs": 3}),
+        ({"gradient_clip_val": 0}, {"gradient_clip_val": None}),
+        ({"gradient_clip_val": 1, "gradient_clip_algorithm": "VALUE"}, {"gradient_clip_algorithm": "value"}),
+        ({"num_sanity_val_steps": None}, {"num_sanity_val_steps": 2}),
+        ({"log_every_n_steps": None}, {"log_every_n_steps": 50}),
+        ({"fast_dev_run": 4}, {"fast_dev_run": 4, "limit_train_batches": 4, "limit_test_batches": 4, "max_epochs": 1}),
+        ({"fast_dev_run": False}, {"fast_dev_run": 0, "max_epochs": 1000}),
+    ],
+)
+def test_what_flags_mean(flags: dict[str, Any], meaning: dict[str, Any]) -> None:
+    trainer = quiet(**flags)
+    assert {name: getattr(trainer, name) for name in meaning} == meaning
+    assert {name: getattr(trainer.config, name) for name in meaning} == meaning
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"max_epochs": -2},
+    {"max_epochs": 1.5},
+    {"max_epochs": True},
+    {"max_steps": -5},
+    {"min_epochs": -1},
+    {"min_steps": "three"},
+    {"max_time": "12:30"},
+    {"max_time": {"fortnights": 1}},
+    {"max_time": 60},
+    {"max_time": timedelta(seconds=-1)},
+    {"limit_train_batches": 1.5},
+    {"limit_train_batches": -1},
+    {"limit_val_batches": "all"},
+    {"limit_test_batches": True},
+    {"limit_predict_batches": -0.5},
+    {"val_check_interval": 0},
+    {"val_check_interval": 1.5},
+    {"check_val_every_n_epoch": 0},
+    {"num_sanity_val_steps": -2},
+    {"log_every_n_steps": -1},
+    {"accumulate_grad_batches": 0},
+    {"accumulate_grad_batches": 2.0},
+    {"accumulate_grad_batches": {-1: 2}},
+    {"accumulate_grad_batches": {0: 0}},
+    {"gradient_clip_val": -1.0},
+    {"gradient_clip_val": float("nan")},
+    {"gradient_clip_val": "1"},
+    {"gradient_clip_algorithm": "l1"},
+    {"fast_dev_run": -1},
+    {"fast_dev_run": 1.5},
+    {"deterministic": "maybe"},
+    {"order": "random"},
+    {"precision": "8-true"},
+    {"strategy": "dpp"},
+    {"accelerator": "abacus"},
+    {"devices": 0},
+    {"devices": "many"},
+    {"callbacks": [print]},
+    {"logger": "tensorboard"},
+]
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=str)
+def test_a_value_that_cannot_work_is_named_with_its_flag(flags: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException) as raised:
+        Trainer(**{**QUIET, **flags})
+    ((name, value),) = flags.items()
+    message = str(raised.value)
+    assert name in message
+    assert repr(value) in message or str(value) in message or "print" in message
+    assert "\n" not in message
+    assert len(message) < 420
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"min_epochs": 3, "max_epochs": 2}, "min_epochs=3, max_epochs=2"),
+        ({"min_steps": 3, "max_steps": 2}, "min_steps=3, max_steps=2"),
+        ({"check_val_every_n_epoch": None}, "check_val_every_n_epoch=None.*int"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "val_check_interval=0.5.*int"),
+        ({"max_epoch": 3}, "no flag `max_epoch`.*`max_epochs`"),
+        ({"zzz": 1}, "no flag `zzz`.*The flags are: .*max_epochs"),
+        ({"profiler": "simple"}, "profiler='simple'.*not have this flag yet.*torch.profiler"),
+    ],
+)
+def test_combinations_and_names_that_cannot_work(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(MisconfigurationException, match=said):
+        quiet(**flags)
+
+
+def test_flags_and_their_callbacks_must_not_contradict() -> None:
+    from lockstep.callbacks import ModelCheckpoint, ModelSummary
+
+    with pytest.raises(MisconfigurationException, match=r"enable_checkpointing=False, callbacks=\[ModelCheckpoint"):
+        Trainer(enable_checkpointing=False, callbacks=ModelCheckpoint(), accelerator="cpu")
+    with pytest.raises(MisconfigurationException, match="share the state_key"):
+        Trainer(callbacks=[ModelCheckpoint(), ModelCheckpoint()], accelerator="cpu")
+    trainer = Trainer(callbacks=ModelSummary(), accelerator="cpu", logger=False)
+    assert sum(isinstance(callback, ModelSummary) for callback in trainer.callbacks) == 1
+    assert trainer.checkpoint_callback is trainer.callbacks[-1]
+
+
+def test_an_attribute_that_a_trainer_does_not_have() -> None:
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'max_epoch'"):
+        _ = quiet().max_epoch
