@@ -132,6 +132,22 @@ def test_returned_weights_make_the_mean_over_tokens(batch_size: int, accumulate:
     assert module.gradients == pytest.approx([mean_over_tokens(*ROWS)], rel=1e-14)
 
 
+def test_a_closure_tells_the_loss_that_its_gradient_is_of() -> None:
+    """It told the sum over the tokens, where the gradient was of their mean."""
+
+    class Tells(Tokens):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            told.append(optimizer_closure().item())
+
+    told: list[float] = []
+    module = Tells()
+    with torch.no_grad():
+        module.w.fill_(1.0)
+    quiet(max_epochs=1, accumulate_grad_batches=3).fit(module, rows(2))
+    assert told == pytest.approx([mean_over_tokens(*ROWS)], rel=1e-14)
+    assert module.gradients == pytest.approx(told, rel=1e-14)
+
+
 def tokens_on_ranks(accumulate: int) -> list[float]:
     module = Tokens()
     on_ranks(max_epochs=1, accumulate_grad_batches=accumulate).fit(module, rows())

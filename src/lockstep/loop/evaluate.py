@@ -15,6 +15,7 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loop import report
 from lockstep.loop.data import EvaluationFeed
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.progress import VALIDATED
 from lockstep.loop.results import Results
 from lockstep.loop.session import session
 from lockstep.loop.transfer import Transfer
@@ -129,6 +130,8 @@ class EvaluationLoop:
             values = values + late
         if for_loggers and to_loggers:
             trainer.send_to_loggers(for_loggers, None)
+        if to_loggers and trainer.state.fn is TrainerFn.FITTING:
+            trainer.fit_loop.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
         hooks.call(f"on_{name}_end")
         return _by_loader(values, len(self.feed.num_batches))
 

@@ -17,7 +17,7 @@ from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.data import Feed
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, VALIDATED, WINDOW_END, Progress
+from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.results import Results
 from lockstep.loop.session import session
 from lockstep.loop.step import Step
@@ -321,7 +321,6 @@ class FitLoop:
 
     def _validate(self, at_window_end: bool) -> None:
         trainer = self.trainer
-        self.progress.phase = VALIDATED
         if at_window_end:
             trainer.hooks.own("on_validation_model_zero_grad")
         trainer.state.stage = RunningStage.VALIDATING
