@@ -124,3 +124,10 @@ def test_flags_and_their_callbacks_must_not_contradict() -> None:
 def test_an_attribute_that_a_trainer_does_not_have() -> None:
     with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'max_epoch'"):
         _ = quiet().max_epoch
+
+
+def test_a_flag_set_between_two_calls_holds_from_then_on() -> None:
+    trainer = Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.limit_val_batches = 0
+    assert trainer.limit_val_batches == trainer.config.limit_val_batches == 0
+    assert trainer.max_epochs == 3

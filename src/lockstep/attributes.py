@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,12 @@ class Attributes:
         if config is not None and name in config.__dataclass_fields__:
             return getattr(config, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        config = self.__dict__.get("config")
+        if config is not None and name in config.__dataclass_fields__:  # a flag set between two calls
+            name, value = "config", replace(config, **{name: value})
+        object.__setattr__(self, name, value)
 
     # -- where ---------------------------------------------------------------------------------------------
 

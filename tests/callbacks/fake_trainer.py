@@ -60,6 +60,10 @@ class FakeTrainer:
     seconds_per_batch: float = 0.0
 
     @property
+    def fit_loop(self) -> Any:
+        return SimpleNamespace(progress=SimpleNamespace(windows=self.global_step))
+
+    @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 

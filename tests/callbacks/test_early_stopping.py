@@ -169,9 +169,7 @@ def test_state_goes_on_where_it_was_and_needs_no_pickled_classes(tmp_path: objec
 
 def test_state_of_lightning_before_it_had_reasons_loads() -> None:
     stopper = EarlyStopping("loss")
-    stopper.load_state_dict(
-        {"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(0.5), "patience": 4}
-    )
+    stopper.load_state_dict({"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(0.5), "patience": 4})
     assert (stopper.patience, stopper.stopping_reason) == (4, EarlyStoppingReason.NOT_STOPPED)
 
 

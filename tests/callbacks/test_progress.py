@@ -186,9 +186,7 @@ def test_tqdm_in_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("leave", [False, True])
-def test_tqdm_leaves_the_bars_of_all_epochs_if_asked_to(
-    leave: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tqdm_leaves_the_bars_of_all_epochs_if_asked_to(leave: bool, capsys: pytest.CaptureFixture[str]) -> None:
     show(TQDMProgressBar(leave=leave), enable_validation=False)
     kept = [line.split("\r")[-1] for line in capsys.readouterr().out.split("\n")]
     assert [name for name in ("Epoch 0/1", "Epoch 1/1") if any(name in line for line in kept)] == (
@@ -236,9 +234,7 @@ def test_an_epoch_without_an_end(kind: str, capsys: pytest.CaptureFixture[str]) 
     assert ("1/--" if screen else "1/?") in text
 
 
-SILENT = [
-    (kind, why) for kind in ("rich", "tqdm", "plain") for why in ("rank 1", "disabled", "refresh_rate 0")
-]
+SILENT = [(kind, why) for kind in ("rich", "tqdm", "plain") for why in ("rank 1", "disabled", "refresh_rate 0")]
 
 
 @pytest.mark.parametrize(("kind", "why"), [case for case in SILENT if case != ("plain", "refresh_rate 0")])
@@ -374,7 +370,5 @@ def test_rich_and_tqdm_are_imported_when_they_draw() -> None:
         "c.TQDMProgressBar(), c.RichProgressBar()\n"
         "print(sorted({'rich', 'tqdm', 'tqdm.auto'} & set(sys.modules) - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"

@@ -85,9 +85,7 @@ def test_validation_sees_the_average_and_training_goes_on_with_the_weights() -> 
     seen: dict[str, list[dict[str, Tensor]]] = {"validation": [], "after": [], "before": []}
 
     class Spy(Callback):
-        def on_train_batch_end(
-            self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
                 seen["before"].append(copied(net.state_dict()))
 
@@ -162,9 +160,7 @@ def test_a_checkpoint_holds_the_average_and_the_weights_wherever_it_is_written()
     kept: list[dict[str, Any]] = []
 
     class Everywhere(Saver):
-        def on_train_batch_end(
-            self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
                 self.save(trainer, net)
                 kept.append(self.checkpoint)

@@ -119,9 +119,7 @@ def test_gpus(two_gpus: None, accelerator: str, devices: Any, indices: list[int]
         (None, "devices=None: give a number"),
     ],
 )
-def test_impossible_gpus_are_refused_by_flag_value_and_way_out(
-    two_gpus: None, devices: Any, says: str
-) -> None:
+def test_impossible_gpus_are_refused_by_flag_value_and_way_out(two_gpus: None, devices: Any, says: str) -> None:
     with pytest.raises(MisconfigurationException, match=says):
         resolve_accelerator("gpu", devices)
 

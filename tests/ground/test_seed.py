@@ -71,9 +71,7 @@ def test_numbers_are_those_of_the_plain_generators() -> None:
 
 
 @given(st.integers(0, 700), st.integers(0, 3), st.integers(0, 3))
-def test_states_come_back_from_a_weights_only_file_bit_for_bit(
-    skip: int, gauss: int, numpy_gauss: int
-) -> None:
+def test_states_come_back_from_a_weights_only_file_bit_for_bit(skip: int, gauss: int, numpy_gauss: int) -> None:
     seed_everything(skip, verbose=False)
     for _ in range(skip):
         random.random()

@@ -19,10 +19,7 @@ Point = namedtuple("Point", "x y")
 nested = st.recursive(
     st.integers() | st.text() | st.none() | st.floats(allow_nan=False),
     lambda inner: (
-        st.lists(inner)
-        | st.dictionaries(st.text(), inner)
-        | st.tuples(inner, inner)
-        | st.builds(Point, inner, inner)
+        st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner) | st.builds(Point, inner, inner)
     ),
     max_leaves=20,
 )

@@ -104,6 +104,7 @@ class EvaluationLoop:
         strategy = trainer.strategy
         results = trainer.results = Results.of(strategy, trainer.lightning_module)
         strategy.sync_gradients = False
+        strategy.align_buffers()  # one model is measured, the one that a checkpoint holds
         try:
             with self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")

@@ -90,6 +90,9 @@ class Strategy:
     def skip_backward(self) -> None:
         """Take part in the reduction of a micro-batch that has no loss on this rank."""
 
+    def align_buffers(self) -> None:
+        """Let every rank have rank 0's buffers (BatchNorm statistics, say), before the module is evaluated."""
+
     def mute(self, muted: bool) -> None:
         """Drop the gradients of the backwards to come: this rank's share of the data is empty."""
 

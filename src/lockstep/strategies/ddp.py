@@ -122,8 +122,7 @@ class DDPStrategy(Strategy):
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
         if self._buffers_differ and torch.is_grad_enabled():
-            sync_buffers(self.module, None)
-            self._buffers_differ = False
+            self.align_buffers()
         if self.context is None:
             return fn(*args)
         with self.context():
@@ -152,6 +151,12 @@ class DDPStrategy(Strategy):
             self._reducer.finish()
             self.rounds = self._reducer.rounds
             self._buffers_differ = self._has_buffers
+
+    def align_buffers(self) -> None:
+        """Take rank 0's buffers, where a training forward has changed them since the last time."""
+        if self._buffers_differ:
+            sync_buffers(self.module, None)
+            self._buffers_differ = False
 
     def mute(self, muted: bool) -> None:
         """Let the reducer drop this rank's fresh gradients."""
