@@ -36,12 +36,12 @@ def fit(accumulate: int) -> dict[str, list[float]]:
 
 def test_a_window_begins_with_rank_zeros_buffers(ranks: Any) -> None:
     """They were once taken before a window's last micro-batch, so that all but that one ran on differing buffers."""
-    zero, one = ranks(2).run(fit, 2, group=False)
+    zero, one = ranks(2).run(fit, 2, timeout=40)
     assert zero["train"] == [0.0, 1.0, 2.0, 3.0]
     assert one["train"] == [0.0, 2.0, 2.0, 4.0]
 
 
 def test_a_validation_runs_on_rank_zeros_buffers(ranks: Any) -> None:
     """A resumed run has rank 0's buffers on every rank: without this its first validation gave other values."""
-    zero, one = ranks(2).run(fit, 1, group=False)
+    zero, one = ranks(2).run(fit, 1, timeout=40)
     assert zero["val"] == one["val"] == [4.0]
