@@ -325,6 +325,14 @@ class TestLast:
         assert load(callback.last_model_path)["global_step"] == 12
         assert callback.find_last(FakeTrainer(str(tmp_path), callback)) == {callback.last_model_path}  # type: ignore[arg-type]
 
+    def test_without_a_last_file_every_checkpoint_may_be_it(self, tmp_path: Path) -> None:
+        """``ckpt_path="last"`` once started anew where checkpoints were there, but none was called last."""
+        callback = ModelCheckpoint(save_top_k=-1)
+        run(tmp_path, callback, epochs=2)
+        found = callback.find_last(FakeTrainer(str(tmp_path), callback))  # type: ignore[arg-type]
+        assert sorted(map(os.path.basename, found)) == files(callback)
+        assert len(found) == 2
+
     def test_with_none_else(self, tmp_path: Path) -> None:
         callback = ModelCheckpoint(save_last=True, save_top_k=0)
         assert [step for step, _ in run(tmp_path, callback, epochs=2).saves] == [4, 8]

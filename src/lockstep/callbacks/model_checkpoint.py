@@ -455,10 +455,11 @@ class ModelCheckpoint(Checkpoint):
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: TrainerView) -> set[str]:
-        """Paths in the folder that are named as ``last.ckpt`` is, by this run or an earlier one."""
+        """Paths in the folder that are named as ``last.ckpt`` is; where none is, all checkpoints that are there."""
         folder = self._choose_folder(trainer)
         pattern = checkpoint_name.pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
-        return {os.path.join(folder, name) for name in storage.names(folder) if pattern.fullmatch(name)}
+        names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]
+        return {os.path.join(folder, name) for name in [n for n in names if pattern.fullmatch(n)] or names}
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Writes :attr:`best_k_models` (path: score) as YAML, by default beside the checkpoints."""
