@@ -93,7 +93,8 @@ class FitLoop:
             trainer.state.stage = RunningStage.TRAINING
             self.setup_data()
             if self._done() is None:
-                self.validation.setup_data()
+                if self._validates:
+                    self.validation.setup_data()
                 trainer.hooks.call("on_train_start")
                 self._restore_randomness()
                 while self._done() is None:
@@ -335,7 +336,6 @@ class FitLoop:
             return
         with isolate_rng():
             trainer.state.stage = RunningStage.SANITY_CHECKING
-            self.validation.setup_data()
             trainer.hooks.call("on_sanity_check_start")
             self.validation.evaluate(sanity_steps=steps)
             trainer.hooks.call("on_sanity_check_end")
