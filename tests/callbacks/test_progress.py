@@ -177,7 +177,7 @@ def test_metrics_are_read_only_when_the_bar_is_drawn(kind: str, now: list[float]
 
 
 def test_tqdm_in_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    show(TQDMProgressBar())
+    show(TQDMProgressBar(), seconds_per_batch=0.002)  # a rate of four digits more would push the end off the line
     screen = capsys.readouterr().out
     assert "Sanity Checking: 100%" in screen
     assert "Validation: 100%" in screen

@@ -96,6 +96,14 @@ with storage.replacing(sys.argv[1]) as file:
 """
 
 
+KILLED_LINK = """
+import os, signal, sys
+from lockstep.checkpoint import storage
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+storage.link(sys.argv[1] + "/last", sys.argv[1] + "/a")
+"""
+
+
 class TestLeftovers:
     @pytest.mark.timeout(60)
     def test_a_killed_write_is_removed_by_the_next_one_and_a_living_one_is_not(self, tmp_path: Path) -> None:
@@ -116,6 +124,46 @@ class TestLeftovers:
             other.communicate(b"\n")
         assert path.read_bytes() == b"half"
         assert os.listdir(tmp_path) == ["x.ckpt"]
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("by", ["link", "write"])
+    @pytest.mark.parametrize("target_is_gone", [False, True])
+    def test_a_killed_link_is_removed_by_the_next_one(self, tmp_path: Path, by: str, target_is_gone: bool) -> None:
+        for name in ("a", "b"):
+            write(tmp_path / name, name.encode())
+        assert subprocess.run([sys.executable, "-c", KILLED_LINK, str(tmp_path)]).returncode == -signal.SIGKILL
+        (leftover,) = set(os.listdir(tmp_path)) - {"a", "b"}
+        assert os.readlink(tmp_path / leftover) == "a"
+        if target_is_gone:
+            storage.remove(tmp_path / "a")
+        if by == "link":
+            storage.link(tmp_path / "last", tmp_path / "b")
+        else:
+            write(tmp_path / "last", b"b")
+        assert (tmp_path / "last").read_bytes() == b"b"
+        assert sorted(os.listdir(tmp_path)) == (["b", "last"] if target_is_gone else ["a", "b", "last"])
+
+    def test_nothing_is_written_through_a_link_that_was_left(self, tmp_path: Path) -> None:
+        write(tmp_path / "best", b"best")
+        own = tmp_path / f".last.{os.getpid()}-{threading.get_native_id()}{storage.UNFINISHED}"
+        own.symlink_to("best")  # of a process of the same id, as in a container that was started again
+        write(tmp_path / "last", b"last")
+        assert (tmp_path / "best").read_bytes() == b"best"
+        assert (tmp_path / "last").read_bytes() == b"last"
+
+    def test_a_link_taken_for_a_leftover_is_made_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write(tmp_path / "a", b"a")
+        rename = os.replace
+
+        def overtaken(source: Path, place: Path) -> None:
+            monkeypatch.setattr(os, "replace", rename)
+            storage.remove(source)
+            rename(source, place)
+
+        monkeypatch.setattr(os, "replace", overtaken)
+        storage.link(tmp_path / "last", tmp_path / "a")
+        assert os.readlink(tmp_path / "last") == "a"
+        assert set(os.listdir(tmp_path)) == {"a", "last"}
 
     def test_other_names_are_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / f".y.1-1{storage.UNFINISHED}").write_bytes(b"")

@@ -41,6 +41,18 @@ def absolute(path: PathLike) -> str:
     return os.fspath(path) if is_remote(path) else os.path.realpath(_local(path))
 
 
+def _stem(target: Path) -> str:
+    """What the hidden names begin with of whatever is to become `target`."""
+    # The name is cut: with all that is added it may not pass the 255 bytes that a name can have.
+    return f".{target.name.encode()[:180].decode(errors='ignore')}."
+
+
+def _beside(target: Path) -> Path:
+    """Where to make what is to become `target`; never the same for two writers."""
+    # In the same folder, as a rename is atomic only within a file system.
+    return target.with_name(f"{_stem(target)}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
+
+
 @contextlib.contextmanager
 def replacing(path: PathLike) -> Iterator[IO[bytes]]:
     """A binary file to write, which becomes `path` when the block ends without an error.
@@ -62,12 +74,10 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
             yield file
         return
     target = _local(path)
-    # Hidden, in the same folder (a rename is atomic only within a file system), and never the same for two
-    # writers. The name is cut: with all that is added it may not pass the 255 bytes that a name can have.
-    stem = f".{target.name.encode()[:180].decode(errors='ignore')}."
-    beside = target.with_name(f"{stem}{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
+    beside = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        beside.unlink(missing_ok=True)  # a link that a killed process of the same id left: not to be written through
         with open(beside, "wb") as file:
             _lock(file)
             yield file
@@ -81,7 +91,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
         if isinstance(error, OSError):
             raise _explained(error, target) from error
         raise
-    _remove_leftovers(target.parent, stem)
+    _remove_leftovers(target)
 
 
 @contextlib.contextmanager
@@ -108,15 +118,22 @@ def _lock(file: IO[bytes]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _remove_leftovers(folder: Path, stem: str) -> None:
-    for name in os.listdir(folder):
-        if name.startswith(stem) and name.endswith(UNFINISHED):
-            with contextlib.suppress(ImportError, OSError):  # OSError: locked by a writer that lives, or gone
-                import fcntl
+def _remove_leftovers(target: Path) -> None:
+    """Removes what killed processes left of files and links that were to become `target`."""
+    stem = _stem(target)
+    for name in os.listdir(target.parent):
+        if not (name.startswith(stem) and name.endswith(UNFINISHED)):
+            continue
+        leftover = target.with_name(name)
+        with contextlib.suppress(ImportError, OSError):  # OSError: locked by a writer that lives, or gone
+            if leftover.is_symlink():  # cannot be locked; a process that lives makes its link again
+                leftover.unlink()
+                continue
+            import fcntl
 
-                with open(folder / name, "rb") as leftover:
-                    fcntl.flock(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(folder / name)
+            with open(leftover, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -208,13 +225,21 @@ def remove(path: PathLike) -> None:
 
 
 def link(path: PathLike, target: PathLike) -> None:
-    """Makes `path` a relative symbolic link to the local file `target`, in place of what had that name."""
+    """Makes `path` a relative symbolic link to the local file `target`, in place of what had that name.
+
+    What a killed process left under way is removed, as by :func:`replacing`.
+    """
     place, destination = _local(path).absolute(), _local(target).absolute()
-    beside = place.with_name(f".{place.name}.{os.getpid()}-{threading.get_native_id()}{UNFINISHED}")
-    with contextlib.suppress(FileNotFoundError):
-        beside.unlink()
-    beside.symlink_to(os.path.relpath(destination, place.parent))
-    os.replace(beside, place)
+    beside, leads_to = _beside(place), os.path.relpath(destination, place.parent)
+    while True:
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(leads_to)
+        try:
+            os.replace(beside, place)
+        except FileNotFoundError:  # another writer of the same name took it for a leftover
+            continue
+        break
+    _remove_leftovers(place)
 
 
 def check_writable(folder: PathLike) -> None:

@@ -29,6 +29,7 @@ from lockstep.data.sampler import (
     own_generator,
 )
 from lockstep.data.stream import Counting, Shard, WatchedInit, stream_length
+from lockstep.data.workers import opened
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
@@ -136,7 +137,7 @@ class Indexed(Source):
         self._schedule.begin(epoch, turn, start)
         self._stop = stop
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
-        iterator = iter(self._copy)
+        iterator = opened(self._copy)
         return apart(iterator) if self._own_process and not self._quiet else iterator
 
     def has(self, number: int) -> bool:
@@ -209,7 +210,7 @@ class Stream(Source):
         self._coming = (epoch + 1, turn)
         self._shard.set_epoch(epoch, turn)
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
-        iterator: Iterator[Any] = iter(self._copy)
+        iterator = opened(self._copy)
         if self._own_process:
             iterator = apart(iterator)
         if not self._resume:
@@ -273,14 +274,14 @@ class Untouched(Source):
         announce_epoch(self._loader, epoch)
         if "loader" in resume:
             self._loader.load_state_dict(resume["loader"])
-            return iter(self._loader)
+            return opened(self._loader)
         if "random" not in resume or start == 0:
             self._states = random_states(include_cuda=False)
-            return skipped(iter(self._loader), start)
+            return skipped(opened(self._loader), start)
         self._states = resume["random"]
         with isolate_rng(include_cuda=False):
             set_random_states(self._states)
-            return skipped(iter(self._loader), start)
+            return skipped(opened(self._loader), start)
 
     def weights(self, number: int) -> Sequence[float]:
         return [1.0] * self._size if self._cut is None else self._cut.weights(number)

@@ -1,0 +1,164 @@
+"""A pass over loader workers ends, whatever one of them held when it was killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lockstep.data import workers
+from lockstep.data.workers import opened
+from tests.data.loaders import epoch, feed_of
+
+WORKERS = 2
+BEFORE = 2 * WORKERS
+"""So many batches are asked for in advance: whoever fetches a later one does it while the parent waits."""
+
+
+def die_holding_the_lock() -> None:
+    """Takes the lock that a worker takes once a batch, and gets killed."""
+    frame: Any = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        frame = frame.f_back
+    frame.f_locals["done_event"]._cond.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Lethal(Dataset[int]):
+    """Samples are the workers' process ids; the worker that is asked for sample ``end`` dies."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def __len__(self) -> int:
+        return 4 * BEFORE
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.end:
+            die_holding_the_lock()
+        return os.getpid()
+
+
+class LethalStream(IterableDataset[int]):
+    """Each worker gives ``BEFORE`` samples; the first worker dies then."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(BEFORE)
+        info = get_worker_info()
+        if info is not None and info.id == 0:
+            die_holding_the_lock()
+
+
+def loader(dataset: Dataset[int], **arguments: Any) -> DataLoader[Any]:
+    """Its batches are lists: tensors are fetched from the worker that made them, which fails in its own way."""
+    return DataLoader(dataset, num_workers=WORKERS, collate_fn=list, **arguments)
+
+
+def indexed(persistent: bool) -> Any:
+    return feed_of(loader(Lethal(BEFORE + 1), persistent_workers=persistent))
+
+
+def stream(persistent: bool) -> Any:
+    return feed_of(loader(LethalStream(), persistent_workers=persistent))
+
+
+def untouched(persistent: bool) -> Any:
+    return feed_of(loader(Lethal(BEFORE + 1), persistent_workers=persistent), distribute=False)
+
+
+def messages(error: BaseException | None) -> list[str]:
+    """Of an error and of those that caused it."""
+    return [] if error is None else [str(error), *messages(error.__cause__)]
+
+
+def fails(feed: Any) -> list[str]:
+    """What a pass says of which it is known that it fails."""
+    try:
+        epoch(feed)
+    except RuntimeError as error:
+        return messages(error)
+    raise AssertionError("the pass went well")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("make", "persistent"), [(indexed, False), (indexed, True), (stream, False), (untouched, False)]
+)
+def test_a_worker_killed_with_the_lock_ends_the_pass_and_the_other_workers(
+    make: Callable[..., Any], persistent: bool
+) -> None:
+    began = time.monotonic()
+    feed = make(persistent)
+    said = fails(feed)
+    assert any("is killed by signal: Killed" in message for message in said), said
+    feed.close()
+    del feed
+    assert multiprocessing.active_children() == []
+    # Torch would wait five seconds for a worker that cannot hear the end.
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.timeout(60)
+def test_workers_end_by_themselves_and_persistent_ones_live_on() -> None:
+    calm = loader(Lethal(-1), persistent_workers=True)
+    passes = [{pid for (pid,) in opened(calm)} for _ in range(2)]
+    assert passes[0] == passes[1] == {child.pid for child in multiprocessing.active_children()}
+    iterator = opened(calm)
+    assert type(iterator) is type(calm._iterator)  # nothing stands between torch's iterator and the loop
+    began = time.monotonic()
+    iterator._shutdown_workers()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 5
+    assert multiprocessing.active_children() == []
+
+
+class Iterable:
+    """A pass with the attributes of torch's that matter here."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+class Worker:
+    ended = False
+
+    def is_alive(self) -> bool:
+        return not self.ended
+
+    def terminate(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_workers_are_terminated_only_if_the_lock_is_lost(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "SECONDS_FOR_LOCK", 0.01)
+    event, worker = torch.multiprocessing.Event(), Worker()
+    iterator: Any = opened(Iterable(_workers_done_event=event, _workers=[worker]))
+    if lost:
+        event._cond.acquire()  # type: ignore[attr-defined]
+    done = iterator._workers_done_event
+    assert not done.is_set()
+    done.set()
+    assert done.is_set()
+    assert worker.ended is lost
+    assert lost or event.is_set()
+
+
+@pytest.mark.parametrize("attributes", [{}, {"_workers_done_event": object(), "_workers": [Worker()]}])
+def test_other_iterators_stay_as_they_are(attributes: dict[str, Any]) -> None:
+    iterator = Iterable(**attributes)
+    assert opened(iterator) is iterator
+    assert vars(iterator) == attributes
