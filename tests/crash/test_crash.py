@@ -43,6 +43,7 @@ def test_killed_in_its_first_save_a_run_starts_anew_and_ends_with_the_same_bits(
     assert unfinished(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_when_a_rank_is_killed_two_processes_resume_to_the_same_bits(
     tmp_path: Path, whole: Callable[..., Life]
 ) -> None:

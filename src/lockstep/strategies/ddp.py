@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -203,4 +204,7 @@ class DDPStrategy(Strategy):
 
 def _leave_group() -> None:
     if dist.is_initialized():
+        # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
+        # waits for them and holds it, so they get a moment first
+        time.sleep(0.1)
         dist.destroy_process_group()
