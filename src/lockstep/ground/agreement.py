@@ -247,6 +247,8 @@ class _Messages:
         self._tags = torch.zeros(BITS, dtype=torch.int64)  # per bit: the window in which it was wanted, or 0
         members = None if group is None else dist.get_process_group_ranks(group)
         self._group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+        # a rank that closes the group while another is still connecting to it would break that one's connecting
+        comm.barrier(self._group)
 
     def publish(self, wanted: Iterable[int]) -> None:
         pass
