@@ -345,7 +345,7 @@ class FitLoop:
 
     def _log_step(self) -> None:
         trainer = self.trainer
-        if trainer.world_size > 1 and trainer.loggers:
+        if trainer.world_size > 1:  # with or without loggers: schedulers and callbacks read these values too
             values = trainer.results.reduce_step()
         else:
             values = trainer.results.take_step_values()
