@@ -43,12 +43,11 @@ def test_killed_in_its_first_save_a_run_starts_anew_and_ends_with_the_same_bits(
     assert unfinished(tmp_path) == []
 
 
-@pytest.mark.slow
 def test_when_a_rank_is_killed_two_processes_resume_to_the_same_bits(
     tmp_path: Path, whole: Callable[..., Life]
 ) -> None:
     short = (2, 15, "--epochs=2")
-    _, resumed = survive(command(tmp_path, *short), [Kill(rank=1, step=8, delay=0.004)], whole(*short))
+    _, resumed = survive(command(tmp_path, *short), [Kill(rank=1, step=8, delay=0.004)], whole(*short), timeout=55)
     assert "restoring from" in resumed.output
 
 
