@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.ground.agreement import Agreement
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.fork import protect_forks
 from lockstep.parallel.ddp import broadcast_module_state, check_same_module, sync_buffers
 from lockstep.parallel.reducer import Reducer
 from lockstep.strategies.base import Strategy
@@ -63,6 +64,7 @@ class DDPStrategy(Strategy):
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""
         super().setup_environment()
+        protect_forks()
         world = self.world
         if not dist.is_initialized():
             self._make_group()

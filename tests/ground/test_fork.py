@@ -1,0 +1,79 @@
+"""Forks beside torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+import threading
+import time
+
+import pytest
+
+from lockstep.ground import fork
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, on_ranks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+_PR_SET_NAME = 15
+
+
+class Busy(threading.Thread):
+    """A thread with a name of the system's that computes for a while, without the interpreter."""
+
+    def __init__(self, name: bytes, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self.system_name, self.seconds = name, seconds
+        self.started, self.ended = threading.Event(), 0.0
+
+    def run(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, self.system_name, 0, 0, 0)
+        block, until = bytes(1 << 22), time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            hashlib.sha256(block)  # lets go of the interpreter
+            self.started.set()
+        self.ended = time.monotonic()
+
+
+@linux
+def test_a_fork_waits_for_a_thread_of_torchs_that_runs() -> None:
+    """A child that was forked while such a thread held the lock of thread states never began: its rank waited too."""
+    busy = Busy(b"pt_gloo_runloop", 0.3)
+    busy.start()
+    busy.started.wait(10)
+    fork.wait_for_torch_threads()
+    waited_until = time.monotonic()
+    busy.join(10)
+    assert waited_until >= busy.ended - 0.05  # what it still does at its end is Python's own
+
+
+@linux
+def test_other_threads_are_not_waited_for() -> None:
+    busy = Busy(b"somebody's", 1.0)
+    busy.start()
+    busy.started.wait(10)
+    fork.wait_for_torch_threads()
+    assert busy.ended == 0.0
+    busy.join(10)
+
+
+@linux
+def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "PATIENCE", 0.05)
+    busy = Busy(b"pt_gloo_runloop", 0.8)
+    busy.start()
+    busy.started.wait(10)
+    fork.wait_for_torch_threads()
+    assert busy.ended == 0.0
+    busy.join(10)
+
+
+def forks_wait() -> bool:
+    on_ranks(max_epochs=1, limit_train_batches=1).fit(Slope(), numbers(2))
+    return fork._protected
+
+
+@linux
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 makes the lock anew in time")
+def test_ranks_are_protected(ranks: RankPool) -> None:
+    assert ranks(2).run(forks_wait, timeout=40) == [True, True]
