@@ -12,6 +12,7 @@ docs/overhead.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -62,6 +63,7 @@ LOGGED = [
     Logged("8 values logged", 8),
     Logged("1 value, on_step + on_epoch + prog_bar", 1, ("on_step", "on_epoch", "prog_bar")),
 ]
+DEFAULTS = "nothing logged, with progress bar, CSVLogger and ModelCheckpoint"
 
 
 def samples(steps: int, ranks: int = 1) -> TensorDataset:
@@ -143,6 +145,16 @@ def with_trainer(
     return seconds
 
 
+def with_defaults(package_name: str, loader: DataLoader[Any]) -> float:
+    """The same with what a Trainer has by default; what the bar and the summary print goes nowhere."""
+    loggers = importlib.import_module(f"{package_name}.loggers")
+    shown = dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "enable_model_summary"), True)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            logger = loggers.CSVLogger(folder)
+            return with_trainer(package_name, loader, NOTHING, logger=logger, default_root_dir=folder, **shown)
+
+
 def interleaved(variants: dict[str, Callable[[], float]], runs: int, steps: int) -> dict[str, float]:
     """Microseconds a step of each variant, the smallest of several rounds; a round runs each once."""
     best = dict.fromkeys(variants, float("inf"))
@@ -164,6 +176,9 @@ def one_process(runs: int, steps: int) -> dict[str, float]:
             variants[f"{library}, {logged.label}"] = lambda package=package, logged=logged: with_trainer(  # type: ignore[misc]
                 package, loader, logged
             )
+    for library in ("lockstep", "Lightning"):
+        package = LIBRARIES[library]
+        variants[f"{library}, {DEFAULTS}"] = lambda package=package: with_defaults(package, loader)  # type: ignore[misc]
     variants[f"Accelerate, {NOTHING.label}"] = lambda: with_accelerate(loader)
     return interleaved(variants, runs, steps)
 
@@ -210,7 +225,10 @@ def two_processes(runs: int, steps: int) -> dict[str, float]:
 
 def fresh(code: str) -> list[float]:
     """The numbers that a new interpreter prints after running ``code``."""
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    # with compiled files, as installed packages have them, also where Python is told not to write any
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
     return [float(word) for word in printed.split()]
 
 
@@ -303,6 +321,7 @@ def table(figures: dict[str, Any]) -> str:
         cells = [added(f"{library}, {logged.label}") for library in LIBRARIES]
         first = f"{base:.1f}" if logged is NOTHING else "–"
         rows.append(f"| {logged.label} | {first} | {' | '.join(cells)} | {promised.get(logged.label, '')} |")
+    rows.append(f"| {DEFAULTS} | – | {' | '.join(added(f'{library}, {DEFAULTS}') for library in LIBRARIES)} | ≤ 25 |")
     for logged, limit in ((LOGGED[2], 3), (LOGGED[3], 5)):
         cells = [a_value(library, logged) for library in ("lockstep", "Lightning")]
         rows.append(f"| each value of “{logged.label}” | – | {' | '.join(cells)} | – | ≤ {limit} |")

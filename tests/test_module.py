@@ -83,10 +83,10 @@ def test_it_is_loaded_to_where_its_weights_are_mapped(tmp_path: Path) -> None:
 
 def test_freeze_and_unfreeze() -> None:
     module = Layers()
-    module.freeze()
+    assert module.freeze() is module
     assert not any(parameter.requires_grad for parameter in module.parameters())
     assert not module.training
-    module.unfreeze()
+    assert module.unfreeze() is module
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert module.training
 
@@ -149,3 +149,10 @@ def test_print_speaks_with_and_without_a_trainer(capsys: pytest.CaptureFixture[s
     Layers().print("alone")
     quiet(max_epochs=1).fit(Speaks(), numbers(1))
     assert capsys.readouterr().out == "alone\nfrom a fit\n"
+
+
+def test_of_fabric_and_a_mesh_there_is_none() -> None:
+    module = Slope()
+    assert module.fabric is None
+    quiet(max_epochs=1).fit(module, numbers(1))
+    assert module.device_mesh is None

@@ -1,5 +1,8 @@
 """lockstep: one LightningModule, trained unchanged on one process or on many."""
 
+from typing import TYPE_CHECKING
+
+from lockstep.aliases.finder import install
 from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.seed import seed_everything
@@ -9,6 +12,14 @@ from lockstep.module import LightningModule
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.trainer import Trainer
 
+if TYPE_CHECKING:  # imported when they are asked for
+    from lockstep import callbacks as callbacks
+    from lockstep import loggers as loggers
+    from lockstep import profilers as profilers
+    from lockstep import strategies as strategies
+    from lockstep import utilities as utilities
+
+install()
 inherit()
 
 __version__ = "0.1.0"

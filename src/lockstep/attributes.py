@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.early_stopping import EarlyStopping
-from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.config.names import set_flag
 from lockstep.ground.states import RunningStage
 
 
@@ -27,10 +28,14 @@ class Attributes:
             return getattr(config, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __dir__(self) -> list[str]:
+        config = self.__dict__.get("config")
+        return [*super().__dir__(), *(config.__dataclass_fields__ if config is not None else ())]
+
     def __setattr__(self, name: str, value: Any) -> None:
         config = self.__dict__.get("config")
         if config is not None and name in config.__dataclass_fields__:  # a flag set between two calls
-            name, value = "config", replace(config, **{name: value})
+            name, value = "config", set_flag(config, name, value)
         object.__setattr__(self, name, value)
 
     # -- where ---------------------------------------------------------------------------------------------
@@ -62,8 +67,23 @@ class Attributes:
 
     @property
     def num_devices(self) -> int:
-        """Processes on this node."""
-        return self.strategy.world.local_size
+        """Devices of this node."""
+        return len(self.device_ids)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The devices of this node by their numbers; on the CPU the processes are counted."""
+        devices = self.strategy.devices
+        if self.strategy.root_device.type == "cpu" and not self.strategy.drives_all_devices:
+            return list(range(self.strategy.world.local_size))  # a launcher may have started more than were asked for
+        return [number if device.index is None else device.index for number, device in enumerate(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a ``DistributedSampler`` of one's own is made with; None on one process."""
+        if self.world_size == 1:
+            return None
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def is_global_zero(self) -> bool:
@@ -74,6 +94,16 @@ class Attributes:
     def precision(self) -> str:
         """The full name of the run's precision, "32-true" for one."""
         return str(self.strategy.precision.name)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The run's precision, as an object."""
+        return self.strategy.precision
+
+    @property
+    def scaler(self) -> Any:
+        """What scales the loss of 16-bit floats, or None."""
+        return self.strategy.precision.scaler
 
     @property
     def model(self) -> Any:
@@ -102,25 +132,51 @@ class Attributes:
         """Whether a training batch may be running."""
         return self.state.stage is RunningStage.TRAINING
 
+    @training.setter
+    def training(self, on: bool) -> None:
+        self._stage(RunningStage.TRAINING, on)
+
     @property
     def validating(self) -> bool:
         """Whether a validation runs."""
         return self.state.stage is RunningStage.VALIDATING
+
+    @validating.setter
+    def validating(self, on: bool) -> None:
+        self._stage(RunningStage.VALIDATING, on)
 
     @property
     def testing(self) -> bool:
         """Whether a test runs."""
         return self.state.stage is RunningStage.TESTING
 
+    @testing.setter
+    def testing(self, on: bool) -> None:
+        self._stage(RunningStage.TESTING, on)
+
     @property
     def predicting(self) -> bool:
         """Whether a prediction runs."""
         return self.state.stage is RunningStage.PREDICTING
 
+    @predicting.setter
+    def predicting(self, on: bool) -> None:
+        self._stage(RunningStage.PREDICTING, on)
+
     @property
     def sanity_checking(self) -> bool:
         """Whether the sanity check runs."""
         return self.state.stage is RunningStage.SANITY_CHECKING
+
+    @sanity_checking.setter
+    def sanity_checking(self, on: bool) -> None:
+        self._stage(RunningStage.SANITY_CHECKING, on)
+
+    def _stage(self, stage: RunningStage, on: bool) -> None:
+        if on:
+            self.state.stage = stage
+        elif self.state.stage is stage:
+            self.state.stage = None
 
     @property
     def evaluating(self) -> bool:
@@ -146,10 +202,20 @@ class Attributes:
         return loop.num_batches
 
     @property
+    def num_sanity_val_steps(self) -> int | float:
+        """Batches of each validation loader that the sanity check tries; infinite: all."""
+        steps = self.config.num_sanity_val_steps
+        return math.inf if steps == -1 else steps
+
+    @property
+    def val_check_batch(self) -> int | float | None:
+        """Training batches between two validations; infinite: at the epoch's end; None: by time, or not known yet."""
+        return self.fit_loop.timing.every
+
+    @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of the sanity check, by loader."""
-        steps = self.config.num_sanity_val_steps
-        return [batches if steps == -1 else min(steps, batches) for batches in self.fit_loop.validation.num_batches]
+        return [min(self.num_sanity_val_steps, batches) for batches in self.fit_loop.validation.num_batches]
 
     @property
     def num_test_batches(self) -> list[int | float]:
@@ -223,9 +289,21 @@ class Attributes:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Newest value of everything that was logged; single steps of this rank, epochs of all ranks."""
+        """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
         self._publish_step()
         return self.published.callback
+
+    def reduced_metrics(self) -> dict[str, Tensor]:
+        """:attr:`callback_metrics`, reduced over the ranks and the same on all of them: what a decision reads.
+
+        Collective: call it on every rank, at the same place.
+        """
+        if self.state.fn == "fit" and self.fit_loop.results is not None:
+            self.fit_loop.share_step_values()
+        found = dict(self.published.callback)
+        if self.world_size > 1:  # what callbacks wrote there themselves may differ
+            found = self.strategy.broadcast({name: torch.as_tensor(value).cpu() for name, value in found.items()})
+        return found
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
@@ -248,6 +326,10 @@ class Attributes:
         """The first logger, or None."""
         return self.loggers[0] if self.loggers else None
 
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
     @property
     def log_dir(self) -> str | None:
         """The folder of this run's logs, the same on all ranks."""
@@ -258,6 +340,15 @@ class Attributes:
     def default_root_dir(self) -> str:
         """The folder under which logs and checkpoints go."""
         return self.config.default_root_dir
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the call goes on from. Set it, and calls that name none take it."""
+        return self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
+        self._ckpt_path = self._ckpt_wanted = None if path is None else os.fspath(path)
 
     def _of(self, kind: type) -> list[Any]:
         return [callback for callback in self.callbacks if isinstance(callback, kind)]

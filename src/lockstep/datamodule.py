@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments
+from lockstep.checkpoint.arguments import init_arguments, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
+from lockstep.ground.restricted import restricted_classmethod
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class LightningDataModule(HyperparametersMixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what :meth:`state_dict` gave."""
 
-    @classmethod
+    @restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PathLike[str],
@@ -134,7 +135,7 @@ class LightningDataModule(HyperparametersMixin):
         Raises:
             MisconfigurationException: the file holds more than tensors and plain values.
         """
-        checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         datamodule = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         state = checkpoint.get(cls.__qualname__)
         if state:

@@ -13,7 +13,13 @@ from lockstep.ground.types import STEP_OUTPUT
 
 
 class ModuleHooks:
-    """Override what you need; only overridden hooks are called, after those of the callbacks."""
+    """Override what you need; only overridden hooks are called, after those of the callbacks.
+
+    Attributes:
+        prepare_data_per_node: :meth:`prepare_data` runs once on every node (True) or once in all (False).
+    """
+
+    prepare_data_per_node: bool = True
 
     # -- a run ---------------------------------------------------------------------------------------------
 
@@ -28,6 +34,9 @@ class ModuleHooks:
 
     def configure_model(self) -> None:
         """Create layers late, on every process, before weights are loaded; must bear being called twice."""
+
+    def configure_sharded_model(self) -> None:
+        """The old name of :meth:`configure_model`."""
 
     def on_fit_start(self) -> None:
         """Called when a fit begins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any
 
 import torch
@@ -13,18 +13,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments
+from lockstep.checkpoint.arguments import init_arguments, load_weights, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
+from lockstep.export import ModuleExports
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import warn_once
+from lockstep.ground.restricted import restricted_classmethod
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, OptimizerLRScheduler
 from lockstep.ground.view import TrainerView
 from lockstep.hooks import ModuleHooks
 
 
-class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
+class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Module):
     """A model together with its training.
 
     Write ``training_step`` and ``configure_optimizers``; everything else has a default. One such class runs
@@ -50,6 +52,9 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+    # TorchScript compiles properties too, unless they are named here; these are none of a model's forward.
+    __jit_unused_properties__: list[str] = []
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,6 +63,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self._strict_loading: bool | None = None
         self._example_input_array: Any = None
         self._toggled: dict[nn.Parameter, bool] = {}
+        self._compiler_ctx: dict[str, Any] | None = None  # after torch.compile; see loop/compiled.py
 
     # -- where it runs -------------------------------------------------------------------------------------
 
@@ -123,6 +129,16 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def loggers(self) -> list[Any]:
         """The loggers of the Trainer."""
         return self._trainer.loggers if self._trainer is not None else []
+
+    @property
+    def fabric(self) -> None:
+        """None: lockstep has no Fabric."""
+        return None
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of the strategy's devices, where it has one; else None."""
+        return getattr(self.trainer.strategy, "device_mesh", None)
 
     @property
     def automatic_optimization(self) -> bool:
@@ -201,37 +217,48 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Keep one number under ``name``.
-
-        Values are averaged over an epoch by the number of samples that lockstep's loader drew for the batch,
-        and always reduced over the ranks: at the end of the epoch, and for on_step values when they are logged.
+        """Keep one number under ``name``; averages weigh by samples, and are reduced over the ranks (``sync_dist``).
 
         Args:
-            name: key in the loggers and in ``trainer.callback_metrics``; with both ``on_step`` and ``on_epoch``
-                it gets the endings ``_step`` and ``_epoch``.
-            value: number, tensor of one element, or a torchmetrics object.
+            name: key in loggers and ``callback_metrics``; with on_step and on_epoch, ``_step`` or ``_epoch`` follows.
+            value: number, tensor of one element or torchmetrics object; ``MisconfigurationException`` for all others,
+                and in a hook where nothing can be logged.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers (default True).
             on_step: keep the newest value (default: in training hooks).
             on_epoch: keep the reduction over the epoch (default: in evaluation and epoch hooks).
             reduce_fx: over steps and ranks: "mean", "sum", "min" or "max".
-            enable_graph: accepted; values are always detached.
-            sync_dist: accepted; values are always reduced over the ranks.
-            sync_dist_group: accepted; the reduction is over all ranks.
+            sync_dist: reduce on_step values before each ``on_train_batch_end``; else when loggers get them.
             add_dataloader_idx: with several evaluation loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: the weight of this value in place of the number of samples.
-            metric_attribute: accepted; metrics need no look-up by attribute.
             rank_zero_only: only rank 0's value counts.
-
-        Raises:
-            MisconfigurationException: in a hook where nothing can be logged, or for a value that is no number.
+            enable_graph, sync_dist_group, metric_attribute: accepted; nothing reads them.
         """
         trainer = self._trainer
         if trainer is None:
             warn_once(f"self.log({name!r}, ...) without a Trainer keeps nothing.", key="log without trainer")
             return
-        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only)
-        trainer.results.log(name, value, options, batch_size)
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)
+        results, kind = trainer.results, type(value)
+        table = results.table
+        if (kind is Tensor or kind is float) and table is not None and not results.muted:
+            entry = table.get(name)
+            quick = value.dtype if kind is Tensor else float
+            if entry is not None and quick is entry.quick and entry.options == options:
+                # Most values, in this frame: with nothing of ours in the processor's cache a call costs a microsecond.
+                try:
+                    number = value.item() if kind is Tensor else value
+                except RuntimeError:  # more numbers than one
+                    results.log(name, value, options, batch_size)
+                    return
+                weight = results.weight if batch_size is None else batch_size
+                if entry.on_step:
+                    entry.last, entry.last_weight, entry.step_fresh = number, weight, True
+                if entry.on_epoch:
+                    entry.total += number * weight
+                    entry.weight, entry.epoch_fresh = entry.weight + weight, True
+                return
+        results.log(name, value, options, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """:meth:`log` every item of a dict or of a torchmetrics ``MetricCollection``, all with the same options."""
@@ -354,19 +381,19 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         else:
             scheduler.step(metric)
 
-    def freeze(self) -> None:
-        """No parameter needs gradients; eval mode."""
+    def freeze(self) -> Self:
+        """No parameter needs gradients; eval mode. Gives the module."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """All parameters need gradients; train mode."""
+    def unfreeze(self) -> Self:
+        """All parameters need gradients; train mode. Gives the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
-    @classmethod
+    @restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PathLike[str],
@@ -379,22 +406,24 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Make a module from a checkpoint: its hyperparameters, overridden by ``kwargs``, and its weights.
 
         Args:
-            checkpoint_path: file written by lockstep or by Lightning 2.x.
-            map_location: where its tensors go, as in ``torch.load``; the module goes with them.
-            hparams_file: YAML file of hyperparameters in place of the checkpoint's.
+            checkpoint_path: file written by lockstep or by Lightning 2.x, or one that is open for reading bytes.
+            map_location: where its tensors go, as in ``torch.load``; the module goes with them. By default where they
+                were, or to the CPU where there is no such device.
+            hparams_file: YAML or CSV file of hyperparameters in place of the checkpoint's.
             strict: whether names of weights must match; default: the module's ``strict_loading``.
             weights_only: False to unpickle whatever the file holds, for files that you trust.
             **kwargs: arguments of ``__init__`` that replace or complete the saved ones.
 
         Raises:
             CorruptCheckpoint: for a file that is truncated, altered or no checkpoint.
+            MisconfigurationException: ``__init__`` needs an argument that neither the file nor ``kwargs`` has.
         """
-        checkpoint = load_checkpoint(checkpoint_path, map_location=map_location, weights_only=weights_only)
+        checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         check_weights(checkpoint, checkpoint_path)
         module = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
+        load_weights(module, checkpoint["state_dict"], strict)
         first = next((value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)), None)
         return module if first is None else module.to(first.device)
 
@@ -402,6 +431,11 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         state = dict(self.__dict__)
         state["_trainer"] = None
         return state
+
+
+LightningModule.__jit_unused_properties__ = [
+    name for kind in LightningModule.__mro__ for name, value in vars(kind).items() if isinstance(value, property)
+]
 
 
 def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None:
@@ -412,6 +446,6 @@ def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None
     """
     if "state_dict" not in checkpoint:
         raise CorruptCheckpoint(
-            f"{fspath(path)!r} is no checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
+            f"{str(path)!r} is no checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
             f"{sorted(map(str, checkpoint))[:8]}). Load weights alone by `module.load_state_dict(torch.load(path))`."
         )

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
-from lockstep.callbacks.model_summary import ModelSummary
-from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.callbacks.progress.choose import choose_progress_bar
-from lockstep.config import RunConfig, resolve, unknown_flags
+from lockstep.cluster.described import described_world
+from lockstep.cluster.detect import Placement
+from lockstep.config.barebones import strip
+from lockstep.config.callbacks import make_callbacks
+from lockstep.config.foreign import check_constructed, check_kind, check_not_lightnings
+from lockstep.config.loggers import make_loggers
+from lockstep.config.names import DEFAULTS, config_of, refuse_what_is_not_there, synchronizes_batchnorm, unknown_flags
+from lockstep.config.old_flags import old_flags_of, translate
+from lockstep.config.place import check_devices, check_root, nodes
+from lockstep.config.plugins import sort_plugins
+from lockstep.config.process import announce, apply_to_process
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.device import resolve_accelerator
+from lockstep.ground.accelerator import Accelerator, find_accelerator
+from lockstep.ground.creation import creating
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.place import directly, here, launcher
-from lockstep.loggers.base import DummyLogger
-from lockstep.loggers.tensorboard import default_logger
+from lockstep.loggers.base import Logger
 from lockstep.loop import handover, state
+from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
@@ -32,8 +38,10 @@ from lockstep.loop.loaders import Loaders
 from lockstep.loop.results import Published
 from lockstep.module import LightningModule
 from lockstep.precision.names import make_precision
+from lockstep.profilers.base import PassThroughProfiler, Profiler
+from lockstep.profilers.choose import make_profiler
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.names import make_strategy
+from lockstep.strategies.names import drives_all_devices, make_strategy
 
 
 class Trainer(Attributes):
@@ -42,9 +50,10 @@ class Trainer(Attributes):
     Every argument is checked here, before anything is started.
 
     Args:
-        accelerator: "auto" (a GPU if there is one), "cpu", "gpu" or "cuda".
+        accelerator: "auto" (a GPU if there is one), "cpu", "gpu", "cuda", or an Accelerator.
         strategy: "auto" (one device: as it is; several: "ddp"), "ddp" (this script once per device),
-            "ddp_spawn" (the call, in fresh processes), or a Strategy object.
+            "ddp_spawn" (the call, in fresh processes), "dp" (one process for all devices), or a Strategy object;
+            all names: ``strategies/names.py``.
         devices: how many (an int; on the CPU: processes), which (a list or "0,1"), -1 for all, or "auto".
         num_nodes: number of machines.
         precision: "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or the number alone.
@@ -60,7 +69,10 @@ class Trainer(Attributes):
         limit_val_batches: the same for each validation loader.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each prediction loader.
-        val_check_interval: validate every so many batches (int), or after this fraction of an epoch (float).
+        overfit_batches: train and validate on the same few batches in every epoch: so many (int), or this fraction
+            (float); without shuffling.
+        val_check_interval: validate every so many batches (int), after this fraction of an epoch (float), or when so
+            much time has passed since the last validation ("DD:HH:MM:SS", a timedelta, or its arguments as a dict).
         check_val_every_n_epoch: validate in every n-th epoch; None: the interval counts across epochs.
         num_sanity_val_steps: validation batches tried before training; -1: all.
         log_every_n_steps: how often values of single steps go to the loggers, in optimizer steps.
@@ -71,13 +83,22 @@ class Trainer(Attributes):
         gradient_clip_val: bound of the gradient.
         gradient_clip_algorithm: "norm" (all parameters together) or "value" (each element).
         deterministic: ask torch for deterministic algorithms only; "warn": warn where there is none.
-        benchmark: let cuDNN try its algorithms for the sizes at hand.
+        benchmark: let cuDNN try its algorithms for the sizes at hand; off where ``deterministic`` is on.
         inference_mode: evaluate under ``torch.inference_mode`` (else ``no_grad``).
         use_distributed_sampler: share loaders out over the ranks; False: take them as they are.
+        profiler: measure where the time goes: "simple", "advanced", "pytorch", or a Profiler.
         detect_anomaly: look for NaN in backward, with the forward call that made it; slow.
+        barebones: turn off everything that costs time beside the steps, ``self.log`` included.
+        plugins: a Precision, a ClusterEnvironment that says which rank this process is, or a CheckpointIO that writes
+            and reads the checkpoints; one or several.
+        sync_batchnorm: let BatchNorm take its statistics over all ranks while training.
+        reload_dataloaders_every_n_epochs: ask the loader hooks for new loaders every n epochs; 0: never.
         default_root_dir: where logs and checkpoints go; default: the working directory.
+        enable_autolog_hparams: send the module's and data module's hyperparameters to the loggers.
+        model_registry: only None.
         order: "lockstep" (the order of data is a function of seed, epoch and position), or "torch" (torch's own
             permutation, for comparisons).
+        **others: flags of earlier years, translated with a warning (``config/old_flags.py``); others are refused.
 
     Raises:
         MisconfigurationException: for a value or a combination that cannot work.
@@ -91,13 +112,13 @@ class Trainer(Attributes):
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
+        accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
         precision: str | int | None = None,
-        logger: Any = None,
-        callbacks: Any = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -108,7 +129,8 @@ class Trainer(Attributes):
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
@@ -122,30 +144,62 @@ class Trainer(Attributes):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
         order: str = "lockstep",
-        **unknown: Any,
+        **others: Any,
     ) -> None:
-        unknown_flags(unknown)
-        given = locals()
-        self.config = resolve({name: given[name] for name in RunConfig.__dataclass_fields__})
-        _apply_torch_settings(self.config)
+        variables = locals()
+        flags = {name: variables[name] for name in DEFAULTS}
+        old = old_flags_of(flags, others)
+        unknown_flags(others)
+        callbacks, self._resume_from = flags["callbacks"], None
+        if old:
+            made = translate(old, flags, DEFAULTS)
+            flags.update(made.flags)
+            callbacks, self._resume_from = made.with_callbacks(callbacks), made.resume
+        self.barebones = strip(flags)
+        refuse_what_is_not_there(flags["model_registry"])
+        self.config = config_of(flags)
+        self.profiler = make_profiler(profiler) or PassThroughProfiler()
+        found = sort_plugins(plugins, flags["precision"])
+        self._cluster = found.cluster
         self.state = TrainerState()
-        kind, self._node_devices = resolve_accelerator(accelerator, devices)
+        strategy, devices = flags["strategy"], flags["devices"]
+        self.accelerator = find_accelerator(flags["accelerator"])
+        kind, self._node_devices = self.accelerator.device_type, self.accelerator.get_parallel_devices(devices)
         self._devices_asked = None if devices == "auto" and kind == "cpu" else len(self._node_devices)
-        self._num_nodes_asked = num_nodes
-        placement = here(self._devices_asked, num_nodes)
+        if drives_all_devices(strategy):
+            self._devices_asked = 1
+        self._num_nodes_asked = nodes(flags["num_nodes"])
+        placement = self._placement()
+        check_devices(devices, placement.cluster)
         self.strategy = make_strategy(strategy, placement.world.size)
-        self._precision = make_precision(precision, kind)
+        together = len(self._node_devices) if self.strategy.drives_all_devices else 1
+        self.strategy.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
+        if found.checkpoint_io is not None:
+            self.strategy.checkpoint_io = found.checkpoint_io
+        self._precision = found.precision or make_precision(flags["precision"], kind)
         self.connect()
         self._launch = launcher(self.strategy.launcher, placement)
         self._spawns = self._launch is not directly and self.strategy.launcher == "spawn"
-        self.loggers: list[Any] = _loggers(logger, self.config)
-        self.base_callbacks = _callbacks(
-            callbacks, enable_checkpointing, enable_progress_bar, enable_model_summary, self.config
+        self.loggers: list[Any] = make_loggers(flags["logger"], self.config)
+        checkpointing, bar, summary = (
+            flags[f"enable_{what}"] for what in ("checkpointing", "progress_bar", "model_summary")
         )
+        self.base_callbacks = make_callbacks(callbacks, checkpointing, bar, summary, self.config)
         self.callbacks: list[Any] = self.base_callbacks
+        if placement.world.is_zero:
+            check_root(self.config, flags["logger"], self.base_callbacks)
+        apply_to_process(self.config, kind)
+        announce(self.config)
         self.lightning_module: Any = None
         self.datamodule: Any = None
         self.loaders = Loaders({}, None, None)
@@ -153,7 +207,7 @@ class Trainer(Attributes):
         self.should_stop = False
         self.received_sigterm = False
         self.interruption: str | None = None
-        self.ckpt_path: str | None = None
+        self._ckpt_path = self._ckpt_wanted = None
         self.enable_validation = False
         self.hooks: Any = None
         self.results: Any = None
@@ -167,10 +221,18 @@ class Trainer(Attributes):
 
     def connect(self) -> None:
         """Find out which rank this process is; once here, and again in each process that was started."""
-        world = here(self._devices_asked, self._num_nodes_asked).world
+        world = self._placement().world
         device = self._node_devices[world.local_rank % len(self._node_devices)]
+        self.strategy.devices = self._node_devices
         self.strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
+
+    def _placement(self) -> Placement:
+        """This process among the ranks, by the user's cluster plugin or by what the environment tells."""
+        if self._cluster is None:
+            return here(self._devices_asked, self._num_nodes_asked)
+        world = described_world(self._cluster, self._devices_asked, self._num_nodes_asked)
+        return Placement(world, launched=True, cluster=type(self._cluster).__name__)
 
     # -- what users call -----------------------------------------------------------------------------------
 
@@ -197,7 +259,7 @@ class Trainer(Attributes):
             how it ended, the same on every rank.
         """
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule)
-        path = state.find(self, ckpt_path, model_given=True)
+        path = self._checkpoint(self._resume_from if ckpt_path is None else ckpt_path, model_given=True)
         if self._spawns:
             return self._hand_over(self.fit_loop, path, weights_only)
         return self._launch(self.fit_loop.run, path, weights_only)
@@ -209,6 +271,7 @@ class Trainer(Attributes):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Measure a module on the validation data; gives the metrics of each loader, and prints them.
 
@@ -218,10 +281,11 @@ class Trainer(Attributes):
             ckpt_path: weights to load first: a path, "best" or "last".
             verbose: print the metrics.
             datamodule: in place of loaders.
+            weights_only: as of :meth:`fit`.
         """
         given = self._attach(TrainerFn.VALIDATING, model, {"val": dataloaders}, datamodule)
-        path = state.find(self, ckpt_path, model_given=given)
-        return self._call(self.validate_loop, path, verbose)
+        path = self._checkpoint(ckpt_path, model_given=given)
+        return self._call(self.validate_loop, path, verbose, True, weights_only)
 
     def test(
         self,
@@ -230,11 +294,12 @@ class Trainer(Attributes):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Measure a module on the test data; arguments as for :meth:`validate`."""
         given = self._attach(TrainerFn.TESTING, model, {"test": dataloaders}, datamodule)
-        path = state.find(self, ckpt_path, model_given=given)
-        return self._call(self.test_loop, path, verbose)
+        path = self._checkpoint(ckpt_path, model_given=given)
+        return self._call(self.test_loop, path, verbose, True, weights_only)
 
     def predict(
         self,
@@ -243,6 +308,7 @@ class Trainer(Attributes):
         datamodule: LightningDataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
     ) -> Any:
         """Run ``predict_step`` over the data.
 
@@ -252,13 +318,14 @@ class Trainer(Attributes):
             datamodule: in place of loaders.
             return_predictions: False to keep nothing.
             ckpt_path: weights to load first: a path, "best" or "last".
+            weights_only: as of :meth:`fit`.
 
         Returns:
             what ``predict_step`` returned for each batch of this rank; a list for each loader if there are several.
         """
         given = self._attach(TrainerFn.PREDICTING, model, {"predict": dataloaders}, datamodule)
-        path = state.find(self, ckpt_path, model_given=given)
-        return self._call(self.predict_loop, path, False, return_predictions is not False)
+        path = self._checkpoint(ckpt_path, model_given=given)
+        return self._call(self.predict_loop, path, False, return_predictions is not False, weights_only)
 
     def save_checkpoint(
         self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
@@ -268,13 +335,29 @@ class Trainer(Attributes):
         Args:
             filepath: replaced as a whole, or not at all.
             weights_only: leave out what only a resume needs.
-            storage_options: accepted for Lightning's signature; nothing reads it.
+            storage_options: for a CheckpointIO of your own (``Trainer(plugins=...)``); the default one has none.
         """
         if self.lightning_module is None or self.hooks is None:
             raise MisconfigurationException(
                 f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit."
             )
-        state.save(self, filepath, bool(weights_only))
+        state.save(self, filepath, bool(weights_only), storage_options)
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make a module on this rank's device and in the run's precision, without a copy on the CPU first.
+
+        Args:
+            empty_init: leave parameters without their first values, for weights that a checkpoint brings.
+
+        Example::
+
+            with trainer.init_module():
+                model = Classifier()
+        """
+        dtype = getattr(self.strategy.precision, "dtype", None)
+        with creating(self.strategy.root_device, dtype, bool(empty_init)):
+            yield
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank 0 only, above the progress bar."""
@@ -305,14 +388,18 @@ class Trainer(Attributes):
             datamodule, given[first] = given[first], None
         if datamodule is not None and any(value is not None for value in given.values()):
             raise MisconfigurationException(f"trainer.{fn}(): give loaders or `datamodule=`, not both.")
-        module = self.lightning_module if model is None else model
-        if not isinstance(module, LightningModule):
-            raise MisconfigurationException(
-                f"trainer.{fn}(model): give a lockstep.LightningModule, not {type(module).__name__}."
-            )
+        if datamodule is not None:
+            check_not_lightnings(f"trainer.{fn}(datamodule=...)", datamodule)
+            if isinstance(datamodule, LightningDataModule):
+                check_constructed(f"trainer.{fn}(datamodule=...)", datamodule, "prepare_data_per_node")
+        module = self.lightning_module if model is None else unwrapped(model)
+        check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
+        check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
         self.lightning_module = module
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
         self.loaders = Loaders(given, self.datamodule, module)
+        for loop in (self.fit_loop, self.fit_loop.validation, self.validate_loop, self.test_loop, self.predict_loop):
+            loop.given = None
         self.enable_validation = (
             fn is TrainerFn.FITTING
             and self.config.limit_val_batches != 0
@@ -321,6 +408,10 @@ class Trainer(Attributes):
         )
         return model is not None
 
+    def _checkpoint(self, asked: Any, *, model_given: bool) -> str | None:
+        """The path of the checkpoint of a call: the call's, or else the one that ``trainer.ckpt_path`` was set to."""
+        return state.find(self, self._ckpt_wanted if asked is None else asked, model_given=model_given)
+
     def _call(self, loop: Any, *args: Any) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
@@ -328,65 +419,13 @@ class Trainer(Attributes):
         """Run a loop in spawned processes, and go on here as if it had run here."""
         return handover.take_over(self, self._launch(handover.call, self, loop, *args))
 
+    def __setstate__(self, kept: dict[str, Any]) -> None:  # in a spawned rank, a process of its own
+        self.__dict__.update(kept)
+        apply_to_process(self.config, self.accelerator.device_type)
+
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
         for own in ("_launch", "hooks", "results", "agreement"):  # bound to one process
             kept[own] = None
         kept["_launch"], kept["_spawns"] = directly, False
         return kept
-
-
-def _loggers(asked: Any, config: Any) -> list[Any]:
-    if asked is False:
-        return []
-    if asked is None or asked is True:
-        loggers = [default_logger(config.default_root_dir)] if not config.fast_dev_run else [DummyLogger()]
-    else:
-        loggers = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
-    for logger in loggers:
-        if not callable(getattr(logger, "log_metrics", None)):
-            raise MisconfigurationException(
-                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
-            )
-    return [DummyLogger()] if config.fast_dev_run and loggers else loggers
-
-
-def _callbacks(
-    given: Any, checkpointing: bool | None, bar: bool | None, summary: bool | None, config: Any
-) -> list[Any]:
-    """The user's callbacks, and the default ones where none of their kind is given."""
-    callbacks = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise MisconfigurationException(
-                f"Trainer(callbacks=...): {callback!r:.100} is no lockstep.Callback; derive its class from it."
-            )
-    keys = [callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback)]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise MisconfigurationException(
-            f"Trainer(callbacks=...): {len(keys)} callbacks share the state_key {sorted(twice)}, so a checkpoint could "
-            "keep only one: give their classes a `state_key` property that tells them apart."
-        )
-    defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
-        ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
-        ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
-        ("enable_model_summary", summary, ModelSummary, ModelSummary),
-    ]
-    for flag, asked, kind, make in defaults:
-        there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
-        if there and asked is False:
-            raise MisconfigurationException(
-                f"Trainer({flag}=False, callbacks=[{', '.join(there)}(...)]): leave out the flag or the callback."
-            )
-        if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
-            callbacks.append(make())
-    return state.checkpoints_last(callbacks)
-
-
-def _apply_torch_settings(config: Any) -> None:
-    """Settings that torch keeps for the whole process."""
-    if config.deterministic is not None:
-        torch.use_deterministic_algorithms(bool(config.deterministic), warn_only=config.deterministic == "warn")
-    if config.benchmark is not None:
-        torch.backends.cudnn.benchmark = config.benchmark

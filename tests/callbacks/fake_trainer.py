@@ -67,6 +67,9 @@ class FakeTrainer:
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
+    def reduced_metrics(self) -> dict[str, Tensor]:
+        return self.strategy.broadcast(dict(self.callback_metrics))
+
     def call(self, hook: str, module: Any, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, module, *args)

@@ -134,11 +134,11 @@ def test_a_metric_that_was_never_logged() -> None:
 
 
 @pytest.mark.parametrize("own", [torch.tensor(9.0), None])
-def test_the_value_of_rank_zero_decides_on_all_ranks(own: torch.Tensor | None) -> None:
+def test_the_value_of_all_ranks_decides_and_not_this_rank_s_own(own: torch.Tensor | None) -> None:
     stopper = EarlyStopping("loss", patience=1)
     trainer = FakeTrainer([stopper], max_epochs=3, num_training_batches=1, world_size=2, global_rank=1)
-    of_rank_zero = iter([torch.tensor(2.0), torch.tensor(1.0), torch.tensor(1.0)])
-    trainer.strategy.broadcast = lambda value: next(of_rank_zero)
+    of_all = iter([torch.tensor(2.0), torch.tensor(1.0), torch.tensor(1.0)])
+    trainer.strategy.broadcast = lambda own: {"loss": next(of_all)}
     trainer.callback_metrics = {} if own is None else {"loss": own}
     trainer.fit(nn.Linear(1, 1))
     assert (stopper.best_score, stopper.stopped_epoch, trainer.should_stop) == (1, 2, True)

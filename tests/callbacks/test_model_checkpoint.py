@@ -21,6 +21,7 @@ from lockstep.checkpoint.format import load, save
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lockstep.loggers.csv import CSVLogger
+from lockstep.strategies.base import Strategy
 
 MODULE: Any = SimpleNamespace(automatic_optimization=True)
 
@@ -76,7 +77,7 @@ class FakeTrainer:
     def __post_init__(self) -> None:
         self.state = TrainerState(TrainerStatus.RUNNING, TrainerFn.FITTING, RunningStage.TRAINING)
         self.agreement = OneRankAgreement()
-        self.strategy = SimpleNamespace(broadcast=lambda value, src=0: value)
+        self.strategy = Strategy()
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.global_step = self.current_epoch = 0
         self.is_last_batch = self.sanity_checking = False
@@ -94,6 +95,9 @@ class FakeTrainer:
         assert not self.inside_window, "saved while gradients were on the way"
         self.saves.append((self.global_step, os.path.basename(path)))
         save({"global_step": self.global_step, "callbacks": {"c": self.callback.state_dict()}}, path)
+
+    def reduced_metrics(self) -> dict[str, torch.Tensor]:
+        return dict(self.callback_metrics)
 
     def log(self, values: dict[str, float]) -> None:
         self.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})

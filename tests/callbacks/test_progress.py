@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import re
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from lockstep.callbacks.progress.plain import PlainProgressBar
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.states import TrainerFn, TrainerState
 from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
 
@@ -297,6 +300,284 @@ def test_no_thread_draws() -> None:
         trainer.call("teardown", module, "fit")
 
 
+# -- beside what others print ------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def lines(self) -> list[str]:
+        """What a terminal shows of it: a carriage return goes back, and what follows covers what was there."""
+        rows: list[list[str]] = [[]]
+        row = column = 0
+        for part in re.split("(\x1b\\[A|\r|\n)", self.getvalue()):
+            if part == "\x1b[A":
+                row -= 1
+            elif part == "\r":
+                column = 0
+            elif part == "\n":
+                row, column = row + 1, 0
+                rows += [[] for _ in range(row + 1 - len(rows))]
+            else:
+                rows[row] += " " * (column + len(part) - len(rows[row]))
+                rows[row][column : column + len(part)] = part
+                column += len(part)
+        return ["".join(characters).rstrip() for characters in rows]
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """From now on stdout and stderr are one terminal; not in a fixture, after which pytest captures."""
+    screen = Screen(True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
+def play(bar: ProgressBar, metrics: dict[str, Any], step: Any = None, **settings: Any) -> None:
+    """One epoch of 3 batches with ``metrics``."""
+    flags = {"max_epochs": 1, "num_training_batches": 3, "enable_validation": False, **settings}
+    FakeTrainer([bar], progress_bar_metrics=metrics, **flags).fit(nn.Linear(1, 1), step)
+
+
+def test_what_is_printed_stands_above_the_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message that ends a fit, and prints in the user's steps, once stood behind the bar on its line."""
+    terminal = on_terminal(monkeypatch)
+
+    def step(trainer: FakeTrainer, batch_idx: int) -> None:
+        if batch_idx == 1:
+            print("a user's", "line")
+            print("half a line", end="")
+            print(" and the rest")
+            print("to stderr", file=sys.stderr)
+        if batch_idx == 2:
+            rank_zero_info("trainer.fit ended: %s.", "max_epochs=1 reached")
+
+    logging_of_pytest = logging.root.handlers[:]
+    logging.root.handlers.clear()
+    try:
+        play(TQDMProgressBar(), {"loss": 0.5}, step)
+    finally:
+        logging.root.handlers[:] = logging_of_pytest
+    lines = [line for line in terminal.lines() if line]
+    above = ["a user's line", "half a line and the rest", "to stderr", "trainer.fit ended: max_epochs=1 reached."]
+    assert lines[:-1] == above
+    assert lines[-1].startswith("Epoch 0/0: 100%|")
+    assert sys.stdout is sys.stderr is terminal, "the streams are given back"
+
+
+def test_the_streams_are_given_back_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    bar = TQDMProgressBar()
+    trainer = FakeTrainer([bar])
+    module = nn.Linear(1, 1)
+    trainer.call("setup", module, "fit")
+    trainer.call("on_train_start", module)
+    assert sys.stdout is not terminal
+    print("no end of line yet", end="")
+    trainer.call("on_exception", module, ValueError())
+    assert sys.stdout is terminal
+    assert "no end of line yet" in terminal.getvalue()
+
+
+def test_a_bar_of_the_users_own_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+
+    def step(trainer: FakeTrainer, batch_idx: int) -> None:
+        sys.stdout.write("\rmine: 50%")
+        assert terminal.getvalue().endswith("\rmine: 50%")
+
+    play(TQDMProgressBar(), {"loss": 0.5}, step)
+
+
+def test_nothing_stands_in_where_stdout_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(False)
+    monkeypatch.setattr(sys, "stdout", screen)
+    play(TQDMProgressBar(), {}, lambda trainer, batch_idx: sys.stdout is screen or pytest.fail("stands in"))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({"loss": 0.5}, r"Epoch 0/0: 100%\|#{20,}\| 3/3 \[00:00<00:00, .*it/s, loss=0.5000, v_num=0\]"),
+        ({f"metric_{i}": 0.5 for i in range(3)}, r"Epoch 0/0: 100%\|#+\| 3/3 \[00:00<00:00, metric_0=.*_2=0.5000\]"),
+        ({f"metric_{i}": 0.5 for i in range(4)}, r"Epoch 0/0: 100%\| 3/3, metric_0=0.5.*metric_3=0.5000"),
+        ({f"metric_{i}": 0.5 for i in range(5)}, r"Epoch 0/0: 3/3, metric_0=0.5.*metric_4=0.5000"),
+        ({f"metrics_{i}": 0.5 for i in range(5)}, r"3/3, metrics_0=0.5.*metrics_4=0.5000"),
+        ({f"metric_{i}": 0.5 for i in range(9)}, r"3/3, metric_0=0.5.*metric_5=0.*"),
+    ],
+)
+def test_a_narrow_terminal_does_not_cut_metrics_off(
+    metrics: dict[str, float], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 100 columns tqdm once cut the third metric off, with a bar and the speed in front of it."""
+    terminal = on_terminal(monkeypatch)
+
+    class Narrow(TQDMProgressBar):
+        def init_train_tqdm(self) -> Any:
+            bar = super().init_train_tqdm()
+            bar.dynamic_ncols, bar.ncols = None, 100
+            return bar
+
+    play(Narrow(), metrics, seconds_per_batch=0.002)
+    shown = [line for line in terminal.lines() if line][-1]
+    assert re.fullmatch(line, shown)
+    assert len(shown) <= 100
+
+
+# -- what users override -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_override_may_use_the_bars_on_every_rank(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(TQDMProgressBar):
+        made: list[str] = []
+
+        def init_train_tqdm(self) -> Any:
+            bar = super().init_train_tqdm()
+            bar.set_description("of my own")
+            self.made.append("train")
+            return bar
+
+        def init_validation_tqdm(self) -> Any:
+            self.made.append("val")
+            return Tqdm(disable=True)
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_epoch_start(trainer, pl_module)
+            self.train_progress_bar.set_description(f"Round {trainer.current_epoch}")
+
+        def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
+            items = super().get_metrics(trainer, pl_module)
+            items.pop("v_num", None)
+            return {**items, "mine": "yes"}
+
+    from lockstep.callbacks.progress.tqdm import Tqdm
+
+    bar = Own()
+    show(bar, global_rank=rank)
+    assert bar.made == ["train", "val", "val"]
+    out = capsys.readouterr().out
+    if rank:
+        assert out == ""
+    else:
+        assert "Round 1: 100%" in out
+        assert "mine=yes" in out
+        assert "Validation" not in out
+        assert "v_num" not in out
+
+
+def test_bars_may_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    from lockstep.callbacks.progress.tqdm import Tqdm, convert_inf
+
+    class Own(TQDMProgressBar):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            self.train_progress_bar.close()
+            self.train_progress_bar = Tqdm(bar_format="{desc} at {n_fmt} of {total_fmt}", file=sys.stdout)
+
+    play(Own(), {})
+    assert "Epoch 0/0:  at 3 of 3" in capsys.readouterr().out
+    assert (convert_inf(3), convert_inf(math.inf), convert_inf(None)) == (3, None, None)
+
+
+def test_rich_names_its_bars_as_lightning_does() -> None:
+    seen: list[Any] = []
+
+    class Own(RichProgressBar):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            seen.append((self.train_progress_bar.description.strip(), self.train_progress_bar.total))
+            assert self.train_progress_bar.id == self.train_progress_bar_id
+            assert self.val_progress_bar_id is None
+            self.refresh()
+
+        def on_validation_batch_end(self, *args: Any) -> None:
+            super().on_validation_batch_end(*args)
+            seen.append((self.val_progress_bar.description, self.val_progress_bar.total))
+
+    bar = Own(console_kwargs={"file": io.StringIO()})
+    show(bar, max_epochs=1)
+    assert seen == [("Sanity Checking", 1), *[("Epoch 0/0", 3)] * 3, *[("Validation", 2)] * 2]
+    with pytest.raises(TypeError, match="no such bar"):
+        _ = bar.train_progress_bar
+
+
+def test_columns_that_are_written_for_lightning() -> None:
+    from lockstep.callbacks.progress.rich_progress import BatchesProcessedColumn, CustomBarColumn, CustomTimeColumn
+
+    class Own(RichProgressBar):
+        def configure_columns(self, trainer: Any) -> list[Any]:
+            theme = self.theme
+            return [
+                CustomBarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished),
+                BatchesProcessedColumn(style=theme.batch_progress),
+                CustomTimeColumn(style=theme.time),
+            ]
+
+    screen = io.StringIO()
+    show(Own(console_kwargs={"file": screen, "force_terminal": True, "width": 60, "color_system": None}))
+    assert re.search(r"━+ 3/3 0:00<0:00", screen.getvalue())
+    assert "Epoch" not in screen.getvalue()
+
+
+def test_a_bar_of_ones_own_that_skips_the_constructor() -> None:
+    class Own(ProgressBar):
+        def __init__(self) -> None:
+            self.enable = True  # type: ignore[method-assign,assignment]
+            self.seen: list[float] = []
+
+        def disable(self) -> None:
+            self.enable = False  # type: ignore[method-assign,assignment]
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self.seen.append((batch_idx + 1) / self.total_train_batches)
+
+    bar = Own()
+    play(bar, {})
+    assert bar.seen == [pytest.approx(i / 3) for i in (1, 2, 3)]
+    assert bar.is_enabled
+
+
+PATHS = [
+    ("callbacks.progress", "ProgressBar RichProgressBar TQDMProgressBar"),
+    ("callbacks.progress.progress_bar", "ProgressBar get_standard_metrics"),
+    ("callbacks.progress.rich_progress", "RichProgressBar RichProgressBarTheme CustomTimeColumn ProcessingSpeedColumn"),
+    ("callbacks.progress.tqdm_progress", "TQDMProgressBar Tqdm convert_inf"),
+    ("callbacks.model_summary", "ModelSummary"),
+    ("callbacks.rich_model_summary", "RichModelSummary"),
+    ("callbacks.finetuning", "BaseFinetuning BackboneFinetuning multiplicative"),
+    ("callbacks.prediction_writer", "BasePredictionWriter WriteInterval"),
+    ("callbacks.pruning", "ModelPruning"),
+]
+
+
+@pytest.mark.parametrize(("path", "names"), PATHS)
+def test_the_paths_that_users_import(path: str, names: str, lightning: Any) -> None:
+    ours, theirs = import_module(f"lockstep.{path}"), import_module(f"lightning.pytorch.{path}")
+    for name in names.split():
+        assert getattr(ours, name) is not None
+        assert hasattr(theirs, name)
+    face = import_module("lockstep.callbacks")
+    for name in set(names.split()) & set(face.__all__):
+        assert getattr(face, name) is getattr(ours, name)
+
+
+def test_the_theme_has_the_fields_of_lightnings(lightning: Any) -> None:
+    from dataclasses import fields
+
+    from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme as Theirs
+
+    from lockstep.callbacks.progress.theme import RichProgressBarTheme
+
+    assert {field.name for field in fields(RichProgressBarTheme)} == {field.name for field in fields(Theirs)}
+
+
 # -- without a terminal ------------------------------------------------------------------------------------
 
 
@@ -309,15 +590,6 @@ def test_a_short_run_writes_one_plain_line(capsys: pytest.CaptureFixture[str]) -
 def test_a_plain_bar_writes_each_epoch_if_told_to(capsys: pytest.CaptureFixture[str]) -> None:
     show(PlainProgressBar(interval=0))
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["Epoch 0/1", "Epoch 1/1"]
-
-
-class Screen(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from lockstep.callbacks.weight_averaging import EMAWeightAveraging, WeightAverag
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.states import TrainerFn, TrainerState
 from tests.callbacks.fake_trainer import FakeTrainer
+from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 
 
 def network() -> nn.Module:
@@ -262,3 +263,46 @@ def test_wrong_arguments() -> None:
         EMAWeightAveraging(decay=1.5)
     with pytest.raises(MisconfigurationException, match="update_every_n_steps=-1"):
         EMAWeightAveraging(update_every_n_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("WeightAveraging", {}),
+        ("WeightAveraging", {"use_buffers": False, "avg_fn": lambda average, now, n: 0.6 * average + 0.4 * now}),
+        ("WeightAveraging", {"device": "cpu"}),
+        ("EMAWeightAveraging", {"decay": 0.7}),
+        ("EMAWeightAveraging", {"decay": 0.7, "update_every_n_steps": 3, "use_buffers": False}),
+        ("EMAWeightAveraging", {"decay": 0.7, "update_every_n_steps": 0, "update_starting_at_epoch": 0}),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_the_average_and_what_validation_sees_are_lightnings(
+    name: str, settings: dict[str, Any], accumulate: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    found = []
+    for kit in (OURS, theirs(monkeypatch)):
+        saved: dict[str, Any] = {}
+
+        class Save(kit.Callback):  # type: ignore[name-defined,misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                if trainer.current_epoch == 1 and batch_idx == 3:
+                    path = tmp_path / f"{kit.name}.ckpt"  # noqa: B023
+                    trainer.save_checkpoint(path)
+                    saved.update(torch.load(path, weights_only=False))  # noqa: B023
+
+        module, average = model(kit, batch_norm=True), getattr(kit.callbacks, name)(**settings)
+        run = trainer(kit, callbacks=[average, Save()], max_epochs=2, accumulate_grad_batches=accumulate)
+        run.fit(module, loader(24, 4), loader(8, 4))
+        found.append((module, saved))
+    (ours, our_file), (others, other_file) = found
+    by_epochs = settings.get("update_every_n_steps") == 0  # the first validation comes before there is an average
+    assert ours.validated[2 * by_epochs :] == pytest.approx(others.validated[2 * by_epochs :], rel=1e-9)
+    for key, value in others.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value, rtol=1e-11, atol=1e-12)
+    for part in ("state_dict", "current_model_state"):
+        assert our_file[part].keys() == other_file[part].keys()
+        for key, value in other_file[part].items():
+            torch.testing.assert_close(our_file[part][key], value, rtol=1e-11, atol=1e-12)
+    assert our_file["averaging_state"] == other_file["averaging_state"]

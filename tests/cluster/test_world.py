@@ -85,7 +85,12 @@ def test_nobody_started_ranks() -> None:
 
 def test_torchrun() -> None:
     world = World(5, 8, 1, 4, 1, 2, "first", 29500)
-    assert detect(TORCHRUN, 4, 2) == detect(TORCHRUN) == detect(TORCHRUN, None, 2) == Placement(world, True)
+    assert (
+        detect(TORCHRUN, 4, 2)
+        == detect(TORCHRUN)
+        == detect(TORCHRUN, None, 2)
+        == Placement(world, True, "torchelastic")
+    )
     alone = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE")
     assert detect(alone, 4, 2).world == world
 

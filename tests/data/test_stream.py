@@ -6,6 +6,7 @@ import itertools
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lockstep.data.stream import fingerprint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.data import Feed
 from tests.data.loaders import Rank, SizedStream, Stream, drawn, epoch, feed_of, indices
@@ -310,3 +312,13 @@ def test_a_stream_beside_a_loader() -> None:
     assert [batch["list"] for batch, _, _ in steps] == [1, 2, 1, 2, 1, 2]
     assert [weight for _, weight, _ in steps] == [2.0] * 6
     assert [share for _, _, share in steps] == [0.25] * 4 + [0.5] * 2
+
+
+def test_equal_samples_have_one_fingerprint() -> None:
+    def sample() -> Any:
+        return {"x": torch.arange(6.0)[::2], "y": (np.float32(2), "label", None, torch.tensor(1, dtype=torch.bfloat16))}
+
+    changed = {**sample(), "x": torch.tensor([0.0, 2.0, 5.0])}
+    assert fingerprint(sample()) == fingerprint(sample()) != 0.0
+    assert fingerprint(changed) != fingerprint(sample())
+    assert fingerprint(lambda: None) == 0.0  # which pickle refuses

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lockstep.ground.accelerator import ACCELERATORS, REFUSED, Accelerator
 from lockstep.ground.device import move_data_to_device, resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
 
@@ -81,7 +82,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
@@ -128,7 +129,7 @@ def test_auto_without_a_gpu_is_the_cpu(no_gpu: None) -> None:
     assert resolve_accelerator() == ("cpu", [torch.device("cpu")])
 
 
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
 def test_a_missing_gpu(no_gpu: None, accelerator: str) -> None:
     with pytest.raises(MisconfigurationException, match=rf"accelerator='{accelerator}'.*'auto' or 'cpu'"):
         resolve_accelerator(accelerator, 1)
@@ -137,3 +138,30 @@ def test_a_missing_gpu(no_gpu: None, accelerator: str) -> None:
 def test_an_unknown_accelerator() -> None:
     with pytest.raises(MisconfigurationException, match="accelerator='quantum' is not known: use 'auto'"):
         resolve_accelerator("quantum")
+
+
+@pytest.mark.parametrize("accelerator", sorted(REFUSED))
+def test_a_refused_accelerator_says_why(accelerator: str) -> None:
+    with pytest.raises(MisconfigurationException, match=rf"accelerator='{accelerator}': .*use accelerator='auto'"):
+        resolve_accelerator(accelerator)
+
+
+class Abacus(Accelerator):
+    name, device_type = "abacus", "meta"
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 3
+
+    def get_parallel_devices(self, devices: Any) -> list[torch.device]:
+        return [META] * (self.auto_device_count() if devices == "auto" else int(devices))
+
+
+def test_an_accelerator_that_is_to_come_needs_one_row(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    monkeypatch.setitem(ACCELERATORS, "abacus", Abacus)
+    assert resolve_accelerator("abacus", 2) == ("meta", [META] * 2)
+    assert resolve_accelerator(Abacus()) == resolve_accelerator("auto") == ("meta", [META] * 3)

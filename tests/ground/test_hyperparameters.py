@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import enum
+import functools
+import inspect
 import pickle
 import warnings
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.hyperparameters import AttributeDict, HyperparametersMixin
+from lockstep.ground.hyperparameters import (
+    AttributeDict,
+    HyperparametersMixin,
+    merged_hyperparameters,
+    plain_hyperparameters,
+)
 
 
 class Module(HyperparametersMixin, nn.Module):
@@ -43,6 +53,22 @@ class TestCollecting:
 
     def test_a_subclass_adds_its_arguments_and_its_values_win(self) -> None:
         assert WiderNet(3).hparams == {"width": 3, "extra": "e", "lr": 0.5, "mode": "a"}
+
+    def test_a_frame_of_ones_own(self) -> None:
+        class Late(Module):
+            def __init__(self, a: int, b: int = 2) -> None:
+                super().__init__()
+                keep(self, inspect.currentframe())
+
+        def keep(net: Module, frame: Any) -> None:
+            net.save_hyperparameters(frame=frame)
+
+        assert Late(1).hparams == {"a": 1, "b": 2}
+
+    def test_ignored_ones_can_be_dropped_later(self) -> None:
+        net = Net(1)
+        net.remove_ignored_hparams(["lr", "unknown"])
+        assert net.hparams == {"width": 1, "mode": "a"}
 
     def test_named_subset(self) -> None:
         class Some(Module):
@@ -153,6 +179,82 @@ class TestWhatIsKept:
             Net(1)
 
 
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def a_loss() -> None: ...
+
+
+class Holds(Module):
+    def __init__(self, value: Any, more: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class TestWhatACheckpointHolds:
+    """Paths, namespaces, enums and functions were refused only when the first checkpoint was saved."""
+
+    def test_objects_stay_and_their_plain_forms_are_saved(self) -> None:
+        given = {"root": Path("a/b"), "colour": Colour.RED, "n": np.float32(0.5), "args": Namespace(depth=2)}
+        net = Holds(given, Path("c"))
+        assert net.hparams.value is given
+        assert isinstance(net.hparams.more, Path)
+        assert plain_hyperparameters(net.hparams) == {
+            "value": {"root": "a/b", "colour": "red", "n": 0.5, "args": {"depth": 2}},
+            "more": "c",
+        }
+
+    @pytest.mark.parametrize(
+        ("value", "what"),
+        [
+            (a_loss, r"'value' is a function"),
+            (nn.ReLU, r"'value' is the class torch\.nn\.\S+ReLU"),
+            (functools.partial(a_loss), r"'value' is a functools\.partial"),
+            ({"a": [a_loss]}, r"'value' holds at \['a'\]\[0\] a function"),
+        ],
+    )
+    def test_what_it_cannot_hold_is_refused_at_once_by_its_key(self, value: Any, what: str) -> None:
+        ways = r"save_hyperparameters\(ignore=\['value'\]\).*load_from_checkpoint\(path, value=\.\.\.\)"
+        with pytest.raises(MisconfigurationException, match=rf"the hyperparameter {what}.*{ways}"):
+            Holds(value)
+
+    def test_what_is_ignored_may_be_anything(self) -> None:
+        class Ignoring(Module):
+            def __init__(self, loss: Any, lr: float) -> None:
+                super().__init__()
+                self.save_hyperparameters(ignore=["loss"])
+
+        assert Ignoring(a_loss, 0.1).hparams == {"lr": 0.1}
+
+    def test_a_subclass_may_ignore_what_its_base_class_has_saved(self) -> None:
+        class Child(Holds):
+            def __init__(self, value: Any, loss: Any) -> None:
+                super().__init__(value)
+                self.save_hyperparameters(ignore="loss")
+
+        assert Child(1, a_loss).hparams == {"value": 1, "more": None}
+
+    @pytest.mark.filterwarnings("ignore:.*is a module")
+    def test_modules_are_left_out(self) -> None:
+        net = Holds(nn.Linear(1, 1), 3)
+        assert isinstance(net.hparams.value, nn.Linear)
+        assert plain_hyperparameters(net.hparams) == {"more": 3}
+
+
+class TestMerging:
+    def test_module_and_data_module(self) -> None:
+        silent = Net(5)
+        silent._log_hyperparams = False
+        assert merged_hyperparameters([Holds(torch.ones(2)), Net(1)]).keys() == {"value", "more", "width", "lr", "mode"}
+        assert merged_hyperparameters([Net(1), silent]) == {"width": 1, "lr": 0.1, "mode": "a"}
+
+    def test_a_name_that_both_have_must_mean_the_same(self) -> None:
+        assert merged_hyperparameters([Net(1), Net(1)])["width"] == 1
+        with pytest.raises(MisconfigurationException, match=r"'width' is 1 in the module and 2 in the data module"):
+            merged_hyperparameters([Net(1), Net(2)])
+
+
 class TestErrors:
     def test_a_name_that_is_no_argument(self) -> None:
         class Wrong(Module):
@@ -184,6 +286,16 @@ class TestAttributeDict:
     def test_repr_is_a_table(self) -> None:
         assert repr(AttributeDict(lr=0.1, depth=3)) == '"depth": 3\n"lr":    0.1'
         assert repr(AttributeDict()) == ""
+
+    def test_update_and_copy(self) -> None:
+        settings = AttributeDict(a=1)
+        settings.update({"b": 2}, c=3)
+        other = copy.copy(settings)
+        other.a = 9
+        assert (settings.a, settings.b, settings.c, other.a) == (1, 2, 3, 9)
+        assert type(other) is AttributeDict
+        assert "b" in settings
+        assert dict(settings) == {"a": 1, "b": 2, "c": 3}
 
     def test_copies_and_pickles_keep_the_type(self) -> None:
         settings = AttributeDict(a=AttributeDict(b=1))

@@ -21,6 +21,8 @@ def test_detaches_throughout() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), True),
         (RuntimeError("shape mismatch"), False),
         (ValueError("DefaultCPUAllocator"), False),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -13,8 +14,10 @@ import pytest
 LATE = (
     "accelerate",
     "cloudpickle",
+    "docstring_parser",
     "fsspec",
     "hypothesis",
+    "jsonargparse",
     "lightning",
     "matplotlib",
     "rich",
@@ -52,7 +55,9 @@ USE = "from lockstep import Callback, LightningDataModule, LightningModule, Trai
 @cache
 def cost(use: str) -> tuple[float, tuple[str, ...]]:
     """CPU seconds over `import torch`, and the modules that came on top, in a fresh interpreter."""
-    found = subprocess.run([sys.executable, "-c", PROGRAM.format(use=use)], capture_output=True, text=True)
+    # with compiled files, as installed packages have them, also where Python is told not to write any
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    found = subprocess.run([sys.executable, "-c", PROGRAM.format(use=use)], capture_output=True, text=True, env=environ)
     assert found.returncode == 0, found.stderr
     seconds, modules = json.loads(found.stdout)
     return seconds, tuple(modules)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
-from lockstep.launch.causes import Cause, Notes, cause_of, first_cause, leave_note
+from lockstep.launch.causes import Cause, Stand, Stray, cause_of, first_cause, strayed
 from lockstep.launch.children import Ended
+from lockstep.launch.notes import Notes, leave_note
+from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack
 
 
 def caught(error: Exception) -> Exception:
@@ -31,7 +34,7 @@ def test_a_note_says_what_and_where() -> None:
 
 
 def test_an_exception_that_was_never_raised_has_no_place() -> None:
-    assert cause_of(0, KeyError("x")).place == "an unknown place"
+    assert cause_of(0, KeyError("x")).place.startswith(__file__)  # where the note was taken
 
 
 def test_notes_come_in_order_of_time_and_the_last_of_each_rank_counts() -> None:
@@ -40,6 +43,17 @@ def test_notes_come_in_order_of_time_and_the_last_of_each_rank_counts() -> None:
         leave_note(notes.address, note)
     assert notes.read() == [cause(1, 2.0), cause(0, 3.0)]
     notes.close()
+
+
+def test_notes_tell_where_a_rank_stands() -> None:
+    notes = Notes()
+    assert not notes.is_inside(1)
+    came = Stand(1, 2.0, 1, True, "train.py:9", 77, "/proc/77/fd/5")
+    leave_note(notes.address, came)
+    assert (notes.is_inside(1), notes.is_inside(0), notes.stands()) == (True, False, {1: came})
+    leave_note(notes.address, Stand(1, 3.0, 1, False, "train.py:9"))
+    notes.close()
+    assert not notes.is_inside(1)
 
 
 def test_a_process_that_got_only_the_address_writes_nowhere() -> None:
@@ -64,6 +78,11 @@ KILLED = Ended(1, 100, -9, at=10.0)
 FAILED = Ended(2, 101, 1, at=10.2)
 
 
+def lost(rank: int, at: float, doing: str = "reducing gradients in backward", call: int = 1) -> Cause:
+    """A collective raised, as it does when another rank is gone."""
+    return Cause(rank, at, "RuntimeError: Connection closed by peer", "train.py:9", "trace", call, True, doing)
+
+
 @pytest.mark.parametrize(
     ("ended", "noted", "first"),
     [
@@ -77,3 +96,83 @@ FAILED = Ended(2, 101, 1, at=10.2)
 )
 def test_first_cause(ended: list[Ended], noted: list[Cause], first: Ended | Cause | None) -> None:
     assert first_cause(ended, noted) == first
+
+
+EXITED = Ended(1, 100, 0, at=10.0)
+LEFT = Stand(1, 8.0, 1, False, "train.py:9")
+
+
+@pytest.mark.parametrize(
+    ("ended", "noted", "stands", "says"),
+    [
+        pytest.param([], [lost(0, 9.0), cause(1, 9.2)], {}, "rank 1 failed first", id="the loss is seen first"),
+        pytest.param([EXITED], [lost(0, 9.9)], {}, r"rank 1 \(process 100\) ended in the middle", id="os._exit(0)"),
+        pytest.param(
+            [],
+            [lost(0, 9.0)],
+            {1: LEFT, 0: Stand(0, 1.0, 1, True, "train.py:9")},
+            "rank 1 left the call at train.py:9, and rank 0 waits for it in reducing gradients",
+            id="one came out early",
+        ),
+        pytest.param(
+            [],
+            [lost(0, 9.0), lost(1, 9.1, "strategy.barrier")],
+            {},
+            "different places: rank 0 in reducing gradients .*; rank 1 in strategy.barrier",
+            id="the calls do not match",
+        ),
+        pytest.param([], [lost(0, 9.0), lost(1, 9.1)], {}, "rank 0 failed first", id="the network failed"),
+    ],
+)
+def test_a_lost_connection_is_a_consequence(
+    ended: list[Ended], noted: list[Cause], stands: dict[int, Stand], says: str
+) -> None:
+    """The innocent rank, whose connection was closed, was named as the one that had failed first."""
+    assert re.search(says, str(first_cause(ended, noted, stands)))
+
+
+def test_an_exception_that_a_script_caught_is_the_cause_of_what_others_lose() -> None:
+    caught_one = cause(1, 8.0)
+    assert first_cause([], [lost(0, 9.0)], {}, [caught_one]) == caught_one
+    assert first_cause([], [cause(0, 9.0)], {}, [caught_one]) == cause(0, 9.0)
+
+
+def stack(*functions: str) -> Stack:
+    files = {"all_reduce": f"{TORCH}distributed/distributed_c10d.py", "finish": f"{LOCKSTEP}parallel/reducer.py"}
+    files["barrier"] = f"{LOCKSTEP}strategies/ddp.py"
+    return Stack(tuple(Frame(files.get(name, f"{name}.py"), 7, name) for name in functions))
+
+
+BACKWARD, BARRIER, OWN = stack("finish", "train"), stack("all_reduce", "barrier", "train"), stack("train")
+
+
+def inside(*calls: int) -> dict[int, Stand]:
+    return {rank: Stand(rank, 1.0, call, True, "train.py:7") for rank, call in enumerate(calls)}
+
+
+def test_ranks_that_wait_at_different_places_have_strayed() -> None:
+    found = strayed(inside(1, 1, 1), {0: BACKWARD, 1: BACKWARD, 2: BARRIER}, everyone=True)
+    assert re.search("rank 2 in strategy.barrier .*; ranks 0, 1 in reducing gradients", str(found))
+
+
+@pytest.mark.parametrize(
+    ("stands", "stacks", "everyone"),
+    [
+        pytest.param(inside(1, 1), {0: BACKWARD, 1: BACKWARD}, True, id="at the same place"),
+        pytest.param(inside(1, 1), {0: BARRIER}, True, id="one of them works"),
+        pytest.param(inside(1, 1), {0: BARRIER, 1: OWN}, True, id="one of them is in its own code"),
+        pytest.param(inside(1, 1), {0: BARRIER, 1: BACKWARD}, False, id="there are ranks on other nodes"),
+        pytest.param({**inside(2), 1: LEFT}, {0: BARRIER}, True, id="the other one has not come to this call yet"),
+    ],
+)
+def test_ranks_that_may_go_on_have_not_strayed(
+    stands: dict[int, Stand], stacks: dict[int, Stack], everyone: bool
+) -> None:
+    assert strayed(stands, stacks, everyone) is None
+
+
+def test_who_waits_for_one_that_left_or_ended_has_strayed() -> None:
+    assert "rank 1 left the call" in str(strayed({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
+    ended = Stand(1, 8.0, 0, False, "", ended=True)
+    assert "rank 1 made no call and came to its end" in str(strayed({**inside(1), 1: ended}, {0: BARRIER}, True))
+    assert isinstance(strayed({**inside(2), 1: ended}, {0: BARRIER}, True), Stray)

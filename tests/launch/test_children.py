@@ -63,6 +63,16 @@ def test_one_fails_and_the_others_are_ended(children: Children, code: str, exit_
     assert re.match(text, str(children.failed[0]))
 
 
+def test_a_good_exit_code_in_the_middle_of_something_is_a_failure() -> None:
+    """``os._exit(0)`` passed for the end of the script, and another rank was blamed."""
+    watched = Children(None, is_busy=lambda rank: rank == 2)
+    start(watched, "pass", "pass", SLEEP)
+    assert watched.wait(30)
+    assert [(end.rank, end.code) for end in watched.failed] == [(2, 0)]
+    assert re.match(r"rank 2 \(process \d+\) ended in the middle of the run with exit code 0", str(watched.failed[0]))
+    assert 1 in watched.ended
+
+
 def test_one_that_ignores_sigterm_is_killed(children: Children) -> None:
     read, write = os.pipe()
     with os.fdopen(read) as ready:

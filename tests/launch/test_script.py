@@ -18,8 +18,8 @@ import pytest
 from lockstep.cluster.base import World
 from lockstep.cluster.local import rank_variables
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.causes import Notes
 from lockstep.launch.inherit import started_in
+from lockstep.launch.notes import Notes
 from lockstep.launch.script import NOTES, ScriptLauncher, command_line
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)

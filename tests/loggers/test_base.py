@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep import Trainer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.loggers.base import (
@@ -25,6 +26,7 @@ from lockstep.loggers.base import (
     DummyLogger,
     FolderLogger,
     Logger,
+    as_json,
     as_yaml,
     claim_version,
     flattened,
@@ -32,6 +34,7 @@ from lockstep.loggers.base import (
 )
 from lockstep.loggers.csv import CSVLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
+from lockstep.testing.models import BoringModel
 
 
 @pytest.fixture
@@ -119,9 +122,49 @@ class TestEveryFolderLogger:
         assert logger.log_dir == other.log_dir
         assert os.listdir(tmp_path / "lightning_logs") == ["version_0"]
 
+    def test_a_folder_that_cannot_be_written_is_named(self, cls: type[FolderLogger], tmp_path: Path) -> None:
+        """It was a bare NotADirectoryError or PermissionError, that named no logger."""
+        (tmp_path / "file").write_text("in the way")
+        says = rf"{cls.__name__}\(save_dir='.*file'\): nothing can be written there .*; choose another folder"
+        for version in (None, 3):
+            logger = cls(tmp_path / "file", version=version)
+            with pytest.raises(MisconfigurationException, match=says):
+                logger.log_metrics({"a": 1.0}, 0)
+            with pytest.raises(MisconfigurationException, match=says):
+                logger.log_hyperparams({"a": 1})
+
     def test_a_url_is_refused(self, cls: type[FolderLogger]) -> None:
         with pytest.raises(MisconfigurationException, match=r"save_dir='s3://b'.*local folder"):
             cls("s3://b")
+
+
+@pytest.mark.parametrize("name", ["CometLogger", "LitLogger", "NeptuneLogger"])
+def test_loggers_of_lightning_that_are_not_here_say_why_and_what_to_do(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"lockstep has no {name}: .*\. Log to .*WandbLogger"):
+        exec(f"from lockstep.loggers import {name}")
+
+
+def test_several_loggers_each_get_everything(tmp_path: Path) -> None:
+    class Net(BoringModel):
+        def __init__(self, lr: float = 0.5) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0)
+            return self.step(batch)
+
+    both = [CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b"), TensorBoardLogger(tmp_path / "c")]
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    limits = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0, "log_every_n_steps": 1}
+    trainer = Trainer(logger=both, **limits, **quiet)
+    trainer.fit(Net())
+    assert trainer.loggers == both
+    assert trainer.logger is both[0]
+    tables = [Path(each.log_dir, "metrics.csv").read_text() for each in both[:2]]
+    assert tables[0] == tables[1]
+    assert tables[0].count("1.0") == 2
+    assert all(Path(each.log_dir, "hparams.yaml").read_text() == "lr: 0.5\n" for each in both)
 
 
 def test_loggers_of_one_run_share_a_version(tmp_path: Path) -> None:
@@ -220,6 +263,12 @@ class TestYaml:
 
     def test_nothing(self) -> None:
         assert as_yaml({}) == "{}\n"
+
+
+def test_as_json() -> None:
+    params = {"f": np.float32(0.5), "t": torch.tensor(3), "e": Colour.RED, "p": Path("a"), 1: (None, {2})}
+    expected = {"f": 0.5, "t": 3, "e": "Colour.RED", "p": "a", "1": [None, [2]], "c": "Layer", "l": {"size": 2}}
+    assert as_json({**params, "c": Layer, "l": Layer()}) == expected
 
 
 def test_flattened() -> None:

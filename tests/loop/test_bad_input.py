@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep import LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
+from lockstep.ground import rank
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import Slope, Stream, Validated, numbers, on_ranks, quiet
@@ -64,6 +66,87 @@ def test_a_training_step_that_returns_something_else(returned: Any) -> None:
 
     with pytest.raises(MisconfigurationException, match=r'`training_step` returned \w+: return the loss.*"loss"'):
         quiet(max_epochs=1).fit(Odd(), numbers(1))
+
+
+class Returns(Slope):
+    """Its loss is what a function makes of the one that could be trained."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.change(self.w * batch)
+
+
+LOSSES: Any = pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda loss: loss.detach().mean(), "a loss that no parameter can learn from: it was detached"),
+        (lambda loss: torch.tensor(loss.mean().item()), "a loss that no parameter can learn from"),
+        (lambda loss: loss, r"a loss of shape \(2,\): a loss is one number, `loss.mean\(\)` say"),
+    ],
+)
+
+
+@LOSSES
+def test_a_loss_without_a_way_back(change: Any, said: str) -> None:
+    """It was torch's own sentence of an element 0."""
+    with pytest.raises(MisconfigurationException, match=f"`training_step` returned {said}"):
+        quiet(max_epochs=1).fit(Returns(change), numbers(2, 2))
+
+
+@LOSSES
+def test_a_loss_without_a_way_back_in_manual_optimization(change: Any, said: str) -> None:
+    class ByHand(Returns):
+        def __init__(self) -> None:
+            super().__init__(change)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+    with pytest.raises(MisconfigurationException, match=rf"manual_backward\(\) was given {said}"):
+        quiet(max_epochs=1).fit(ByHand(), numbers(2, 2))
+
+
+def test_an_error_of_a_backward_that_is_not_the_loss_s_stays_itself() -> None:
+    def change(loss: Any) -> Any:
+        loss.register_hook(lambda gradient: 1 / 0)
+        return loss.mean()
+
+    with pytest.raises(ZeroDivisionError):
+        quiet(max_epochs=1).fit(Returns(change), numbers(2, 2))
+
+    class Fails(Slope):
+        def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("my own")
+
+    with pytest.raises(RuntimeError, match="my own"):
+        quiet(max_epochs=1).fit(Fails(), numbers(2, 2))
+
+
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
+def test_an_epoch_of_none_is_warned_of_once(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_warned", set())
+    module = Returns(lambda loss: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = quiet(max_epochs=2, **flags).fit(module, numbers(4))
+    said = [str(warning.message) for warning in caught if "training_step" in str(warning.message)]
+    assert said == ["`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss."]
+    assert (result.epochs, module.w.item()) == (2, 0.0)
+
+
+def test_none_for_an_optimizer_that_steers_by_the_loss() -> None:
+    """LBFGS ended in float(None)."""
+
+    class ByLoss(Returns):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(MisconfigurationException, match=r"LBFGS.*`training_step` returned None.*return the loss"):
+        quiet(max_epochs=1).fit(ByLoss(lambda loss: None), numbers(1))
 
 
 def test_a_monitor_that_was_never_logged(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
-from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.loop.pieces import QUIET, Slope, numbers, on_ranks, quiet
 
 
 class Fit(LightningModule):
@@ -68,6 +68,67 @@ def test_lbfgs_logs_each_batch_once() -> None:
     trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(Counts(), samples(13, 5))
     assert trainer.callback_metrics["batches"] == 3
+
+
+class Shows(Fit):
+    """Notes what it computed in each call, and what was shown after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[float] = []
+        self.shown: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.calls.append(loss.item())
+        self.log("newest", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append((float(self.trainer.callback_metrics["newest"]), float(outputs["loss"])))
+        self.losses.append(self.calls[-1])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lbfgs_logs_the_last_call_of_its_closure(accumulate: int) -> None:
+    """The first call's values were kept, of the weights before the update; Lightning has the last call's."""
+    module = Shows()
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=accumulate)
+    trainer.fit(module, samples(12, 3))
+    assert len(module.calls) > 8
+    assert module.shown == [(loss, loss) for loss in module.losses]
+    assert trainer.callback_metrics["loss"].item() == pytest.approx(sum(module.losses) / 4)
+
+
+def test_lbfgs_shows_what_lightning_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it, and leaves it
+    lightning = pytest.importorskip("lightning.pytorch")
+    shown: list[list[float]] = []
+    for base, trainer in ((LightningModule, quiet), (lightning.LightningModule, lightning.Trainer)):
+
+        class Notes(base):  # type: ignore[misc, valid-type]
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(1)
+                self.layer = nn.Linear(3, 1, dtype=torch.float64)
+                self.seen: list[float] = []
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                x, y = batch
+                loss = nn.functional.mse_loss(self.layer(x), y)
+                self.log("loss", loss)
+                return loss
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.seen.append(float(self.trainer.callback_metrics["loss"]))
+
+            configure_optimizers = Fit.configure_optimizers
+
+        module = Notes()
+        trainer(**QUIET, max_epochs=1).fit(module, samples(12, 3))
+        shown.append(module.seen)
+    assert len(shown[0]) == 4
+    assert shown[0] == pytest.approx(shown[1], rel=1e-12)
 
 
 def test_lbfgs_goes_the_same_way_on_all_ranks(ranks: RankPool) -> None:

@@ -250,7 +250,20 @@ def test_without_a_trainer_log_warns_and_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda m: m.log("x", torch.ones(2)), r"tensor of shape \(2,\)"),
+        (
+            lambda m: m.log("x", torch.ones(2)),
+            r"tensor of shape \(2,\)>\) in `training_step`: log one number, its mean",
+        ),
+        (lambda m: m.log("x", torch.ones(0)), r"tensor of shape \(0,\)"),
+        (lambda m: m.log("x", "high"), r"self.log\('x', 'high'\) in `training_step`: str is no number.*logger"),
+        (lambda m: m.log("x", "3"), "str is no number"),
+        (
+            lambda m: m.log("x", {"a": 1.0}),
+            r"self.log\('x', {'a': 1.0}\).*dict is no number; log its items by `self.log_dict",
+        ),
+        (lambda m: m.log("x", [1.0]), "list is no number; log one number"),
+        (lambda m: m.log("x", None), "NoneType is no number"),
+        (lambda m: m.log(1.0, "x"), r"self.log\(1.0, ...\): the first argument is the name"),
         (lambda m: m.log("x", 1.0, on_step=False, on_epoch=False), "keeps nothing"),
         (lambda m: (m.log("x", 1.0), m.log("x", 1.0, prog_bar=True)), "twice in `training_step` with different"),
     ],
@@ -383,3 +396,45 @@ def test_metrics_reduce_themselves_and_start_afresh() -> None:
         "pair/low": 2.0,
         "pair/high": 3.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "dtype"),
+    [
+        ([torch.tensor(1), torch.tensor(2)], 1.5, torch.float32),
+        ([torch.tensor(True), torch.tensor(False)], 0.5, torch.float32),
+        (
+            [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0078125, dtype=torch.bfloat16)],
+            1.00390625,
+            torch.float32,
+        ),
+        ([1.0, torch.tensor(1.0 + 1e-12, dtype=torch.float64)], 1.0 + 5e-13, torch.float64),
+        ([torch.tensor(1), torch.tensor(0.25)], 0.625, torch.float32),
+        ([torch.tensor(1.0), torch.tensor([3.0])], 2.0, torch.float32),
+        ([0.5, 1], 0.75, torch.float32),
+        ([torch.tensor(1.0), 0.5, torch.tensor(0.0)], 0.5, torch.float32),
+    ],
+)
+def test_a_mean_of_whole_numbers_or_flags_is_none_itself(values: list[Any], mean: float, dtype: torch.dtype) -> None:
+    """An accuracy of flags was True, and the mean of 1 and 2 was 1: means were rounded to the type that was logged."""
+
+    class Kinds(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", values[batch_idx], on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Kinds(), numbers(len(values)))
+    shown = trainer.callback_metrics["x_epoch"]
+    assert (shown.item(), shown.dtype) == (mean, dtype)
+    assert trainer.callback_metrics["x_step"].item() == float(values[-1])
+
+
+def test_a_tensor_that_grows_is_refused_as_at_first() -> None:
+    class Grows(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", torch.ones(1 + batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"tensor of shape \(2,\)"):
+        quiet(max_epochs=1).fit(Grows(), numbers(3))

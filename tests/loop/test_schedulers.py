@@ -196,10 +196,27 @@ class Odd:
         (([OPTIMIZER], [make()[1]]), "belongs to an optimizer that `configure_optimizers` did not return"),
         (([OPTIMIZER], [object()]), "no `state_dict`"),
         (([OPTIMIZER], [Odd()]), "override `lr_scheduler_step`"),
+        ((OPTIMIZER, SCHEDULER), r"\(SGD, LambdaLR\): put the optimizer.*`return \[optimizer\], \[scheduler\]`"),
+        ([OPTIMIZER, {"scheduler": SCHEDULER}], r"\(SGD, dict\).*`return \[optimizer\], \[scheduler\]`"),
     ],
 )
 def test_other_shapes_are_refused_with_what_is_wrong(returned: Any, said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
+        parse(returned, automatic=True, custom_scheduler_step=False)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (
+            {"optimizer": OPTIMIZER, "lr_scheduler": {"scheduler": SCHEDULER, "intervall": "step", "x": 1}},
+            r"lr scheduler's dict has keys.*'intervall' \(did you mean 'interval'\?\), 'x'; it may have.*'frequency'",
+        ),
+        ({"optimizer": OPTIMIZER, "lr_schedulers": SCHEDULER}, r"'lr_schedulers' \(did you mean 'lr_scheduler'\?\)"),
+    ],
+)
+def test_a_misspelt_key_is_told_its_nearest(returned: Any, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
         parse(returned, automatic=True, custom_scheduler_step=False)
 
 

@@ -143,7 +143,7 @@ class CtrlC(Validated):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_ctrl_c_ends_a_fit_at_the_next_boundary(accumulate: int) -> None:
+def test_ctrl_c_ends_a_fit_at_the_next_boundary(accumulate: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     module = CtrlC()
     trainer = quiet(max_epochs=3, accumulate_grad_batches=accumulate, min_epochs=2)
@@ -152,6 +152,8 @@ def test_ctrl_c_ends_a_fit_at_the_next_boundary(accumulate: int) -> None:
     assert result.global_step == (2 if accumulate == 1 else 1)
     assert module.calls == ["on_train_end", "KeyboardInterrupt"]
     assert (trainer.interrupted, signal.getsignal(signal.SIGINT)) == (True, before)
+    said = capfd.readouterr().err
+    assert "lockstep: Ctrl-C: trainer.fit ends at the next boundary; a second Ctrl-C ends it at once.\n" in said
 
 
 def test_a_second_ctrl_c_raises() -> None:
@@ -168,9 +170,14 @@ def test_ctrl_c_in_a_validation_ends_the_fit() -> None:
     assert (result.interrupted, len(module.batches)) == (True, 2)
 
 
-def test_ctrl_c_ends_an_evaluation() -> None:
-    module = CtrlC("validation_step")
-    assert quiet().validate(module, numbers(9)) is None
+def test_ctrl_c_ends_an_evaluation_in_order_and_raises(capfd: pytest.CaptureFixture[str]) -> None:
+    """It returned None, as if that were what the validation had measured."""
+    module, trainer = CtrlC("validation_step"), quiet()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.validate(module, numbers(9))
+    assert (module.calls, trainer.interrupted) == (["KeyboardInterrupt"], True)
+    said = capfd.readouterr().err
+    assert said == "lockstep: Ctrl-C: trainer.validate ends at this batch's end; a second Ctrl-C ends it at once.\n"
 
 
 def test_a_fit_after_an_interrupted_one_runs_to_its_end() -> None:

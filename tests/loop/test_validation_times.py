@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
 from lockstep.ground.errors import MisconfigurationException
-from tests.loop.pieces import Stream, Validated, numbers, quiet
+from lockstep.loop import timing
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import QUIET, Stream, Validated, numbers, on_ranks, quiet
 
 # flags -> training batches before each validation of 3 epochs of 10; all as measured with Lightning 2.6.6
 TIMES: list[tuple[dict[str, Any], list[int]]] = [
@@ -117,3 +121,114 @@ def test_an_interval_longer_than_an_epoch_is_refused() -> None:
 def test_a_fraction_of_a_stream_is_no_interval() -> None:
     with pytest.raises(MisconfigurationException, match=r"val_check_interval=0.5"):
         quiet(max_epochs=1, val_check_interval=0.5).fit(Validated(), DataLoader(Stream(10)), numbers(1))
+
+
+# -- by time -----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that a module moves: ten seconds a training batch."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Ticks(Validated):
+    clock: Clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clock.now += 10.0
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    monkeypatch.setattr(Ticks, "clock", made, raising=False)
+    return made
+
+
+@pytest.mark.parametrize("interval", ["00:00:00:40", timedelta(seconds=40), {"seconds": 40}])
+def test_a_time_is_a_time_however_it_is_written(clock: Clock, interval: Any) -> None:
+    module = Ticks()
+    trainer = quiet(max_epochs=3, num_sanity_val_steps=0, val_check_interval=interval)
+    trainer.fit(module, numbers(10), numbers(1))
+    assert module.validated == [4, 8, 12, 16, 20, 24, 28]  # not at the ends of epochs: the time is all that counts
+    assert trainer.val_check_interval == timedelta(seconds=40)
+    assert trainer.val_check_batch is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        ({"check_val_every_n_epoch": None}, [4, 8, 12, 16, 20, 24, 28]),
+        ({"check_val_every_n_epoch": 2}, [11, 15, 19]),  # as soon as a second epoch has begun
+        ({"accumulate_grad_batches": 3}, [6, 10, 16, 20, 26, 30]),  # at the ends of windows
+        ({"limit_val_batches": 0}, []),
+        ({"fast_dev_run": 5}, [5]),
+    ],
+)
+def test_validation_by_time_with_other_flags(clock: Clock, flags: dict[str, Any], times: list[int]) -> None:
+    module = Ticks()
+    quiet(**{"max_epochs": 3, "num_sanity_val_steps": 0, "val_check_interval": {"seconds": 40}, **flags}).fit(
+        module, numbers(10), numbers(1)
+    )
+    assert module.validated == times
+
+
+def test_lightning_validates_at_the_same_times(lightning: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
+
+    for module in (evaluation_loop, fit_loop, training_epoch_loop):
+        monkeypatch.setattr(module, "time", clock)
+
+    class Theirs(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Ticks()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.inner.training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.inner.validation_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return self.inner.configure_optimizers()
+
+    for flags in ({}, {"check_val_every_n_epoch": 2}, {"check_val_every_n_epoch": None}):
+        common: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0, "val_check_interval": {"seconds": 40}}
+        ours, theirs = Ticks(), Theirs()
+        quiet(**common, **flags).fit(ours, numbers(10), numbers(1))
+        lightning.Trainer(**QUIET, **common, **flags).fit(theirs, numbers(10), numbers(1))
+        assert ours.validated == theirs.inner.validated
+
+
+@pytest.mark.parametrize("value", ["12:30", "a:b:c:d", {"fortnights": 1}, timedelta(seconds=-1)])
+def test_a_time_that_is_none(value: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r'val_check_interval=.*"DD:HH:MM:SS"'):
+        quiet(val_check_interval=value)
+
+
+class Slow(Validated):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def by_time() -> list[int]:
+    module = Slow()
+    trainer = on_ranks(max_epochs=1, num_sanity_val_steps=0, val_check_interval={"milliseconds": 100})
+    trainer.fit(module, numbers(60), numbers(2))
+    return module.validated
+
+
+def test_all_ranks_validate_at_the_same_batches(ranks: RankPool) -> None:
+    first, second = ranks(2).run(by_time, timeout=40)
+    assert first == second
+    assert 2 <= len(first) <= 6

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.names import NAMES, NOT_BUILT, make_strategy
+from lockstep.strategies.names import NAMES, REFUSED, drives_all_devices, make_strategy
 from lockstep.strategies.single import SingleDeviceStrategy
 
 
@@ -17,11 +17,20 @@ def test_auto_is_plain_on_one_process_and_ddp_on_several() -> None:
     assert type(make_strategy("auto", 2)) is DDPStrategy
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_makes_its_strategy(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("ddp")])
+def test_every_name_of_ddp_makes_it(name: str) -> None:
     strategy = make_strategy(name, 2)
     assert isinstance(strategy, DDPStrategy)
-    assert strategy.launcher == ("spawn" if "spawn" in name else "script")
+    spawns = any(word in name for word in ("spawn", "fork", "notebook"))
+    assert strategy.launcher == ("spawn" if spawns else "script")
+    assert type(make_strategy(name.upper(), 2)) is DDPStrategy
+
+
+def test_a_strategy_for_one_rank_is_refused_for_several() -> None:
+    assert type(make_strategy("single_device", 1)) is SingleDeviceStrategy
+    for asked in ("single_device", SingleDeviceStrategy()):
+        with pytest.raises(MisconfigurationException, match=r'strategy=.*one rank.*make 2: use devices=1.*"ddp"'):
+            make_strategy(asked, 2)
 
 
 def test_an_object_is_taken_as_it_is() -> None:
@@ -29,13 +38,34 @@ def test_an_object_is_taken_as_it_is() -> None:
     assert make_strategy(strategy, 1) is strategy
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_a_name_that_is_to_come_says_what_to_use_today(name: str) -> None:
-    with pytest.raises(MisconfigurationException, match=rf'strategy="{name}".*not have.*use "{NOT_BUILT[name]}"'):
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - NAMES.keys()))
+def test_a_refused_name_says_why_and_what_to_use(name: str) -> None:
+    with pytest.raises(MisconfigurationException, match=rf'strategy="{name}"\): .*use ') as raised:
         make_strategy(name, 2)
+    assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("asked", "said"), [("ddp_spam", 'Did you mean "ddp_spawn'), (7, "strategy=7.*'ddp'")])
+class OfAllDevices(SingleDeviceStrategy):
+    drives_all_devices = True
+
+
+def test_a_row_takes_a_name_out_of_the_refused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MisconfigurationException, match="fsdp"):
+        make_strategy("fsdp", 1)
+    monkeypatch.setitem(NAMES, "fsdp", (OfAllDevices, {}))
+    assert type(make_strategy("fsdp", 1)) is OfAllDevices
+    assert drives_all_devices("fsdp")
+    assert not drives_all_devices("ddp")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("ddp_spam", 'Did you mean "ddp_spawn'),
+        (7, 'strategy=7.*"ddp"'),
+        (DDPStrategy, r"is a class; give .*DDPStrategy\(\)"),
+    ],
+)
 def test_another_name_is_refused(asked: Any, said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
         make_strategy(asked, 2)

@@ -18,6 +18,7 @@ SUBMODULES = [
     "parsing",
     "rank_zero",
     "seed",
+    "throughput",
     "types",
 ]
 

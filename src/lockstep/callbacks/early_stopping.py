@@ -29,8 +29,8 @@ class EarlyStopping(Callback):
     """Ends training when a logged metric has not improved for a number of checks.
 
     A check happens once after each validation, or at the end of each training epoch (see
-    ``check_on_train_epoch_end``). Values of whole epochs are the same on all ranks, those of single steps are
-    each rank's own: the value of rank 0 decides for all, so that all stop together and remember the same.
+    ``check_on_train_epoch_end``). The value is reduced over the ranks first, so that all stop together and
+    remember the same.
 
     Args:
         monitor: name of the logged metric.
@@ -149,15 +149,12 @@ class EarlyStopping(Callback):
     def _check(self, trainer: TrainerView) -> None:
         if trainer.fast_dev_run:
             return
-        metrics = trainer.callback_metrics
+        metrics = trainer.reduced_metrics()
         value = metrics.get(self.monitor)
-        current = None if value is None else torch.as_tensor(value).detach().squeeze().cpu()
-        if trainer.world_size > 1:
-            current = trainer.strategy.broadcast(current)
-        if current is None:
+        if value is None:
             self._report_missing(metrics)
             return
-        reason, message = self._judge(current)
+        reason, message = self._judge(torch.as_tensor(value).detach().squeeze().cpu())
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopping_reason = reason
             self.stopping_reason_message = message

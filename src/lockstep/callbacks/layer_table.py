@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,30 +20,76 @@ UNKNOWN_SIZE = "?"
 NOT_APPLICABLE = "n/a"
 
 
-@dataclass
 class LayerSummary:
-    """One row of the table."""
+    """One row of the table, of one module; it learns the sizes from the first forward after it was made.
 
-    name: str
-    """Where the layer is, as in ``named_modules()``."""
-    layer_type: str
-    """Name of its class."""
-    num_parameters: int
-    """Elements of all parameters inside; lazy ones that do not know their shape yet count 0."""
-    training: bool
-    """Whether it is in training mode."""
-    in_size: Any = UNKNOWN_SIZE
-    """Shape of its input as a list (nested for several), ``"?"`` where it did not run."""
-    out_size: Any = UNKNOWN_SIZE
-    """Shape of its output, likewise."""
+    Args:
+        module: the layer.
+
+    Example::
+
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> row = LayerSummary(layer)
+        >>> _ = layer(torch.zeros(3, 4))
+        >>> row.layer_type, row.num_parameters, row.in_size, row.out_size
+        ('Linear', 10, [3, 4], [3, 2])
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._in_size: Any = None
+        self._out_size: Any = None
+        self._handle: Any = None
+        if not isinstance(module, torch.jit.ScriptModule):  # which take no hooks
+            self._handle = module.register_forward_hook(self._watch, with_kwargs=True)
+
+    def _watch(self, _: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        given = (*args, *kwargs.values())
+        self._in_size = parse_batch_shape(given[0] if len(given) == 1 else given)
+        self._out_size = parse_batch_shape(output)
+        self.detach_hook()
+
+    def detach_hook(self) -> None:
+        """Watch no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.detach_hook()
+
+    @property
+    def layer_type(self) -> str:
+        """Name of its class."""
+        return type(self._module).__name__
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters inside; lazy ones that do not know their shape yet count 0."""
+        return _count(self._module.parameters())
+
+    @property
+    def training(self) -> bool:
+        """Whether it is in training mode."""
+        return self._module.training
+
+    @property
+    def in_size(self) -> Any:
+        """Shape of its input as a list (nested for several), ``"?"`` where it did not run."""
+        return self._in_size or UNKNOWN_SIZE
+
+    @property
+    def out_size(self) -> Any:
+        """Shape of its output, likewise."""
+        return self._out_size or UNKNOWN_SIZE
 
 
 class ModelSummary:
     """The layers of a module, one row each, and totals; ``str()`` of it is the printed table.
 
     If the module has an ``example_input_array`` (a tensor, a tuple of arguments or a dict of keyword
-    arguments), it is called once with it, in evaluation mode and without gradients, to learn the sizes; modes
-    and random states are put back.
+    arguments), it is called once with it, in evaluation mode and without gradients, to learn the sizes and to
+    count floating point operations; modes and random states are put back.
 
     Args:
         model: any ``nn.Module``.
@@ -56,16 +101,17 @@ class ModelSummary:
     Example::
 
         >>> print(ModelSummary(torch.nn.Sequential(torch.nn.Linear(4, 2))))
-          | Name | Type   | Params | Mode
-        ---------------------------------
-        0 | 0    | Linear | 10     | train
-        ---------------------------------
+          | Name | Type   | Params | Mode  | FLOPs
+        ------------------------------------------
+        0 | 0    | Linear | 10     | train | 0
+        ------------------------------------------
         10        Trainable params
         0         Non-trainable params
         10        Total params
         0.000     Total estimated model params size (MB)
         1         Modules in train mode
         0         Modules in eval mode
+        0         Total FLOPs
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
@@ -74,76 +120,176 @@ class ModelSummary:
                 f"ModelSummary(max_depth={max_depth!r}): it must be -1 (all levels), 0 (totals only) or "
                 "a number of levels."
             )
-        modules = {
-            name: module
-            for name, module in model.named_modules()
-            if name and (max_depth == -1 or name.count(".") < max_depth)
-        }
-        self.max_depth = max_depth
-        self.layers: list[LayerSummary] = [
-            LayerSummary(name, type(module).__name__, _count(module.parameters()), module.training)
-            for name, module in modules.items()
-        ]
-        self.has_sizes = getattr(model, "example_input_array", None) is not None
-        if self.has_sizes:
-            _measure(model, modules, {layer.name: layer for layer in self.layers})
-        parameters = list(model.parameters())
-        modes = [module.training for module in model.modules()][1:]
-        self.total_parameters: int = _count(parameters)
-        self.trainable_parameters: int = _count(p for p in parameters if p.requires_grad)
-        self.leftover_parameters: int = _count(model.parameters(recurse=False))
-        #: bytes of all parameters in their present types, in units of 10^6
-        self.model_size: float = sum(_size(p) * p.dtype.itemsize for p in parameters) / 1e6
-        self.total_training_modes: dict[str, int] = {"train": sum(modes), "eval": len(modes) - sum(modes)}
+        self._model = model
+        self._max_depth = max_depth
+        self._flops: dict[str, dict[Any, int]] = {}
+        self._layer_summary = self.summarize()
+
+    def summarize(self) -> dict[str, LayerSummary]:
+        """Make the rows anew, by name; runs the example input, if there is one."""
+        rows = {name: LayerSummary(module) for name, module in self.named_modules}
+        try:
+            if self.has_sizes:
+                self._flops = _run_example(self._model)
+        finally:
+            for row in rows.values():
+                row.detach_hook()
+        return rows
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether there is an example input, and so sizes."""
+        return getattr(self._model, "example_input_array", None) is not None
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """Names and modules of the rows."""
+        depth = self._max_depth
+        found = self._model.named_modules()
+        return [(name, module) for name, module in found if name and (depth == -1 or name.count(".") < depth)]
 
     @property
     def layer_names(self) -> list[str]:
         """Names of the rows."""
-        return [layer.name for layer in self.layers]
+        return list(self._layer_summary)
 
     @property
     def layer_types(self) -> list[str]:
         """Classes of the rows."""
-        return [layer.layer_type for layer in self.layers]
+        return [layer.layer_type for layer in self._layer_summary.values()]
 
     @property
     def param_nums(self) -> list[int]:
         """Parameters of the rows."""
-        return [layer.num_parameters for layer in self.layers]
+        return [layer.num_parameters for layer in self._layer_summary.values()]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether the rows are in training mode."""
+        return [layer.training for layer in self._layer_summary.values()]
 
     @property
     def in_sizes(self) -> list[Any]:
         """Input shapes of the rows."""
-        return [layer.in_size for layer in self.layers]
+        return [layer.in_size for layer in self._layer_summary.values()]
 
     @property
     def out_sizes(self) -> list[Any]:
         """Output shapes of the rows."""
-        return [layer.out_size for layer in self.layers]
+        return [layer.out_size for layer in self._layer_summary.values()]
+
+    @property
+    def flop_counts(self) -> dict[str, dict[Any, int]]:
+        """Floating point operations of one forward of the example, by row and operator; empty without one."""
+        return {name: self._flops.get(name, {}) for name in self.layer_names}
+
+    @property
+    def total_flops(self) -> int:
+        """Floating point operations of one forward of the example; 0 without one."""
+        return sum(self._flops.get("", {}).values())
+
+    @property
+    def total_parameters(self) -> int:
+        """Elements of all parameters; shared ones count once."""
+        return _count(self._model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Elements of those that require gradients."""
+        return _count(p for p in self._model.parameters() if p.requires_grad)
+
+    @property
+    def total_layer_params(self) -> int:
+        """Sum over the rows."""
+        return sum(self.param_nums)
+
+    @property
+    def leftover_parameters(self) -> int:
+        """Parameters that the model itself holds, outside its layers."""
+        return _count(self._model.parameters(recurse=False))
+
+    @property
+    def model_size(self) -> float:
+        """Bytes of all parameters in their present types, in units of 10^6."""
+        return sum(_size(p) * p.dtype.itemsize for p in self._model.parameters()) / 1e6
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """Number of modules in each mode, the model itself left out."""
+        modes = [module.training for module in self._model.modules()][1:]
+        return {"train": sum(modes), "eval": len(modes) - sum(modes)}
+
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        """The columns: head and cells; what ``ModelSummary.summarize`` of the callback is given."""
+        columns = [
+            (" ", list(map(str, range(len(self.layer_names))))),
+            ("Name", self.layer_names),
+            ("Type", self.layer_types),
+            ("Params", list(map(readable_count, self.param_nums))),
+            ("Mode", ["train" if training else "eval" for training in self.training_modes]),
+            ("FLOPs", [readable_count(sum(counts.values())) for counts in self.flop_counts.values()]),
+        ]
+        if self.has_sizes:
+            columns += [("In sizes", list(map(str, self.in_sizes))), ("Out sizes", list(map(str, self.out_sizes)))]
+        if self.layer_names and self.leftover_parameters:
+            leftover = {" ": " ", "Name": "other params", "Params": readable_count(self.leftover_parameters)}
+            for head, cells in columns:
+                cells.append(leftover.get(head, NOT_APPLICABLE))
+        return columns
 
     def __str__(self) -> str:
-        header = ["", "Name", "Type", "Params", "Mode"] + ["In sizes", "Out sizes"] * self.has_sizes
-        rows = [
-            [str(i), layer.name, layer.layer_type, readable_count(layer.num_parameters)]
-            + ["train" if layer.training else "eval"]
-            + [str(layer.in_size), str(layer.out_size)] * self.has_sizes
-            for i, layer in enumerate(self.layers)
-        ]
-        if self.layers and self.leftover_parameters:
-            leftover = ["", "other params", NOT_APPLICABLE, readable_count(self.leftover_parameters)]
-            rows.append(leftover + [NOT_APPLICABLE] * (len(header) - len(leftover)))
-        totals = [
-            (readable_count(self.trainable_parameters), "Trainable params"),
-            (readable_count(self.total_parameters - self.trainable_parameters), "Non-trainable params"),
-            (readable_count(self.total_parameters), "Total params"),
-            (f"{self.model_size:,.3f}", "Total estimated model params size (MB)"),
-            (str(self.total_training_modes["train"]), "Modules in train mode"),
-            (str(self.total_training_modes["eval"]), "Modules in eval mode"),
-        ]
-        table = _table(header, rows) if rows else []
-        return "\n".join(table + [f"{number:<10}{text}" for number, text in totals])
+        return format_table(
+            self._get_summary_data(),
+            self.total_parameters,
+            self.trainable_parameters,
+            self.model_size,
+            self.total_training_modes,
+            self.total_flops,
+        )
 
     __repr__ = __str__
+
+
+def format_table(
+    columns: Sequence[tuple[str, list[str]]],
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: Mapping[str, int],
+    total_flops: int,
+) -> str:
+    """The table and its totals as text.
+
+    Args:
+        columns: head and cells of each.
+        total_parameters, trainable_parameters: numbers of elements.
+        model_size: in units of 10^6 bytes.
+        total_training_modes: number of modules in "train" and "eval" mode.
+        total_flops: of one forward of the example.
+    """
+    rows = list(zip(*(cells for _, cells in columns), strict=True))
+    table = _table([head.strip() for head, _ in columns], [[c.strip() for c in row] for row in rows]) if rows else []
+    totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+    return "\n".join(table + [f"{number:<10}{text}" for number, text in totals])
+
+
+def totals_of(
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: Mapping[str, int],
+    total_flops: int,
+) -> list[tuple[str, str]]:
+    """The lines below the table: (number, what it is)."""
+    return [
+        (readable_count(trainable_parameters), "Trainable params"),
+        (readable_count(total_parameters - trainable_parameters), "Non-trainable params"),
+        (readable_count(total_parameters), "Total params"),
+        (readable_size(model_size), "Total estimated model params size (MB)"),
+        (str(total_training_modes["train"]), "Modules in train mode"),
+        (str(total_training_modes["eval"]), "Modules in eval mode"),
+        (readable_count(total_flops), "Total FLOPs"),
+    ]
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
@@ -162,8 +308,26 @@ def readable_count(number: int) -> str:
     scaled = number / 1000**unit
     if unit == 0:
         return str(number)
-    digits = f"{math.floor(scaled):,d}" if scaled >= 100 else f"{math.floor(scaled * 10) / 10:.1f}"
+    digits = f"{math.floor(scaled):,d}" if scaled >= 100 else f"{scaled:.1f}"
     return f"{digits} {' KMBT'[unit]}"
+
+
+def readable_size(megabytes: float) -> str:
+    """A model's size with three digits after the point.
+
+    >>> readable_size(1234.5678)
+    '1,234.568'
+    """
+    return f"{megabytes:,.3f}"
+
+
+def parse_batch_shape(batch: Any) -> Any:
+    """The shape of a tensor as a list, nested for lists and tuples of them; ``"?"`` for anything else."""
+    if hasattr(batch, "shape"):
+        return list(batch.shape)
+    if isinstance(batch, (list, tuple)):
+        return [parse_batch_shape(item) for item in batch]
+    return UNKNOWN_SIZE
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -190,36 +354,16 @@ def _count(parameters: Any) -> int:
     return sum(map(_size, parameters))
 
 
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return list(value.shape)
-    if isinstance(value, (list, tuple)):
-        return [_shape(item) for item in value]
-    return UNKNOWN_SIZE
-
-
-def _measure(model: nn.Module, modules: Mapping[str, nn.Module], rows: Mapping[str, LayerSummary]) -> None:
-    """Run the example through the model and write the shapes that pass each layer first into its row."""
-
-    def watch(row: LayerSummary) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-            if row.in_size == UNKNOWN_SIZE:
-                given = (*args, *kwargs.values())
-                row.in_size = _shape(given[0] if len(given) == 1 else given)
-                row.out_size = _shape(output)
-
-        return hook
+def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
+    """One forward of the example; gives its floating point operations by module and operator, "" for all."""
+    from torch.utils.flop_counter import FlopCounterMode
 
     example = _prepared(model, model.example_input_array)
     modes = {module: module.training for module in model.modules()}
-    handles = [
-        module.register_forward_hook(watch(rows[name]), with_kwargs=True)
-        for name, module in modules.items()
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
+    counter = FlopCounterMode(display=False)
     try:
         model.eval()
-        with torch.no_grad(), isolate_rng():
+        with torch.no_grad(), isolate_rng(), counter:
             if isinstance(example, Mapping):
                 model(**example)
             elif isinstance(example, (list, tuple)):
@@ -227,10 +371,11 @@ def _measure(model: nn.Module, modules: Mapping[str, nn.Module], rows: Mapping[s
             else:
                 model(example)
     finally:
-        for handle in handles:
-            handle.remove()
         for module, training in modes.items():
             module.training = training
+    root = f"{type(model).__name__}."
+    found = {name.removeprefix(root): dict(counts) for name, counts in counter.get_flop_counts().items()}
+    return {**found, "": found.get("Global", {})}
 
 
 def _prepared(model: nn.Module, example: Any) -> Any:

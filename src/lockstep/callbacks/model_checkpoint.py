@@ -6,29 +6,22 @@ import os
 import time
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import proxy
 
 import torch
 from torch import Tensor
 
 from lockstep.callbacks import checkpoint_name
-from lockstep.callbacks.base import Callback
+from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
 from lockstep.ground.view import ModuleView, TrainerView
 from lockstep.loggers.base import as_yaml
-
-
-class Checkpoint(Callback):
-    """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
-
-    def find_last(self, trainer: TrainerView) -> set[str]:
-        """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
-        return set()
+from lockstep.loggers.checkpoints import announce
 
 
 class ModelCheckpoint(Checkpoint):
@@ -247,6 +240,10 @@ class ModelCheckpoint(Checkpoint):
         if self.save_last and (is_behind or not self._latest_path) and not trainer.fast_dev_run:
             self._save(trainer, self._metrics(trainer), ranked=False)
 
+    def on_fit_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        if self._latest_path and trainer.strategy.checkpoint_io.writes_later:  # the loggers may have found no file
+            announce(self, trainer)
+
     def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
         if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
             return
@@ -259,11 +256,12 @@ class ModelCheckpoint(Checkpoint):
     def _end_of_epoch(self, trainer: TrainerView) -> None:
         if self._should_skip(trainer):
             return
-        metrics, every = self._metrics(trainer), self._every_n_epochs
+        every = self._every_n_epochs
         is_due = every >= 1 and (trainer.current_epoch + 1) % every == 0
-        is_there = self.monitor in metrics or not self._awaits_validation(trainer)
-        if is_due or (self._is_waiting_for_metric and is_there):
-            self._save(trainer, metrics)
+        if is_due or self._is_waiting_for_metric:
+            metrics = self._metrics(trainer)
+            if is_due or self.monitor in metrics or not self._awaits_validation(trainer):
+                self._save(trainer, metrics)
 
     def _should_skip(self, trainer: TrainerView) -> bool:
         return (
@@ -352,7 +350,8 @@ class ModelCheckpoint(Checkpoint):
         self.last_model_path = self._free_path(trainer, metrics, previous, self.CHECKPOINT_NAME_LAST)
         if self.save_last == "link" and self._latest_path and self.save_top_k != 0:
             if trainer.is_global_zero and self._latest_path != self.last_model_path:
-                storage.link(self.last_model_path, self._latest_path)
+                # when the file is there: a link that leads nowhere would hide the checkpoints before it
+                trainer.strategy.checkpoint_io.then(partial(storage.link, self.last_model_path, self._latest_path))
         else:
             self._write(trainer, self.last_model_path)
         return previous
@@ -361,9 +360,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.save_checkpoint(path, self.save_weights_only)
         self._step_of_last_save = trainer.global_step
         self._latest_path = path
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(proxy(self))
+        announce(self, trainer)
 
     def _delete(self, trainer: TrainerView, path: str, kept: str) -> None:
         """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
@@ -376,7 +373,7 @@ class ModelCheckpoint(Checkpoint):
                 return
             if Path(str(self.dirpath)).absolute() not in place.parents:
                 return
-        storage.remove(path)
+        trainer.strategy.remove_checkpoint(path)
 
     def check_monitor_top_k(self, trainer: TrainerView, current: Tensor | None = None) -> bool:
         """Whether a checkpoint with the score `current` is among the best.
@@ -391,8 +388,8 @@ class ModelCheckpoint(Checkpoint):
         return bool(current < worst) if self.mode == "min" else bool(current > worst)
 
     def _metrics(self, trainer: TrainerView) -> dict[str, Tensor]:
-        """The metrics by name, with ``epoch`` and ``step`` as whole numbers."""
-        metrics = deepcopy(trainer.callback_metrics)
+        """The metrics of all ranks by name, with ``epoch`` and ``step`` as whole numbers. Collective."""
+        metrics = deepcopy(trainer.reduced_metrics())
         for name, value in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = metrics.get(name)
             metrics[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(value)
@@ -451,7 +448,7 @@ class ModelCheckpoint(Checkpoint):
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: TrainerView) -> bool:
         """Whether there is such a file where rank 0 is; the same answer on all ranks. Call it on all."""
-        found = storage.exists(filepath) if trainer.is_global_zero else None
+        found = trainer.strategy.has_checkpoint(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: TrainerView) -> set[str]:

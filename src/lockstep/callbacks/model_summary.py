@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.layer_table import ModelSummary as LayerTable
+from lockstep.callbacks.layer_table import format_table
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.view import ModuleView, TrainerView
 
@@ -15,10 +16,12 @@ from lockstep.ground.view import ModuleView, TrainerView
 class ModelSummary(Callback):
     """Shows the model's layers, their parameters and sizes once, on rank 0, when a fit begins.
 
-    The table goes to the logger ``lockstep`` at level INFO, which writes to stderr unless told otherwise.
+    The table goes to the logger ``lockstep`` at level INFO, which writes to stderr unless told otherwise. To
+    show it in another way, override :meth:`summarize`.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 turns the summary off.
+        **summarize_kwargs: for :meth:`summarize`.
 
     Raises:
         MisconfigurationException: ``max_depth`` is no int of at least -1.
@@ -38,11 +41,43 @@ class ModelSummary(Callback):
         if not self._max_depth:
             return
         # All ranks make it: with an example input that is a forward, in which a sharded model communicates.
-        table = LayerTable(cast(nn.Module, pl_module), self._max_depth)
+        table = self._summary(trainer, pl_module)
         if trainer.is_global_zero:
-            self.summarize(table, **self._summarize_kwargs)
+            self.summarize(
+                table._get_summary_data(),
+                table.total_parameters,
+                table.trainable_parameters,
+                table.model_size,
+                table.total_training_modes,
+                total_flops=table.total_flops,
+                **self._summarize_kwargs,
+            )
+
+    def _summary(self, trainer: TrainerView, pl_module: ModuleView) -> LayerTable:
+        return LayerTable(cast(nn.Module, pl_module), self._max_depth)
 
     @staticmethod
-    def summarize(table: LayerTable, **summarize_kwargs: Any) -> None:
-        """Write the table; override it to show the table in another way."""
-        rank_zero_info("\n%s", table)
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Write the table, on rank 0.
+
+        Args:
+            summary_data: head and cells of each column.
+            total_parameters: elements of all parameters.
+            trainable_parameters: elements of those that require gradients.
+            model_size: of all parameters, in units of 10^6 bytes.
+            total_training_modes: number of modules in "train" and "eval" mode.
+            total_flops: floating point operations of one forward of the example; 0 without one.
+            **summarize_kwargs: what the constructor was given.
+        """
+        text = format_table(
+            summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, total_flops
+        )
+        rank_zero_info("\n%s", text)

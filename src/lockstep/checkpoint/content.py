@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-import io
 import json
-import pickle
 import sys
 from typing import Any
 
@@ -14,10 +12,8 @@ import torch
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
+from lockstep.ground.plain import LEAVES, TENSORS, can_be_read_back, described
 
-#: kept as they are, and nothing inside to look at
-_LEAVES: frozenset[type] = frozenset({type(None), bool, float, complex, str, torch.device, torch.dtype, torch.Size})
-_TENSORS: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
 _DICTS: frozenset[Any] = frozenset((dict, collections.OrderedDict, AttributeDict))
 _SEQUENCES: frozenset[Any] = frozenset((list, tuple, set))
 
@@ -46,9 +42,9 @@ def _readable(value: Any, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
     that holds itself comes to an end.
     """
     kind = type(value)
-    if kind in _LEAVES or (kind is int and value.bit_length() < 64):
+    if kind in LEAVES or (kind is int and value.bit_length() < 64):
         return value
-    if kind in _TENSORS:
+    if kind in TENSORS:
         if vars(value):  # a tensor takes its Python attributes along
             _readable(vars(value), (*keys, "__dict__"), done)
         return value
@@ -93,38 +89,22 @@ def _readable_other(value: Any, keys: Keys) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         plain = value.item()
-        if type(plain) in _LEAVES or type(plain) is int:  # dates and long doubles have no plain equal
+        if type(plain) in LEAVES or type(plain) is int:  # dates and long doubles have no plain equal
             return plain
     if isinstance(value, torch.Tensor):  # of a subclass, whose data shall not be copied to try it
         safe = torch.serialization.get_safe_globals()
         if any(type(value) is (known[0] if isinstance(known, tuple) else known) for known in safe):
             return value
-    elif (numpy is None or not isinstance(value, numpy.ndarray)) and _can_be_read_back(value):
+    elif (numpy is None or not isinstance(value, numpy.ndarray)) and can_be_read_back(value):
         return value
     raise _refused(value, keys)
 
 
-def _can_be_read_back(value: Any) -> bool:
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError, RuntimeError, ValueError, ImportError):
-        return False
-    return True
-
-
 def _refused(value: Any, keys: Keys) -> MisconfigurationException:
     """The error for `value`, which is at `keys` (or a key there)."""
-    cls = type(value)
-    if isinstance(value, type):
-        what = f"the class {value.__module__}.{value.__qualname__}"
-    else:
-        what = "a " + f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
     where = "".join(f"[{json.dumps(key)}]" if isinstance(key, str) else f"[{key!r}]" for key in keys)
     return MisconfigurationException(
-        f"checkpoint{where} is {what}, which a checkpoint cannot hold: checkpoints carry no code and are "
+        f"checkpoint{where} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code and are "
         f"read with weights_only=True. Instead, {' or '.join(_ways_out(value, keys))}."
     )
 

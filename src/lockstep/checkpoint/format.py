@@ -5,7 +5,7 @@ Layout: the archive as ``torch.save`` writes it, whose comment (the last field o
     ``LOCKSTEP-SHA256\\0`` (16 bytes), SHA-256 of everything in front of the digest (32 bytes)
 
 so that ``torch.load`` and whatever reads zip files can still read it. The dict in it has the key
-``"lockstep"`` with the version of the format: a file that has the key and not the comment is damaged too.
+``"lockstep"`` with the version of the format: a file that has the version and not the comment is damaged too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 
 #: Version of the keys and their meaning, in ``checkpoint["lockstep"]["format"]``.
 FORMAT = 1
-#: The key that says that a digest belongs to the file.
+#: The key that says, by the version in it, that a digest belongs to the file.
 KEY = "lockstep"
 
 _NO_COMMENT = struct.pack("<H", 0)
@@ -97,11 +97,13 @@ class _HashingWriter:
         self.file.write(_SEAL + self._hash.digest())
 
 
-def load(path: storage.PathLike, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+def load(
+    path: storage.PathLike | IO[bytes], map_location: Any = None, weights_only: bool | None = None
+) -> dict[str, Any]:
     """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is whole.
 
     Args:
-        path: the file, local or a URL.
+        path: the file, local or a URL, or one that is open.
         map_location: where its tensors go, as in ``torch.load``.
         weights_only: False allows the file to run code while it is read: only for a file whose author you
             trust. Anything else keeps to tensors and plain values.
@@ -150,7 +152,9 @@ def _load(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> 
             f"The file {name!r} holds a {type(checkpoint).__name__}, so it is no checkpoint, which is a "
             "dict: check the path."
         )
-    if KEY in checkpoint and not sealed:
+    own = checkpoint.get(KEY)
+    # a CheckpointIO of the user's may have written a run by torch.save alone: that has the key, and no version in it
+    if isinstance(own, dict) and "format" in own and not sealed:
         raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
     return checkpoint
 

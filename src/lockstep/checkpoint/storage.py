@@ -161,13 +161,19 @@ def _explained(error: OSError, target: Path) -> OSError:
 
 
 @contextlib.contextmanager
-def reading(path: PathLike) -> Iterator[IO[bytes]]:
+def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
     """A binary file to read, at whose positions one may jump. A remote one is copied to a temporary file.
+
+    A file that is open already is read from its beginning, and stays open.
 
     Raises:
         FileNotFoundError: there is no such file.
         IsADirectoryError: it is a folder.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        path.seek(0)
+        yield path
+        return
     if not is_remote(path):
         with open(_local(path), "rb") as file:
             yield file

@@ -16,6 +16,7 @@ class Placement:
 
     world: World
     launched: bool  #: the ranks are there; False: this process is local rank 0 and has to start the others
+    cluster: str = "local"  #: who placed the ranks; anybody but "local" chose their devices too
 
 
 def detect(environ: Mapping[str, str], devices: int | None = None, num_nodes: int = 1) -> Placement:
@@ -37,7 +38,7 @@ def detect(environ: Mapping[str, str], devices: int | None = None, num_nodes: in
     given = torchelastic.given_world(environ)
     if given is not None:
         _compare(given, devices, num_nodes)
-        return Placement(given, launched=True)
+        return Placement(given, launched=True, cluster="torchelastic")
     if devices is None:
         started = local.is_started(environ)
         devices = max(read_number(environ, "WORLD_SIZE", default=1) // num_nodes, 1) if started else 1

@@ -59,6 +59,7 @@ class Mixed(Source):
 
     def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
         weight = max(item[1] for item in row if item is not None)
+        self.mark = sum(part.mark for part in self._parts) % 2**52
         return tree_unflatten([None if item is None else item[0] for item in row], self._spec), weight
 
     def has(self, number: int) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,13 @@ class Source(ABC):
     """In at least so many leading micro-batches every rank draws ``batch`` samples."""
     batch: int = 1
     rank: int
+    mark: float = 0.0
+    """Stands for the first sample of a stream before it was shared out: on all ranks alike, unless it is not one."""
+    noted: deque[list[Any]] | None = None
+    """What the data set was asked for, batch by batch, as far as it was not taken out again; see `note_indices`."""
+
+    def note_indices(self) -> None:  # noqa: B027
+        """From the next pass on keep in ``noted`` which samples are drawn; does nothing where nobody knows."""
 
     @abstractmethod
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
@@ -137,8 +145,13 @@ class Indexed(Source):
         self._schedule.begin(epoch, turn, start)
         self._stop = stop
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
+        if self.noted is not None:
+            self.noted.clear()
         iterator = opened(self._copy)
         return apart(iterator) if self._own_process and not self._quiet else iterator
+
+    def note_indices(self) -> None:
+        self.noted = deque()
 
     def has(self, number: int) -> bool:
         return self._schedule.has(number)
@@ -149,10 +162,42 @@ class Indexed(Source):
     def lists(self) -> Iterator[Any]:
         """What the copy's batch sampler yields in the pass that was opened last."""
         drawn = self._schedule.draw(self._stop)
+        if self.noted is not None:
+            drawn = _noting(drawn, self.noted)
         return drawn if self._quiet or not self._own_process else _seeding(drawn)
 
     def close(self) -> None:
         end_workers(self._copy)
+
+
+def _noting(drawn: Iterable[Any], noted: deque[list[Any]]) -> Iterator[Any]:
+    """Writes down what is drawn, before a loader (and its workers, ahead of time) gets it."""
+    for indices in drawn:
+        # a plain slice: walking over seeded indices would seed
+        noted.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
+        yield indices
+
+
+def _plain(index: Any) -> Any:
+    return int(index) if isinstance(index, SeededIndex) else index
+
+
+class _Noted:
+    """The batch sampler of a loader that is taken as it stands, with its batches noted."""
+
+    def __init__(self, batches: Any, noted: deque[list[Any]]) -> None:
+        self._batches = batches
+        self._noted = noted
+
+    def __iter__(self) -> Iterator[Any]:
+        self._noted.clear()  # another pass
+        return _noting((list(indices) for indices in self._batches), self._noted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 def _seeding(drawn: Iterator[Any]) -> Iterator[Any]:
@@ -194,7 +239,7 @@ class Stream(Source):
         self._own_process = loader.num_workers == 0
         changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
         if self._counts:
-            changes["collate_fn"] = Counting(loader.collate_fn)
+            changes["collate_fn"] = Counting(loader.collate_fn, self._shard)
         if loader.worker_init_fn is not None:
             changes["worker_init_fn"] = WatchedInit(loader.worker_init_fn)
         self._copy = copy_loader(loader, **changes)
@@ -218,7 +263,12 @@ class Stream(Source):
         self._resume = False
         if not self._counts:
             return ((batch, 1.0) for batch in iterator)
-        return ((batch, float(count)) for count, batch in iterator)
+        return self._marked(iterator)
+
+    def _marked(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+        for count, mark, batch in iterator:
+            self.mark = mark
+            yield batch, float(count)
 
     def state_dict(self) -> dict[str, Any]:
         if hasattr(self._copy, "state_dict"):
@@ -263,6 +313,7 @@ class Untouched(Source):
         # on.
         plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         indexed = plain and not isinstance(loader.dataset, IterableDataset)
+        self._indexed = indexed
         self.ahead = self.fixed = indexed and length is not None
         if cut is not None:
             self.even, self.batch = cut.full, cut.batch
@@ -285,6 +336,12 @@ class Untouched(Source):
 
     def weights(self, number: int) -> Sequence[float]:
         return [1.0] * self._size if self._cut is None else self._cut.weights(number)
+
+    def note_indices(self) -> None:
+        batches = getattr(self._loader, "batch_sampler", None)
+        if isinstance(self._loader, DataLoader) and batches is not None and self._indexed:
+            self.noted = deque()
+            self._loader = copy_loader(self._loader, batch_sampler=_Noted(batches, self.noted))
 
     def state_dict(self) -> dict[str, Any]:
         if self._stateful:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -29,7 +33,8 @@ class Shard(IterableDataset[Any]):
     - Of any other, sample ``i`` goes to worker ``w`` of rank ``r`` if ``i % (workers x ranks) == w x ranks +
       r``.
     - One that shards itself over ranks is taken whole if that can be seen (``split_dataset_by_node`` of
-      Hugging Face's `datasets`); otherwise set ``Trainer(use_distributed_sampler=False)``.
+      Hugging Face's `datasets`); otherwise set ``Trainer(use_distributed_sampler=False)``. Its first sample is
+      another on each rank, which ``mark`` tells.
 
     Before each sample the generators are seeded from (seed, epoch, position in the stream).
 
@@ -38,6 +43,9 @@ class Shard(IterableDataset[Any]):
         rank: this rank.
         size: number of ranks.
         key: 64 bits that stand for (seed, loader).
+
+    Attributes:
+        mark: a number that stands for the first sample of the stream, read by this copy; 0.0 where there is none.
     """
 
     def __init__(self, dataset: Any, rank: int, size: int, key: int) -> None:
@@ -45,6 +53,7 @@ class Shard(IterableDataset[Any]):
         self.dataset = dataset
         self.rank, self.size = (0, 1) if whole else (rank, size)
         self.key = key
+        self.mark = 0.0
         self.epoch = 0
         self.turn = 0
         self._passes = 0  # begun by this copy: those in persistent workers live from epoch to epoch
@@ -79,6 +88,8 @@ class Shard(IterableDataset[Any]):
             item = next(iterator, _END)
             if item is _END:
                 return
+            if number == 0 and self.size > 1:
+                self.mark = fingerprint(item)
             self._read = number + 1
             if info is not None and not self._looked:
                 self._looked = info.looked
@@ -140,13 +151,31 @@ class WatchedInit:
 
 
 class Counting:
-    """A ``collate_fn`` that tells how many samples it was given: returns (count, batch)."""
+    """A ``collate_fn`` that tells how many samples it was given, of which stream: returns (count, mark, batch)."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], Any], shard: Shard) -> None:
         self.collate = collate
+        self.shard = shard  # in a worker, its copy of the shard
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self.collate(samples)
+    def __call__(self, samples: list[Any]) -> tuple[int, float, Any]:
+        return len(samples), self.shard.mark, self.collate(samples)
+
+
+def fingerprint(item: Any) -> float:
+    """A whole number below 2**52, the same for equal samples; 0.0 where it cannot be told."""
+    parts, shape = tree_flatten(item)
+    try:
+        content = [repr(shape).encode(), *map(_bytes, parts)]
+    except Exception:  # a user's object, which may refuse in any way
+        return 0.0
+    return float(int.from_bytes(hashlib.blake2b(b"|".join(content), digest_size=8).digest(), "big") >> 12)
+
+
+def _bytes(part: Any) -> bytes:
+    if isinstance(part, torch.Tensor):  # whose pickle also tells where it lies
+        numbers = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{part.dtype}{tuple(part.shape)}".encode() + numbers.numpy().tobytes()
+    return pickle.dumps(part)
 
 
 def stream_length(samples: int, batch: int | None, drop_last: bool, ranks: int, workers: int) -> int:

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.accelerator import Accelerator, Devices, find_accelerator
 from lockstep.ground.tree import tree_map
-
-Devices = int | str | list[int] | tuple[int, ...]
 
 
 class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` asks for a method
@@ -44,11 +42,13 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     return tree_map(move, batch, (torch.Tensor, _Movable))  # tensors first: the quicker question
 
 
-def resolve_accelerator(accelerator: str = "auto", devices: Devices = "auto") -> tuple[str, list[torch.device]]:
+def resolve_accelerator(
+    accelerator: str | Accelerator = "auto", devices: Devices = "auto"
+) -> tuple[str, list[torch.device]]:
     """The device type and this node's devices, one for each rank.
 
     Args:
-        accelerator: ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
+        accelerator: ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"gpu"``, ``"cuda"``, or an Accelerator.
         devices: how many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``), all (``-1``, ``"-1"``), or
             ``"auto"``, which is all GPUs. On the CPU the number of processes; ``"auto"`` is one.
 
@@ -62,73 +62,5 @@ def resolve_accelerator(accelerator: str = "auto", devices: Devices = "auto") ->
         >>> resolve_accelerator("cpu", 2)
         ('cpu', [device(type='cpu'), device(type='cpu')])
     """
-    kind = _device_type(accelerator)
-    if kind == "cpu":
-        return kind, [torch.device("cpu")] * _process_count(devices)
-    present = torch.cuda.device_count() if kind == "cuda" else 1
-    return kind, [torch.device(kind, index) for index in _indices(devices, present, kind)]
-
-
-def _device_type(accelerator: str) -> str:
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if accelerator == "auto":
-        return "cuda" if has_cuda else "mps" if has_mps else "cpu"
-    if accelerator == "gpu" and (has_cuda or has_mps):
-        return "cuda" if has_cuda else "mps"
-    if accelerator == "cpu" or (accelerator == "cuda" and has_cuda) or (accelerator == "mps" and has_mps):
-        return accelerator
-    if accelerator in ("gpu", "cuda", "mps"):
-        raise MisconfigurationException(
-            f"accelerator={accelerator!r}, but torch {torch.__version__} finds no such device here: "
-            "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
-        )
-    raise MisconfigurationException(
-        f"accelerator={accelerator!r} is not known: use 'auto', 'cpu', 'gpu', 'cuda' or 'mps'"
-    )
-
-
-def _process_count(devices: Devices) -> int:
-    count = 1 if devices == "auto" else _number(devices)
-    if count is None or count < 1:
-        raise MisconfigurationException(
-            f"devices={devices!r} with accelerator='cpu': give the number of processes, 1 or more, or 'auto'"
-        )
-    return count
-
-
-def _indices(devices: Devices, present: int, kind: str) -> list[int]:
-    """Which of the devices 0 .. present - 1 were asked for."""
-    count = -1 if devices == "auto" else _number(devices)
-    if count is not None:
-        indices = list(range(present if count == -1 else count))
-    elif isinstance(devices, str):
-        try:
-            indices = [int(part) for part in devices.split(",") if part.strip()]
-        except ValueError:
-            indices = []
-    else:
-        indices = list(devices) if isinstance(devices, list | tuple) else []
-    if not indices or any(type(index) is not int or index < 0 for index in indices):
-        raise MisconfigurationException(
-            f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"
-        )
-    if len(set(indices)) < len(indices):
-        raise MisconfigurationException(f"devices={devices!r} names a device twice: give each one once")
-    if max(indices) >= present:
-        raise MisconfigurationException(
-            f"devices={devices!r}, but this machine has {present} {kind} device(s), numbered from 0: "
-            f"use devices={present} or less, or -1 for all"
-        )
-    return indices
-
-
-def _number(devices: Devices) -> int | None:
-    """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
-    if isinstance(devices, bool):
-        return None
-    if isinstance(devices, str):
-        try:
-            return int(devices)
-        except ValueError:
-            return None
-    return devices if isinstance(devices, int) else None
+    found = find_accelerator(accelerator)
+    return found.device_type, found.get_parallel_devices(devices)

@@ -24,6 +24,7 @@ def missing_extra(package: str, extra: str, needed_for: str) -> ModuleNotFoundEr
         needed_for: what the user asked for that needs it.
     """
     return ModuleNotFoundError(
-        f'{needed_for} needs the package `{package}`, which is not installed: pip install "torch-lockstep[{extra}]"',
+        f"{needed_for} needs the package `{package}`, which is not installed: pip install "
+        f'"torch-lockstep[{extra}]" (in a clone of lockstep: pip install -e ".[{extra}]")',
         name=package,
     )

@@ -6,14 +6,19 @@ import copy
 import dataclasses
 import inspect
 from argparse import Namespace
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.plain import NotPlain, described, plain
 from lockstep.ground.rank import rank_zero_warn
+
+given_hyperparameters: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
+"""What the command line parsed for the ``__init__`` that it calls, kept in place of the objects made of it."""
 
 
 class AttributeDict(dict[str, Any]):
@@ -73,9 +78,13 @@ class HyperparametersMixin:
     ) -> None:
         """Keep arguments of ``__init__`` in :attr:`hparams`; call it inside ``__init__``.
 
-        Checkpoints carry them, and ``load_from_checkpoint`` builds the module from them. Called in a base
-        class, it collects the arguments of the subclasses' ``__init__`` too (where names meet, the outermost
-        call wins). Several calls add to what is there.
+        Checkpoints carry them, and ``load_from_checkpoint`` builds the module from them. :attr:`hparams` keeps the
+        objects; a checkpoint, which carries no code, holds their plain form: a path as a string, an ``Enum`` as its
+        value, a ``Namespace`` or dataclass as a dict. A module is left out, since its weights are in the checkpoint
+        already: give it to ``load_from_checkpoint`` again.
+
+        Called in a base class, this collects the arguments of the subclasses' ``__init__`` too (where names meet, the
+        outermost call wins). Several calls add to what is there.
 
         Args:
             args: nothing (all arguments), names of arguments, or one dict or Namespace that holds them all.
@@ -84,7 +93,9 @@ class HyperparametersMixin:
             logger: whether the Trainer's loggers record them.
 
         Raises:
-            MisconfigurationException: a name is no argument of ``__init__``, or there are several containers.
+            MisconfigurationException: a name is no argument of ``__init__``, there are several containers, or a
+                checkpoint cannot hold one of the values (a function, a class, an object of your own). Where a base
+                class calls this, that is said when the checkpoint is made: a subclass may still ignore the argument.
 
         Example::
 
@@ -101,18 +112,27 @@ class HyperparametersMixin:
             assert current is not None
             frame = current.f_back
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        found = {name: value for name, value in _init_arguments(self, frame).items() if name not in ignored}
-        chosen, self._hparams_name = _choose(args, found)
+        arguments, calls = _init_arguments(self, frame)
+        parsed = given_hyperparameters.get()
+        arguments = arguments if parsed is None else parsed
+        chosen, self._hparams_name = _choose(args, {k: value for k, value in arguments.items() if k not in ignored})
         self._set_hparams(chosen)
-        for name in ignored:
-            self.hparams.pop(name, None)
+        self.remove_ignored_hparams(list(ignored))
+        if calls < 2:
+            plain_hyperparameters(self.hparams)
         for name, value in self.hparams.items():
             if isinstance(value, nn.Module):
                 rank_zero_warn(
-                    f"The hyperparameter {name!r} is a module, whose weights a checkpoint has already: leave "
-                    f"it out by `self.save_hyperparameters(ignore=[{name!r}])`."
+                    f"The hyperparameter {name!r} is a module, whose weights a checkpoint has already, so that it is "
+                    f"not kept again: `load_from_checkpoint(path, {name}=...)` takes it. Say so by "
+                    f"`self.save_hyperparameters(ignore=[{name!r}])`."
                 )
         self._hparams_initial = copy.deepcopy(self.hparams)
+
+    def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
+        """Drop hyperparameters by name, such as those that a base class has saved."""
+        for name in ignore_list:
+            self.hparams.pop(name, None)
 
     def _set_hparams(self, hparams: Any) -> None:
         if isinstance(hparams, Namespace):
@@ -170,21 +190,66 @@ def _same(value: Any, container: Any) -> bool:
         return False
 
 
-def _init_arguments(obj: Any, frame: FrameType | None) -> dict[str, Any]:
-    """Arguments of all ``__init__`` calls of `obj` that are running, from `frame` outwards."""
+def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds of `hparams`: their plain forms, without the modules among them.
+
+    Raises:
+        MisconfigurationException: one has no plain form; it names the key.
+    """
+    kept = {}
+    for name, value in hparams.items():
+        if isinstance(value, nn.Module):
+            continue
+        try:
+            kept[name] = plain(value)
+        except NotPlain as error:
+            inside = "".join(f"[{key!r}]" for key in error.keys)
+            what = f"holds at {inside} {described(error.value)}" if inside else f"is {described(error.value)}"
+            raise MisconfigurationException(
+                f"save_hyperparameters(): the hyperparameter {name!r} {what}, which a checkpoint cannot hold, as it "
+                f"carries no code. Leave it out by save_hyperparameters(ignore=[{name!r}]), and give it again to "
+                f"load_from_checkpoint(path, {name}=...); or take a name for it, a string."
+            ) from error
+    return kept
+
+
+def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
+    """The hyperparameters that loggers get, of a module and a data module that send theirs.
+
+    Raises:
+        MisconfigurationException: both have a hyperparameter of the same name, and it differs.
+    """
+    merged: dict[str, Any] = {}
+    for source in sources:
+        if not getattr(source, "_log_hyperparams", False):
+            continue
+        for name, value in source.hparams_initial.items():
+            if name in merged and not _same(merged[name], value):
+                raise MisconfigurationException(
+                    f"The hyperparameter {name!r} is {merged[name]!r:.100} in the module and {value!r:.100} in the "
+                    "data module, so that loggers cannot tell which: rename one, or keep one of the two to itself by "
+                    "save_hyperparameters(logger=False)."
+                )
+            if name not in ("_class_path", "_instantiator"):  # notes of the command line
+                merged[name] = value
+    return merged
+
+
+def _init_arguments(obj: Any, frame: FrameType | None) -> tuple[dict[str, Any], int]:
+    """Arguments of all ``__init__`` calls of `obj` that are running, from `frame` outwards, and how many they are."""
     if dataclasses.is_dataclass(obj):
-        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}, 1
     found: dict[str, Any] = {}
-    inside = False
+    calls = 0
     while frame is not None:
         arguments = _arguments_of_init(obj, frame)
         if arguments is not None:
-            inside = True
+            calls += 1
             found.update(arguments)  # an outer call belongs to a subclass: its names win
-        elif inside:
+        elif calls:
             break
         frame = frame.f_back
-    return found
+    return found, calls
 
 
 def _arguments_of_init(obj: Any, frame: FrameType) -> dict[str, Any] | None:

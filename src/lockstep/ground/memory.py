@@ -10,8 +10,14 @@ from torch import Tensor
 
 from lockstep.ground.tree import tree_map
 
-_ON_CPU = "DefaultCPUAllocator"
-"""How the messages about the host's memory name themselves; they come as plain RuntimeErrors."""
+_SAYINGS = (
+    "DefaultCPUAllocator",  # the host's memory
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN answers where its workspace does not fit
+)
+"""What errors say that come as plain RuntimeErrors where memory is used up."""
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
@@ -27,7 +33,7 @@ def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
 def is_oom_error(exception: BaseException) -> bool:
     """Whether an exception says that a device's memory, or the host's, is used up."""
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(exception, RuntimeError) and _ON_CPU in str(exception)
+        isinstance(exception, RuntimeError) and any(saying in str(exception) for saying in _SAYINGS)
     )
 
 

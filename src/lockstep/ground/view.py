@@ -118,11 +118,14 @@ class TrainerView(Protocol):
     datamodule: Any
     strategy: Any
     fit_loop: Any
+    predict_loop: Any
     checkpoint_callback: Any
     checkpoint_callbacks: list[Any]
     progress_bar_callback: Any
     precision: str
     received_sigterm: bool
+    interruption: str | None
 
+    reduced_metrics: Callable[[], dict[str, Tensor]]
     save_checkpoint: Callable[..., None]
     print: Callable[..., None]

@@ -1,18 +1,21 @@
-"""Who failed first: each rank leaves a note when an exception ends its run."""
+"""Who failed first: the exceptions, ends and strays of ranks, and which of them the others follow from."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lockstep.launch.children import Ended
+from lockstep.launch.stack import Stack, calling, reason_of, stack_of
 
 SLACK = 0.5
 """Seconds by which the end of a process may be seen later than what follows from it in the others."""
+
+INTERRUPTED = "KeyboardInterrupt"
+EXIT = "sys.exit("
+RULE = "All ranks must make the same calls."
 
 
 @dataclass(frozen=True)
@@ -22,67 +25,161 @@ class Cause:
     rank: int
     at: float  #: seconds on the clock that the processes of this machine share (``time.monotonic``)
     reason: str  #: ``"ValueError: what it said"``
-    place: str  #: ``"train.py:14"``, where it was raised
+    place: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
     trace: str  #: the traceback as Python prints it
+    call: int = 0  #: the call in which it came, counted from 1; 0: in none
+    lost: bool = False  #: whether a collective raised it: mostly since another rank had failed before
+    doing: str = ""  #: what lockstep was doing for the rank
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether it is a ``sys.exit()``, of which Python prints no traceback."""
+        return self.reason.startswith(EXIT)
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether this is a Ctrl-C, not a failure."""
+        return self.reason.startswith(INTERRUPTED)
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first, at {self.place}: {self.reason}"
 
 
-def cause_of(rank: int, error: BaseException) -> Cause:
-    """The note on an exception, taken where it is caught."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-    reason = "".join(traceback.format_exception_only(type(error), error)).strip()
-    return Cause(rank, time.monotonic(), reason, place, "".join(traceback.format_exception(error)))
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands: in which of its calls, or behind which."""
+
+    rank: int
+    at: float  #: since when, on the clock of ``time.monotonic``
+    call: int  #: which call, counted from 1
+    inside: bool  #: whether it is in the call, or has come out of it
+    place: str  #: the line of the user's code that called
+    process: int = 0  #: id of the rank's process
+    answers: str = ""  #: where it answers for its stack
+    ended: bool = False  #: whether its process has come to its end
 
 
-class Notes:
-    """The notes of all ranks of a node: a file without a name, of which nothing is left, come what may.
+@dataclass(frozen=True)
+class Stray:
+    """Ranks that went different ways, so that each would have waited for another for ever."""
 
-    Attributes:
-        descriptor: of the file; a started process inherits it and writes to it.
-        address: the same for an environment variable; a process that got only the variable can tell.
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -> Cause:
+    """The note on an exception, taken where it is caught.
+
+    Args:
+        rank: of this process.
+        error: the exception.
+        call: in which call it came.
+        called: the line of the user's code that made the call.
     """
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as the ranks run
-        self.descriptor = self._file.fileno()
-        self.address = f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
-
-    def read(self) -> list[Cause]:
-        """What has been written, the earliest first; of each rank the last."""
-        text = os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
-        causes = {cause.rank: cause for cause in (Cause(**json.loads(line)) for line in text.splitlines())}
-        return sorted(causes.values(), key=lambda cause: cause.at)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
+    stack = stack_of(error)
+    stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
+    lost = stack.waits and isinstance(error, RuntimeError)  # torch's errors of collectives are RuntimeErrors
+    trace = "".join(traceback.format_exception(error))
+    return Cause(rank, time.monotonic(), reason_of(error), stack.place(called), trace, call, lost, stack.doing)
 
 
-def leave_note(address: str, cause: Cause) -> None:
-    """Write a note to the process that started this one; nowhere if that did not hand its file down."""
-    descriptor, inode = map(int, address.split(":"))
-    try:
-        if os.fstat(descriptor).st_ino == inode:
-            os.write(descriptor, json.dumps(asdict(cause)).encode() + b"\n")
-    except OSError:  # closed, or its disk is full: the exception itself matters more
-        return
-
-
-def first_cause(ended: list[Ended], noted: list[Cause]) -> Ended | Cause | None:
+def first_cause(
+    ended: list[Ended],
+    noted: list[Cause],
+    stands: Mapping[int, Stand] | None = None,
+    caught: Sequence[Cause] = (),
+) -> Ended | Cause | Stray | None:
     """What ended the run; None if nothing failed.
 
     A process that ended without a note (killed, crashed, ``os._exit``) breaks the connections to it, so
-    exceptions of other ranks about that moment are its consequences. Else the earliest exception counts.
+    exceptions of other ranks about that moment are its consequences. Else the earliest exception counts that
+    did not come out of a collective. Where all did, either a rank had left, or the ranks' calls did not match.
 
     Args:
         ended: processes that failed by themselves, in order of time.
         noted: notes of ranks whose failure was not caught, in order of time.
+        stands: where the ranks stand, by rank.
+        caught: notes of ranks that did not fail, for their scripts caught what came out of their newest calls.
     """
+    own = [cause for cause in noted if not cause.lost]
     ranks = {cause.rank for cause in noted}
     silent = next((end for end in ended if end.rank not in ranks), None)
-    if silent is None or (noted and noted[0].at < silent.at - SLACK):
-        return noted[0] if noted else None
-    return silent
+    if silent is not None and not (own and own[0].at < silent.at - SLACK):
+        return silent
+    if own:
+        return own[0]
+    if not noted:
+        return None
+    if caught:
+        return caught[0]
+    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.place})" for c in noted}) or noted[0]
+
+
+def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Stray | None:
+    """The rank that had left a call before others lost it there."""
+    for cause in lost:
+        for stand in stands.values():
+            if cause.call and has_left(stand, cause.call) and stand.at <= cause.at:
+                return left(stand, [cause.rank], f"{cause.doing} ({cause.place})")
+    return None
+
+
+def was_caught(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+    """Whether an exception of its rank's own ended the newest call of that rank, and the script did not mind."""
+    stand = stands.get(cause.rank)
+    return stand is not None and not cause.lost and stand.call == cause.call and not stand.inside
+
+
+def has_left(stand: Stand, call: int) -> bool:
+    """Whether a rank that stands there has come out of the ``call``, or will never get to it."""
+    return stand.ended or stand.call > call or (stand.call == call and not stand.inside)
+
+
+def left(stand: Stand, waiting: Sequence[int], where: str) -> Stray:
+    """A rank came out of a call, or to its end, and others wait for it."""
+    did = f"left the call at {stand.place}" if stand.call else "made no call"
+    if stand.ended:
+        did += " and came to its end"
+    return Stray(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
+
+
+def mismatch(doings: Mapping[int, str]) -> Stray | None:
+    """Ranks wait for one another at different places; None if it is the same one.
+
+    Args:
+        doings: what each does, and where, by rank.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, doing in sorted(doings.items()):
+        groups.setdefault(doing, []).append(rank)
+    if len(groups) < 2:
+        return None
+    odd_first = sorted(groups.items(), key=lambda group: len(group[1]))
+    parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first]
+    return Stray(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``"rank 3"`` or ``"ranks 0, 2"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Stray | None:
+    """Whether ranks that stand still wait for something that cannot come.
+
+    Args:
+        stands: where the ranks of this node stand.
+        stacks: of those that do nothing, in one and the same place for a while.
+        everyone: whether the ranks of this node are all there are.
+    """
+    waiting = {rank: stack for rank, stack in stacks.items() if rank in stands and stack.waits}
+    for rank, stack in sorted(waiting.items()):
+        for stand in stands.values():
+            if has_left(stand, stands[rank].call):
+                return left(stand, [rank], stack.described(stands[rank].place))
+    calls = {stand.call for stand in stands.values()}
+    if everyone and len(calls) == 1 and waiting.keys() == stands.keys():
+        return mismatch({rank: stack.described(stands[rank].place) for rank, stack in waiting.items()})
+    return None

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 GRACE = 2.0
 """Seconds that a process gets to end by itself before it is killed."""
 
+FAREWELL = 30.0
+"""Seconds that a process gets that says it is ending."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -29,7 +32,8 @@ class Ended:
             except ValueError:
                 name = f"signal {-self.code}"
             return f"rank {self.rank} (process {self.pid}) was killed by {name} (exit code {self.code})"
-        return f"rank {self.rank} (process {self.pid}) ended with exit code {self.code}"
+        early = " in the middle of the run" if self.code == 0 else ""
+        return f"rank {self.rank} (process {self.pid}) ended{early} with exit code {self.code}"
 
 
 class Children:
@@ -40,15 +44,25 @@ class Children:
 
     Args:
         on_failure: called once, in such a thread, when the first process has failed and the others are ended.
+        is_busy: whether a rank is in the middle of something, so that its end is a failure whatever its code.
+        is_someone_ending: whether a rank that fails, too, is to have more time, to save what it has.
     """
 
-    def __init__(self, on_failure: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_failure: Callable[[], None] | None = None,
+        is_busy: Callable[[int], bool] | None = None,
+        is_someone_ending: Callable[[], bool] | None = None,
+    ) -> None:
         self._on_failure = on_failure
+        self._is_busy = is_busy
+        self._is_someone_ending = is_someone_ending
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._watchers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._stopping = False
         self._failed: list[Ended] = []
+        self._ended: dict[int, float] = {}
 
     def start(
         self,
@@ -86,6 +100,12 @@ class Children:
             return list(self._failed)
 
     @property
+    def ended(self) -> dict[int, float]:
+        """Those that have come to a good end, with the time."""
+        with self._lock:
+            return dict(self._ended)
+
+    @property
     def running(self) -> list[int]:
         """The ranks whose processes run."""
         return [rank for rank, process in self._processes.items() if process.poll() is None]
@@ -117,14 +137,20 @@ class Children:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code, at = process.wait(), time.monotonic()
+        well = code == 0 and not (self._is_busy is not None and self._is_busy(rank))
         with self._lock:
-            if code == 0 or self._stopping:
+            if well:
+                self._ended[rank] = at
+            if well or self._stopping:
                 return
             self._failed.append(Ended(rank, process.pid, code, at))
             first = len(self._failed) == 1
         if first:
             # others may be about to fail by themselves, one of them as the true cause: let them say so
+            until = time.monotonic() + FAREWELL
             time.sleep(GRACE / 4)
+            while self._is_someone_ending is not None and self._is_someone_ending() and time.monotonic() < until:
+                time.sleep(GRACE / 40)
             self.stop()
             if self._on_failure is not None:
                 self._on_failure()

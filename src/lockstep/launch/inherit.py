@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
+from typing import Any
+
+import torch.utils.data.dataloader
 
 from lockstep.cluster.detect import early_rank
 from lockstep.ground.rank import rank_zero_only
@@ -18,6 +23,7 @@ PARENT = "LOCKSTEP_PARENT"
 """The variable with the process that a rank must not outlive."""
 
 _PR_SET_PDEATHSIG = 1
+_LOADER = torch.utils.data.dataloader.__file__
 
 
 def _working_folder() -> str | None:
@@ -60,6 +66,26 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent and not _is_alive(parent):
         os._exit(1)  # it ended before the bond was made
+
+
+@functools.cache
+def bind_loader_workers() -> None:
+    """Have the system kill loader workers that are forked here when this process ends, however it does.
+
+    By themselves they look for their parent every 5 seconds. Those that are not forked do so still.
+    """
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None)  # not in the child: it should do as little as it can
+        os.register_at_fork(after_in_child=functools.partial(_bind_loader_worker, libc.prctl))
+
+
+def _bind_loader_worker(prctl: Any) -> None:
+    frame, made = sys._getframe(), threading.main_thread() is threading.current_thread()
+    while made and frame is not None:  # the bond is to a thread, so that of the loader must be the main one
+        if frame.f_code.co_filename == _LOADER:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            return
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _is_alive(process: int) -> bool:

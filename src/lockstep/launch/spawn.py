@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import pickle
 import subprocess
@@ -10,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import torch
 
@@ -18,17 +20,18 @@ from lockstep.cluster.base import World
 from lockstep.cluster.local import rank_variables
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
-from lockstep.launch.causes import Cause, Notes, cause_of, first_cause, leave_note
-from lockstep.launch.children import Children
-from lockstep.launch.inherit import PARENT, inherit
+from lockstep.launch.attendance import attended, failed
+from lockstep.launch.causes import Cause, Stray, first_cause
+from lockstep.launch.children import GRACE, Children, Ended
+from lockstep.launch.inherit import PARENT, bind_loader_workers, inherit
+from lockstep.launch.notes import Notes
 from lockstep.launch.parcel import pack, unpack
 from lockstep.launch.port import free_port
+from lockstep.launch.stack import calling
 from lockstep.launch.threads import share_cores
+from lockstep.launch.watch import Verdict, Watch
 
 T = TypeVar("T")
-
-PATIENCE = 10.0
-"""Seconds that the ranks get to end by themselves after Ctrl-C, which reaches them too."""
 
 # Plain processes, not those of `multiprocessing`: these would import the script first, which then had to guard
 # its main part, and as daemons they could have no loader workers.
@@ -62,26 +65,36 @@ class SpawnLauncher:
 
         Raises:
             MisconfigurationException: function or arguments cannot travel.
-            RuntimeError: a rank failed, and the others were ended. It names the rank and has its traceback.
+            RuntimeError: a rank failed, and the others were ended. Its last line names the rank and the reason.
+            KeyboardInterrupt: a second Ctrl-C came, or the first one while nothing can be ended in order.
         """
         world = replace(self.world, port=self.world.port or free_port())
-        children, notes = Children(), Notes()
+        notes, verdicts = Notes(), list[Verdict]()
+        children = Children(None, notes.is_inside, notes.is_someone_ending)
+
+        def stop(verdict: Verdict) -> None:
+            verdicts.append(verdict)
+            children.stop(GRACE / 4)
+
+        watch = Watch(notes, world.local_size == world.size, stop, lambda: children.ended)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result:
             try:
-                _start(children, _Call(function, args, kwargs, world), result, notes)
+                _start(children, _Call(function, args, kwargs, world, calling().place()), result, notes)
+                watch.start()
                 try:
                     children.wait()
                 except KeyboardInterrupt:
-                    # the ranks got it too; one that stops its training in order still has a result
-                    if not children.wait(PATIENCE) or children.failed:
-                        raise
-                if children.failed:
-                    raise _failure(children, notes)
+                    # a rank that stops its training in order still has a result; a second Ctrl-C ends all
+                    watch.interrupt()
+                    children.wait()
+                if children.failed or verdicts:
+                    raise _failure(children, notes, verdicts[0] if verdicts else None, watch)
                 result.seek(0)
                 returned: T = unpack(result)
                 return returned
             finally:
+                watch.stop()
                 children.stop()
                 notes.close()
 
@@ -94,6 +107,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     world: World
+    called: str  #: the line of the user's code that made it
 
 
 def _start(children: Children, call: _Call, result: IO[bytes], notes: Notes) -> None:
@@ -129,11 +143,19 @@ def _write(call: _Call, file: IO[bytes]) -> None:
     file.flush()
 
 
-def _failure(children: Children, notes: Notes) -> RuntimeError:
+def _failure(children: Children, notes: Notes, verdict: Verdict | None, watch: Watch) -> BaseException:
+    """What to raise in the calling process: the first cause; or that all was interrupted."""
     ranks = {end.rank for end in children.failed}
-    cause = first_cause(children.failed, [cause for cause in notes.read() if cause.rank in ranks])
-    trace = f"\n\nIts traceback:\n\n{cause.trace}" if isinstance(cause, Cause) else ""
-    return RuntimeError(f"strategy='ddp_spawn': {cause}{trace}")
+    cause: Cause | Ended | Stray | None = None if verdict is None else verdict.cause
+    if cause is None and not (verdict is not None and verdict.interrupted):
+        noted = notes.read()
+        cause = first_cause(children.failed, [cause for cause in noted if cause.rank in ranks] or noted, watch.stands())
+    if (verdict is not None and verdict.interrupted) or (isinstance(cause, Cause) and cause.is_interrupt):
+        return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Stray) else []))
+    if isinstance(cause, Ended) and watch.interrupted_at is not None and cause.code in (-2, 130):
+        return KeyboardInterrupt()
+    trace = f"a rank failed:\n\n{cause.trace}\n" if isinstance(cause, Cause) and not cause.is_exit else ""
+    return RuntimeError(f"{trace}strategy='ddp_spawn': {cause}")  # the first cause is the last thing on the screen
 
 
 def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:
@@ -151,13 +173,29 @@ def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:
             _restore(unpack(file))
             call: _Call = unpack(file)
         share_cores(os.environ, call.world.local_size)
-        returned = call.function(*call.args, **call.kwargs)
+        bind_loader_workers()
+        with attended(int(rank), notes, call.called):
+            returned = call.function(*call.args, **call.kwargs)
         with os.fdopen(int(result), "wb") as out:
             if int(rank) == call.world.rank:
                 pack(returned, out)
     except BaseException as error:
-        leave_note(notes, cause_of(int(rank), error))
-        sys.exit(1)
+        failed(error, int(rank), notes)
+        _end(1)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process as Python does, but leave its memory to the system: to tidy it up takes seconds on a busy
+    machine, in which the others do not know yet that this rank has failed."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+            stream.flush()
+    os._exit(code)
 
 
 def _surroundings() -> dict[str, Any]:

@@ -1,7 +1,52 @@
 """Where metrics and hyperparameters go. A face: it only re-exports."""
 
-from lockstep.loggers.base import DummyLogger, Logger
-from lockstep.loggers.csv import CSVLogger
-from lockstep.loggers.tensorboard import TensorBoardLogger
+from __future__ import annotations
 
-__all__ = ["CSVLogger", "DummyLogger", "Logger", "TensorBoardLogger"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.loggers.base import DummyLogger, Logger
+    from lockstep.loggers.csv import CSVLogger
+    from lockstep.loggers.mlflow import MLFlowLogger
+    from lockstep.loggers.tensorboard import TensorBoardLogger
+    from lockstep.loggers.wandb import WandbLogger
+
+_FILES = {
+    "CSVLogger": "csv",
+    "DummyLogger": "base",
+    "Logger": "base",
+    "MLFlowLogger": "mlflow",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+}
+_REFUSED = {
+    "CometLogger": "what it does can only be seen on Comet's servers, so that no test could hold it to its word",
+    "LitLogger": "it is the client of one company's service, which takes an account there",
+    "NeptuneLogger": "Neptune has closed its service, and Lightning 2.6 refuses it as well",
+}
+_WAY_OUT = (
+    "Log to TensorBoardLogger, CSVLogger, WandbLogger or MLFlowLogger, or write one of your own: derive from "
+    "lockstep.loggers.Logger and pass it as Trainer(logger=...)"
+)
+
+__all__ = ["CSVLogger", "DummyLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a logger's file when its name is first used.
+
+    Raises:
+        ImportError: for a logger of Lightning's that is not here; it says why, and what to do.
+    """
+    if name in _REFUSED:
+        raise ImportError(f"lockstep has no {name}: {_REFUSED[name]}. {_WAY_OUT}.", name=f"{__name__}.{name}")
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

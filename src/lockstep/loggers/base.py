@@ -8,7 +8,8 @@ import os
 import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -164,11 +165,7 @@ class FolderLogger(Logger):
     NAME_HPARAMS_FILE = "hparams.yaml"
 
     def __init__(
-        self,
-        save_dir: str | os.PathLike[str],
-        name: str | None = "lightning_logs",
-        version: int | str | None = None,
-        prefix: str = "",
+        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir)))
         if "://" in self._save_dir:
@@ -191,7 +188,8 @@ class FolderLogger(Logger):
         if self._version is None:
             if rank_zero_only.rank != 0:  # only a guess, until rank 0 has made the folder and told
                 return _next_version(Path(self.root_dir))
-            self._version = claim_version(self.root_dir, type(self).__qualname__)
+            with self._writing():
+                self._version = claim_version(self.root_dir, type(self).__qualname__)
         return self._version
 
     @property
@@ -212,13 +210,22 @@ class FolderLogger(Logger):
         self._name, self._version = broadcast(chosen)
 
     def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._prefix:
-            return dict(metrics)
-        return {f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}": value for name, value in metrics.items()}
+        return prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR)
 
     def _write_hparams(self) -> None:
-        os.makedirs(self.log_dir, exist_ok=True)
-        Path(self.log_dir, self.NAME_HPARAMS_FILE).write_text(as_yaml(self.hparams), encoding="utf-8")
+        with self._writing():
+            write_hparams(self.log_dir, self.hparams)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says of a folder that cannot be written whose it is, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(save_dir={self._save_dir!r}): nothing can be written there ({error}); choose "
+                "another folder."
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files stay in this process. A copy in another one logs to the same version, so it is chosen now.
@@ -257,6 +264,11 @@ def claim_version(root: str | os.PathLike[str], kind: str = "") -> int:
 _made: dict[Path, set[str]] = {}
 
 
+def prefixed(metrics: Mapping[str, Any], prefix: str, join: str) -> dict[str, Any]:
+    """`metrics` with `prefix` and `join` in front of each name; without a prefix a copy."""
+    return {f"{prefix}{join}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
+
+
 # -- hyperparameters as text -------------------------------------------------------------------------------
 
 
@@ -282,6 +294,28 @@ def _nested(value: Any) -> Any:
     if isinstance(value, Namespace):
         return vars(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def as_json(value: Any) -> Any:
+    """`value` in JSON's words: numbers of NumPy and torch as numbers, functions and classes by name, else ``str``."""
+    inner = _nested(value)
+    if isinstance(inner, Mapping):
+        return {str(key): as_json(item) for key, item in inner.items()}
+    if isinstance(inner, (list, tuple, set, frozenset)):
+        return [as_json(item) for item in inner]
+    if getattr(inner, "ndim", None) == 0 and hasattr(inner, "item"):
+        inner = inner.item()
+    if inner is None or type(inner) in (bool, int, float, str):
+        return inner
+    if callable(inner) and hasattr(inner, "__name__"):
+        return inner.__name__
+    return str(inner)
+
+
+def write_hparams(folder: str, params: Mapping[Any, Any], name: str = FolderLogger.NAME_HPARAMS_FILE) -> None:
+    """Write `params` to the YAML file `name` in `folder`, which is made."""
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, name).write_text(as_yaml(params), encoding="utf-8")
 
 
 def as_yaml(params: Mapping[Any, Any]) -> str:

@@ -12,26 +12,42 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoint import storage
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment
+from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment, write_hparams
 
 
 class ExperimentWriter:
-    """The table ``metrics.csv`` in `log_dir`: a row for each call, a column for each name ever seen.
+    """The files ``metrics.csv`` and ``hparams.yaml`` in `log_dir`.
 
-    Rows are held back until :meth:`save`. A table that an earlier run left under this name is kept as
-    ``metrics.1.csv`` (``.2`` ...).
+    The table has a row for each call and a column for each name ever seen. Rows are held back until :meth:`save`.
+
+    Args:
+        log_dir: a local folder, which is made.
+        go_on: add to a table that is there. By default a table that an earlier run left under this name is kept as
+            ``metrics.1.csv`` (``.2`` ...).
     """
 
     NAME_METRICS_FILE = "metrics.csv"
+    NAME_HPARAMS_FILE = "hparams.yaml"
 
-    def __init__(self, log_dir: str) -> None:
+    def __init__(self, log_dir: str, go_on: bool = False) -> None:
         self.log_dir = log_dir
+        self.hparams: dict[str, Any] = {}
         self.metrics: list[dict[str, Any]] = []
         self.metrics_keys: list[str] = []
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         os.makedirs(log_dir, exist_ok=True)
-        self._set_aside()
+        if go_on:
+            self.read_columns()
+        else:
+            self._set_aside()
+
+    def read_columns(self) -> None:
+        """Take over the columns of the table as it is now: another process may have written to it."""
+        if os.path.exists(self.metrics_file_path):
+            with open(self.metrics_file_path, newline="", encoding="utf-8") as file:
+                self.metrics_keys = next(csv.reader(file), [])
 
     def _set_aside(self) -> None:
         earlier = Path(self.metrics_file_path)
@@ -42,6 +58,11 @@ class ExperimentWriter:
             number += 1
         kept = earlier.rename(earlier.with_suffix(f".{number}.csv"))
         rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {kept.name!r}.")
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Add `params` to the hyperparameters known, and write all to ``hparams.yaml``."""
+        self.hparams.update(params)
+        write_hparams(self.log_dir, self.hparams, self.NAME_HPARAMS_FILE)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row; tensors of one element become numbers."""
@@ -106,6 +127,11 @@ class CSVLogger(FolderLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
+        if flush_logs_every_n_steps < 1:
+            raise MisconfigurationException(
+                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): give a number of steps, at least 1."
+            )
+        self._begun = False  # whether the table in the folder is this run's
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
         self._flushed = 0  # how many times that many steps had passed when rows were last written
 
@@ -114,7 +140,9 @@ class CSVLogger(FolderLogger):
     def experiment(self) -> ExperimentWriter:
         """The table's writer; on ranks other than 0 something that takes any call."""
         if self._experiment is None:
-            self._experiment = ExperimentWriter(self.log_dir)
+            with self._writing():
+                self._experiment = ExperimentWriter(self.log_dir, go_on=self._begun)
+            self._begun = True
         writer: ExperimentWriter = self._experiment
         return writer
 
@@ -132,10 +160,22 @@ class CSVLogger(FolderLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, **_: Any) -> None:
         """Add `params` to those known, and write all to ``hparams.yaml``."""
         self.hparams.update(as_dict(params))
-        self._write_hparams()
+        with self._writing():
+            self.experiment.log_hparams(self.hparams)
 
     @rank_zero_only
     def save(self) -> None:
         """Write the rows that are held back."""
         if self._experiment is not None:
-            self._experiment.save()
+            with self._writing():
+                self._experiment.save()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process adds to the table of this run: the rows so far are written, an earlier run's are
+        # set aside, and what the copy writes is read before this one goes on.
+        if rank_zero_only.rank == 0:
+            if self._begun or os.path.exists(os.path.join(self.log_dir, ExperimentWriter.NAME_METRICS_FILE)):
+                self.experiment.save()
+                self._experiment = None
+            self._begun = True
+        return super().__getstate__()

@@ -82,7 +82,8 @@ class TensorBoardLogger(FolderLogger):
         if self._experiment is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._experiment = SummaryWriter(log_dir=self.log_dir, **self._kwargs)
+            with self._writing():
+                self._experiment = SummaryWriter(log_dir=self.log_dir, **self._kwargs)
         return self._experiment
 
     @rank_zero_only

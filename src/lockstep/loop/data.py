@@ -13,12 +13,13 @@ from torch.utils._pytree import TreeSpec
 from torch.utils.data import DataLoader
 
 from lockstep.data.combined import LENGTHS, CombinedLoader, flatten
+from lockstep.data.fixed import in_order
 from lockstep.data.mixed import Mixed
 from lockstep.data.sampler import length_of
 from lockstep.data.source import Draft, Source, Untouched, make_source
 from lockstep.ground.comm import all_gather_tensor
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.rank import rank_zero_warn, warn_once
 
 Gather = Callable[[Tensor], Tensor]
 """Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
@@ -27,6 +28,11 @@ Limit = int | float | None
 """As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
 
 _END = object()
+OTHER_STREAMS = (
+    "The iterable data set of train_dataloader begins with another sample on each rank. If it shards itself over the "
+    "ranks, it is now shared out twice, and most of its samples are never seen: set "
+    "Trainer(use_distributed_sampler=False). If it draws its samples by chance or from elsewhere, all is well."
+)
 
 
 class Place(Protocol):
@@ -114,6 +120,7 @@ class Feed:
         limit: Limit = None,
         distribute: bool = True,
         order: Literal["keyed", "torch"] | None = None,
+        overfit: bool = False,
         gather: Gather | None = None,
     ) -> Feed:
         """The feed of what a ``train_dataloader`` hook returned.
@@ -129,6 +136,7 @@ class Feed:
                 1.
             order: "torch": shuffle by torch's own permutations; one process draws them from its global
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
+            overfit: ``overfit_batches``: read loaders in order.
             gather: collective for what ranks must agree on, if not over the default process group.
 
         Raises:
@@ -147,13 +155,15 @@ class Feed:
         if not loaders:
             raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
         names = names_of("train_dataloader", len(loaders))
+        if overfit:
+            loaders = list(map(in_order, loaders, names))
         parts = make_sources(loaders, draft, names)
         ahead = check_alike(parts, draft, names)
         for part, loader, name in zip(parts, loaders, names, strict=True):
             if part.length == 0:
                 raise MisconfigurationException(no_batches(loader, name, world.size))
         made = parts[0] if spec is None else Mixed(parts, spec, mode)
-        count = limited(limit, made.length, "limit_train_batches")
+        count = limited(limit, made.length, "overfit_batches" if overfit else "limit_train_batches")
         ahead = ahead and made.ahead
         if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
             count = longest(count, gather)
@@ -251,7 +261,10 @@ class Feed:
         """(micro-batches of the rank that has most, sum of all weights, whether no rank has more)."""
         if self._gather is None:
             return len(weights), sum(weights), not more
-        ranks = self._gather(torch.tensor([len(weights), sum(weights), more], dtype=torch.float64))
+        mine = [len(weights), sum(weights), more, self._source.mark]
+        ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
+        if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
+            warn_once(OTHER_STREAMS)
         return int(ranks[:, 0].max()), float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
 
     def _any_batch(self) -> Any:
@@ -275,12 +288,14 @@ class EvaluationFeed:
     Attributes:
         num_batches: of each loader, after the limit, on the rank that draws most; infinite where not known.
         sequential: whether loaders are taken one after the other; else a batch holds one of each.
+        batch_indices: samples of the batch given last, where the sources were told to note them and could.
     """
 
     def __init__(self, sources: list[Source], num_batches: list[int | float], sequential: bool) -> None:
         self._sources = sources
         self.num_batches = num_batches
         self.sequential = sequential
+        self.batch_indices: list[Any] = []
         self._epoch = 0
         self._limit: int | None = None
 
@@ -295,6 +310,7 @@ class EvaluationFeed:
         distribute: bool = True,
         order: Literal["keyed", "torch"] | None = None,
         flag: str = "limit_val_batches",
+        overfit: bool = False,
         gather: Gather | None = None,
     ) -> EvaluationFeed:
         """The feed of what a ``val_dataloader``, ``test_dataloader`` or ``predict_dataloader`` hook returned.
@@ -308,6 +324,7 @@ class EvaluationFeed:
             distribute: ``use_distributed_sampler``.
             order: as of :meth:`Feed.train`.
             flag: the name of the limit, "limit_{stage}_batches".
+            overfit: as of :meth:`Feed.train`.
             gather: as of :meth:`Feed.train`.
         """
         if gather is None and world.size > 1:
@@ -317,6 +334,8 @@ class EvaluationFeed:
         draft = Draft(world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather)
         loaders, spec, mode = opened(source, "sequential")
         names = names_of(f"{stage}_dataloader", len(loaders))
+        if overfit:
+            loaders, flag = list(map(in_order, loaders, names)), "overfit_batches"
         parts = make_sources(loaders, draft, names)
         check_alike(parts, draft, names)
         for part, loader, name in zip(parts, loaders, names, strict=True):
@@ -339,7 +358,13 @@ class EvaluationFeed:
             batches = source.weighed(self._epoch, 0, 0, stop)
             wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
             for batch_idx, (batch, weight) in enumerate(wanted):
+                self.batch_indices = source.noted.popleft() if source.noted else []
                 yield batch, batch_idx, number, weight
+
+    def note_indices(self) -> None:
+        """From the next pass on, know the samples of each batch."""
+        for source in self._sources:
+            source.note_indices()
 
     def close(self) -> None:
         """Ends loader workers."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lockstep.callbacks.prediction_writer import BasePredictionWriter
+from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
@@ -45,6 +47,8 @@ class EvaluationLoop:
         self.prefix = stage.dataloader_prefix
         self.feed: EvaluationFeed | None = None
         self.given: Any = None  # the loaders as the user made them
+        self.predictions: Any = []  # of the prediction that runs, for a writer
+        self.epoch_batch_indices: list[list[list[Any]]] = []  # loader, batch, sample
         self.seen: dict[int, int] = {}  # batches so far, by loader: the x axis of on_step values in evaluation
 
     @property
@@ -52,11 +56,21 @@ class EvaluationLoop:
         """Batches of this rank in each loader, limits applied."""
         return self.feed.num_batches if self.feed is not None else []
 
-    def run(self, ckpt_path: Any = None, verbose: bool = True, return_predictions: bool = True) -> Any:
-        """Evaluate as a call of its own: ``trainer.validate``, ``test`` or ``predict``."""
+    def run(
+        self,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        return_predictions: bool = True,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Evaluate as a call of its own: ``trainer.validate``, ``test`` or ``predict``.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came; all is torn down.
+        """
         trainer = self.trainer
         self.feed = None
-        with session(trainer, FN_OF[self.stage], ckpt_path):
+        with session(trainer, FN_OF[self.stage], ckpt_path, weights_only):
             trainer.state.stage = self.stage
             self.setup_data()
             trainer.strategy.sync_gradients = False
@@ -66,13 +80,15 @@ class EvaluationLoop:
             if verbose and trainer.is_global_zero:
                 trainer.print(report.table(values, self.name))
             return values
-        return None  # interrupted by Ctrl-C
+        raise AssertionError("an interrupted evaluation raises")
 
     def setup_data(self) -> None:
-        """Ask for the stage's loaders and share them over the ranks; does nothing the second time."""
-        if self.feed is not None:
+        """Ask for the stage's loaders and share them over the ranks; the second time only if a reload is due."""
+        trainer, config, fitting = self.trainer, self.trainer.config, self.trainer.state.fn is TrainerFn.FITTING
+        due = fitting and trainer.fit_loop.val_reload_due()
+        if self.feed is not None and not due:
             return
-        trainer, config = self.trainer, self.trainer.config
+        self.release()
         limit = getattr(config, f"limit_{self.prefix}_batches")
         source = trainer.loaders.request(self.prefix) if limit != 0 else None
         if source is None:
@@ -86,6 +102,7 @@ class EvaluationLoop:
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             flag=f"limit_{self.prefix}_batches",
+            overfit=fitting and bool(config.overfit_batches),
         )
 
     # -- validate, test ------------------------------------------------------------------------------------
@@ -171,7 +188,7 @@ class EvaluationLoop:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
         seen = self.seen.get(dataloader_idx, 0)
         self.seen[dataloader_idx] = seen + 1
-        for_loggers = self.trainer.published.publish(results.take_step_values())
+        for_loggers = self.trainer.published.publish(results.take_step_values(), to_callbacks=False)
         if for_loggers:
             self.trainer.send_to_loggers(for_loggers, seen)
 
@@ -179,20 +196,32 @@ class EvaluationLoop:
 
     def predict(self, return_predictions: bool) -> Any:
         """One pass; gives what ``predict_step`` returned, a list for each loader where there are several."""
-        hooks = self.trainer.hooks
-        assert self.feed is not None
-        collected: list[list[Any]] = [[] for _ in self.feed.num_batches]
+        hooks, feed = self.trainer.hooks, self.feed
+        assert feed is not None
+        collected: list[list[Any]] = [[] for _ in feed.num_batches]
+        self.predictions = collected[0] if len(collected) == 1 else collected
+        self.epoch_batch_indices = [[] for _ in collected]
+        writers = [callback for callback in self.trainer.callbacks if isinstance(callback, BasePredictionWriter)]
+        keeps = return_predictions or any(writer.interval.on_epoch for writer in writers)
+        if writers:
+            feed.note_indices()
         with self._no_gradients(), self._eval_mode():
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             for output, dataloader_idx in self._steps("predict_step"):
-                if return_predictions:
-                    collected[dataloader_idx].append(output)
+                if keeps:
+                    collected[dataloader_idx].append(move_data_to_device(output, "cpu"))
+                if feed.batch_indices:
+                    self.epoch_batch_indices[dataloader_idx].append(feed.batch_indices)
             hooks.call("on_predict_epoch_end")
+            predictions, self.predictions, self.epoch_batch_indices = self.predictions, [], []
             hooks.call("on_predict_end")
-        if not return_predictions:
-            return None
-        return collected[0] if len(collected) == 1 else collected
+        return predictions if return_predictions else None
+
+    @property
+    def current_batch_indices(self) -> list[Any]:
+        """The samples of the batch at hand, for a writer of predictions; empty where they are not known."""
+        return self.feed.batch_indices if self.feed is not None else []
 
     def release(self) -> None:
         """Let go of loaders and their workers."""

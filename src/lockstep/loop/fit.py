@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.data import Feed
 from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.forwards import forwards
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.results import Results
 from lockstep.loop.session import session
 from lockstep.loop.step import Step
+from lockstep.loop.timing import ValidationTiming
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,18 @@ class Result:
     epochs: int = 0
     global_step: int = 0
     interrupted: bool = False
+
+
+def _flag(name: str) -> Any:
+    """One of the Trainer's flags as an attribute of its loop, where Lightning has them."""
+
+    def read(loop: Any) -> Any:
+        return getattr(loop.trainer.config, name)
+
+    def write(loop: Any, value: Any) -> None:
+        setattr(loop.trainer, name, value)
+
+    return property(read, write, doc=f"The Trainer's ``{name}``; set it to go on by another fit.")
 
 
 class FitLoop:
@@ -75,19 +88,26 @@ class FitLoop:
         self._stops = False
         self._time_limit: float | None = None
         self._most_steps = math.inf
+        self.timing = ValidationTiming(trainer)
+
+    max_epochs, min_epochs = _flag("max_epochs"), _flag("min_epochs")
+    max_steps, min_steps = _flag("max_steps"), _flag("min_steps")
 
     # -- the fit -------------------------------------------------------------------------------------------
 
     def run(self, ckpt_path: Any = None, weights_only: bool | None = None) -> Result:
         """Fit the trainer's module; returns how it ended."""
         trainer = self.trainer
-        self.progress, self.feed, self.resumed, self._reason = Progress(), None, None, None
+        self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
+        self.validation.feed = None
         trainer.should_stop = False
         self._time_limit = trainer.config.max_time
         self._most_steps = math.inf if trainer.config.max_steps == -1 else trainer.config.max_steps
         self._started = time.monotonic()
         with session(trainer, TrainerFn.FITTING, ckpt_path, weights_only), self._anomalies():
             self.results = trainer.results
+            self.timing.start()
+            trainer.loaders.check_reload(trainer.config.reload_dataloaders_every_n_epochs)
             self.step.setup()
             self._sanity_check()
             trainer.state.stage = RunningStage.TRAINING
@@ -100,7 +120,9 @@ class FitLoop:
                 while self._done() is None:
                     self.epoch()
                 trainer.hooks.call("on_train_end")
+            rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
             self._share_ending()
+        self.progress.ended = trainer.interruption is None
         return self._result()
 
     def _anomalies(self) -> Any:
@@ -109,9 +131,29 @@ class FitLoop:
 
     def setup_data(self) -> None:
         """Ask for the training loaders and share them over the ranks; does nothing the second time."""
-        if self.feed is not None:
-            return
+        if self.feed is None:
+            self._load()
+
+    def _reload_due(self, loaded: int | None) -> bool:
+        every = self.trainer.config.reload_dataloaders_every_n_epochs
+        return bool(self.trainer.loaders.reload_due(loaded, self.progress.epoch, every))
+
+    def val_reload_due(self) -> bool:
+        """Whether the validation loaders are to be asked for anew; notes that it is done where it will be.
+
+        A sanity check's loaders count for the epoch that follows only if that epoch is validated, as in Lightning.
+        """
+        due = self._reload_due(self.progress.val_loaded)
+        if due and (not self.trainer.sanity_checking or self._validates):
+            self.progress.val_loaded = self.progress.epoch
+        return due
+
+    def _load(self) -> None:
         trainer, config = self.trainer, self.trainer.config
+        if self.feed is not None:
+            self.feed.close()
+        if self._reload_due(self.progress.train_loaded):
+            self.progress.train_loaded = self.progress.epoch
         self.given = trainer.loaders.request("train")
         self.feed = Feed.train(
             self.given,
@@ -120,9 +162,10 @@ class FitLoop:
             limit=config.limit_train_batches,
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
+            overfit=bool(config.overfit_batches),
         )
         batches = self.feed.num_batches
-        self._validate_every = _validation_interval(config, batches)
+        self.timing.plan(batches)
         if trainer.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
@@ -131,12 +174,15 @@ class FitLoop:
 
     def epoch(self) -> None:
         """One epoch, or what is left of it after a resume."""
-        trainer, progress, feed, step = self.trainer, self.progress, self.feed, self.step
-        assert feed is not None
+        trainer, progress, step = self.trainer, self.progress, self.step
         whole = progress.phase == EPOCH_END
         if progress.phase == EPOCH_START:
             progress.batch = 0
+            if self._reload_due(progress.train_loaded):
+                self._load()
             trainer.hooks.call("on_train_epoch_start")
+        feed = self.feed
+        assert feed is not None
         if not whole:
             accumulate = trainer.config.accumulation(progress.epoch)
             log_every, validates = trainer.config.log_every_n_steps, self._validates
@@ -260,6 +306,13 @@ class FitLoop:
         if trainer.interruption is not None:
             trainer.agreement.request(trainer.interrupt_flag)
 
+    def agree_on_stop(self) -> None:
+        """At a boundary: ask all ranks at once whether one of them has set ``should_stop``. Collective."""
+        trainer = self.trainer
+        if not trainer.agreement.is_up(trainer.stop_flag):
+            self.request_stop()
+            trainer.agreement.now(trainer.stop_flag)
+
     def _agree_on_stopping(self) -> None:
         """Between windows: ask all ranks at once whether one of them wants to stop."""
         trainer = self.trainer
@@ -282,16 +335,15 @@ class FitLoop:
             reason = self._done_in_epoch()
         if reason is not None:
             self._reason = reason
-            rank_zero_info(f"trainer.fit ended: {reason}.")
         return reason
 
     def _early_reason(self) -> str:
         if self.trainer.interruption is not None:
             return "interrupted by Ctrl-C"
-        for callback in self.trainer.early_stopping_callbacks:
-            message = getattr(callback, "stopping_reason_message", None)
+        for callback in self.trainer.callbacks:
+            message = getattr(callback, "stopping_reason_message", None)  # EarlyStopping has one, and Timer
             if message:
-                return f"EarlyStopping: {message}"
+                return f"{type(callback).__name__}: {message.rstrip('.')}"
         return "trainer.should_stop was set"
 
     def _share_ending(self) -> None:
@@ -310,23 +362,22 @@ class FitLoop:
 
     @property
     def _validates(self) -> bool:
-        every = self.trainer.config.check_val_every_n_epoch
-        return self.trainer.enable_validation and (every is None or (self.progress.epoch + 1) % every == 0)
+        return self.timing.in_epoch(self.progress.epoch)
 
     def _validation_due(self, at_window_end: bool) -> bool:
-        every, progress = self._validate_every, self.progress
-        count = progress.total_batches if self.trainer.config.check_val_every_n_epoch is None else progress.batch
-        if progress.last if every == math.inf else count % every == 0:
+        if self.timing.due(self.progress, at_window_end):
             return True
         return at_window_end and self._stop_asked() and not self._interrupted() and self._can_stop_early()
 
     def _validate(self, at_window_end: bool) -> None:
         trainer = self.trainer
+        self.share_step_values()
         if at_window_end:
             trainer.hooks.own("on_validation_model_zero_grad")
         trainer.state.stage = RunningStage.VALIDATING
         self.validation.evaluate()
         trainer.state.stage = RunningStage.TRAINING
+        self.timing.done()
         self._agree_on_stopping()
 
     def _sanity_check(self) -> None:
@@ -342,6 +393,14 @@ class FitLoop:
             trainer.published.clear()
 
     # -- what it leaves ------------------------------------------------------------------------------------
+
+    def share_step_values(self) -> None:
+        """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
+        results = self.results
+        assert results is not None
+        self.trainer.published.publish(
+            results.agree_on_step() if self.trainer.world_size > 1 else results.step_values()
+        )
 
     def _log_step(self) -> None:
         trainer = self.trainer
@@ -372,28 +431,18 @@ class FitLoop:
             interrupted=trainer.interruption is not None,
         )
 
+    # -- what callbacks ask of it --------------------------------------------------------------------------
+
+    def forwards(self) -> int:
+        """One pass over the training batches that trains nothing; see ``loop/forwards.py``."""
+        return forwards(self.trainer)
+
+    def save_alone(self, path: str) -> None:
+        """Write a checkpoint without asking another rank."""
+        state.save_alone(self.trainer, path)
+
     def release(self) -> None:
         """Let go of loaders and their workers."""
         for loaders in (self.feed, self.validation.feed):
             if loaders is not None:
                 loaders.close()
-
-
-def _validation_interval(config: Any, batches: int | float) -> int | float:
-    """Training batches between validations; infinite: at the epoch's end."""
-    interval = config.val_check_interval
-    if isinstance(interval, int):
-        if interval > batches and config.check_val_every_n_epoch is not None and config.limit_val_batches:
-            raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}): an epoch has {batches} training batches, so validation "
-                "would never run; give a smaller number, or check_val_every_n_epoch=None to count across epochs."
-            )
-        return interval
-    if batches == math.inf:
-        if interval != 1.0:
-            raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch whose length is not known: give "
-                "an int (training batches), or 1.0 for the epoch's end."
-            )
-        return math.inf
-    return max(1, int(batches * interval))

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from lockstep.callbacks.base import Callback
+from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.early_stopping import EarlyStopping
-from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.hooks import ModuleHooks
 from lockstep.module import LightningModule
 

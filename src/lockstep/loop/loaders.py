@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.datamodule import LightningDataModule
+from lockstep.ground.rank import rank_zero_warn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.data import explain_loader_error
 from lockstep.loop.hooks import is_overridden
@@ -32,6 +33,25 @@ class Loaders:
         if is_overridden(name, self.module, ModuleHooks):
             return getattr(self.module, name)
         return None
+
+    def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
+        """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
+
+        Args:
+            loaded: the epoch for which they were asked for last; None: for none.
+            epoch: counted from 0.
+            every: the flag; 0: never.
+        """
+        return bool(every) and (loaded is None or epoch - loaded >= every)
+
+    def check_reload(self, every: int) -> None:
+        """Warn where loaders are to be made anew and the call was given finished ones."""
+        given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
+        if every and given:
+            rank_zero_warn(
+                f"Trainer(reload_dataloaders_every_n_epochs={every}): fit() got {' and '.join(given)} as objects, "
+                "which stay the same; define the loader hooks in the module or a data module to have them made anew."
+            )
 
     def defined(self, stage: str) -> bool:
         """Whether there is a loader for this stage."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -78,6 +80,13 @@ class NoOptimizer(Optimizer):
         """No gradients to drop."""
 
 
+def demands_closure(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
+    parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
+    closure = parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 def parse(
     returned: Any, *, automatic: bool, custom_scheduler_step: bool
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
@@ -139,6 +148,12 @@ def _unpack(returned: Any) -> tuple[list[Any], list[Any], str | None]:
             return [entry["optimizer"] for entry in returned], schedulers, None
         if returned and all(map(_is_optimizer, returned)):
             return list(returned), [], None
+        if len(returned) == 2 and _is_optimizer(returned[0]):
+            raise MisconfigurationException(
+                f"`configure_optimizers` returned ({type(returned[0]).__name__}, {type(returned[1]).__name__}): put "
+                "the optimizer and the scheduler in a list each, `return [optimizer], [scheduler]`, or return "
+                '{"optimizer": optimizer, "lr_scheduler": scheduler}.'
+            )
     raise MisconfigurationException(
         f"`configure_optimizers` returned {type(returned).__name__} ({returned!r:.200}); it must return {SHAPES}."
     )
@@ -154,17 +169,22 @@ def _check_keys(entry: dict[str, Any]) -> None:
             f'`configure_optimizers` returned a dict without the key "optimizer" (it has {sorted(entry)}); '
             f"it must return {SHAPES}."
         )
-    extra = sorted(set(entry) - {"optimizer", "lr_scheduler", "monitor"})
+    _warn_of_extra("`configure_optimizers` returned a dict with", entry, {"optimizer", "lr_scheduler", "monitor"})
+
+
+def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
+    extra = []
+    for key in sorted(map(str, set(given) - known)):
+        near = get_close_matches(key, known, 1)
+        extra.append(f"{key!r} (did you mean {near[0]!r}?)" if near else repr(key))
     if extra:
-        rank_zero_warn(f"`configure_optimizers` returned keys that nothing reads: {extra}.")
+        rank_zero_warn(f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.")
 
 
 def _scheduler_config(scheduler: Any, monitor: str | None, automatic: bool) -> LRSchedulerConfig:
     given = _as_dict(scheduler)
     known = {field.name for field in fields(LRSchedulerConfig)}
-    extra = sorted(set(given) - known)
-    if extra:
-        rank_zero_warn(f"The lr scheduler's dict has keys that nothing reads: {extra}.")
+    _warn_of_extra("The lr scheduler's dict has", given, known)
     if "scheduler" not in given:
         raise MisconfigurationException(f'The lr scheduler\'s dict has no key "scheduler" (it has {sorted(given)}).')
     config = LRSchedulerConfig(**{key: value for key, value in given.items() if key in known})

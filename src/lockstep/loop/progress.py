@@ -26,6 +26,8 @@ class Progress:
         last: whether the batch that was begun last is its epoch's last, as ``trainer.is_last_batch``.
         phase: where in the epoch, see the constants of this file.
         seconds: time spent fitting, earlier lives of the run included.
+        train_loaded: the epoch for which the training loaders were asked for last, where they are reloaded.
+        val_loaded: the same of the validation loaders.
     """
 
     epoch: int = 0
@@ -36,6 +38,24 @@ class Progress:
     last: bool = False
     phase: str = EPOCH_START
     seconds: float = 0.0
+    train_loaded: int | None = None
+    val_loaded: int | None = None
+
+    ended = False  # whether this fit ended by itself; says nothing to a resumed one, so it is no field
+
+    def go_on(self) -> Progress:
+        """The counters for another fit of the same Trainer, which begins with an epoch.
+
+        Epochs and steps go on, as in Lightning. An epoch that the earlier fit left in its middle is over if that
+        fit ended there by itself, and is begun anew if an error or Ctrl-C ended it.
+        """
+        begun = self.phase != EPOCH_START
+        return Progress(
+            epoch=self.epoch + (begun and self.ended),
+            total_batches=self.total_batches,
+            global_step=self.global_step,
+            windows=self.windows,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as a plain dict."""
@@ -44,7 +64,7 @@ class Progress:
     def load(self, state: dict[str, Any]) -> None:
         """Take over the counters of :meth:`state_dict`."""
         for field in fields(self):
-            setattr(self, field.name, state[field.name])
+            setattr(self, field.name, state.get(field.name, field.default))
 
     def reshare(self, before: int, now: int, begun: int, accumulate: int) -> None:
         """Go on with ``now`` ranks where ``before`` ranks were, at the last boundary that both have.

@@ -11,190 +11,10 @@ import torch
 from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.loop.entry import LOGGING, NEUTRAL, Entry, Key, Options
 
-# Where `self.log` may be called: hook -> (on_step by default, on_epoch by default, whether on_step is allowed).
-_STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
-LOGGING: dict[str, tuple[bool, bool, bool]] = {
-    **dict.fromkeys(
-        [
-            "training_step",
-            "on_train_batch_start",
-            "on_train_batch_end",
-            "on_before_zero_grad",
-            "optimizer_zero_grad",
-            "on_before_backward",
-            "backward",
-            "on_after_backward",
-            "on_before_optimizer_step",
-            "optimizer_step",
-            "configure_gradient_clipping",
-            "clip_gradients",
-        ],
-        _STEP,
-    ),
-    **dict.fromkeys(
-        [
-            "validation_step",
-            "test_step",
-            "on_validation_batch_start",
-            "on_validation_batch_end",
-            "on_test_batch_start",
-            "on_test_batch_end",
-        ],
-        _EPOCH,
-    ),
-    **dict.fromkeys(
-        [
-            "on_train_start",
-            "on_train_epoch_start",
-            "on_train_epoch_end",
-            "on_validation_start",
-            "on_validation_epoch_start",
-            "on_validation_epoch_end",
-            "on_test_start",
-            "on_test_epoch_start",
-            "on_test_epoch_end",
-        ],
-        _EPOCH_ONLY,
-    ),
-}
-REDUCTIONS = ("mean", "sum", "min", "max")
-
-# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only: as given to `self.log`
-Options = tuple[Any, ...]
-Reader = Callable[["Entry"], tuple[Any, float, bool]]  # (value, weight, whether it is the newest one)
-Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
-
-
-class Entry:
-    """One name logged in one hook: its running reduction and its newest value."""
-
-    __slots__ = (
-        "dtype",
-        "epoch_fresh",
-        "key",
-        "last",
-        "last_weight",
-        "logger",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "op",
-        "options",
-        "prog_bar",
-        "rank_zero_only",
-        "step_fresh",
-        "total",
-        "weight",
-    )
-
-    def __init__(self, key: Key, options: Options) -> None:
-        hook, dataloader_idx, name = key
-        self.key = key
-        self.options = options
-        self.prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, self.rank_zero_only = options
-        default_on_step, default_on_epoch, step_allowed = LOGGING[hook]
-        self.on_step = default_on_step if on_step is None else bool(on_step)
-        self.on_epoch = default_on_epoch if on_epoch is None else bool(on_epoch)
-        self.logger = logger is not False
-        self.op = _reduction(name, reduce_fx)
-        if not self.on_step and not self.on_epoch:
-            raise MisconfigurationException(
-                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` keeps nothing: leave one of them on."
-            )
-        if self.on_step and not step_allowed:
-            raise MisconfigurationException(
-                f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
-            )
-        self.name = f"{name}/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else name
-        self.metric: Any = None
-        self.dtype = torch.get_default_dtype()
-        # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
-        # 0-dim tensors on the device where they are on one, so that nothing waits for it.
-        self.last: Any = 0.0
-        self.total: Any = _NEUTRAL[self.op]
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was collected."""
-        self.epoch_fresh = self.step_fresh = False
-        self.weight = self.last_weight = 0.0
-        self.total = _NEUTRAL[self.op]
-
-    def add(self, value: Any, weight: float) -> None:
-        """Take in one logged value, a number or a tensor of one element."""
-        if isinstance(value, Tensor):
-            if value.is_cpu:
-                self.dtype = value.dtype
-                if value.ndim:
-                    value = self._scalar(value)
-                value = value.item()
-            else:
-                value = self._on_device(value)
-        else:
-            value = float(value)
-        if self.on_step:
-            self.last = value
-            self.last_weight = weight
-            self.step_fresh = True
-        if self.on_epoch:
-            self.epoch_fresh = True
-            self.weight += weight
-            op = self.op
-            if op == "mean":
-                self.total = self.total + value * weight
-            elif op == "sum":
-                self.total = self.total + value
-            elif isinstance(value, Tensor):
-                pick = torch.minimum if op == "min" else torch.maximum
-                self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
-            else:
-                self.total = min(self.total, value) if op == "min" else max(self.total, value)
-
-    def _on_device(self, value: Tensor) -> Tensor:
-        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
-        self.dtype = value.dtype
-        wide = torch.float32 if value.device.type == "mps" else torch.float64
-        return self._scalar(value.detach()).to(wide, copy=True)
-
-    def _scalar(self, value: Tensor) -> Tensor:
-        if value.numel() != 1:
-            raise MisconfigurationException(
-                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>): log one number, its mean say."
-            )
-        return value.reshape(())
-
-    def normal(self) -> list[Any]:
-        """The options in plain types, equal for equal meaning."""
-        return [*self.options[:4], self.op, *self.options[5:]]
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of an epoch that is not over."""
-        return {
-            "key": list(self.key),
-            "options": self.normal(),
-            "total": float(self.total),
-            "last": float(self.last),
-            "weight": float(self.weight),
-            "dtype": self.dtype,
-        }
-
-
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-
-
-def _reduction(name: str, reduce_fx: Any) -> str:
-    op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
-    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)
-    if found == "avg":
-        found = "mean"
-    if found not in REDUCTIONS:
-        raise MisconfigurationException(
-            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
-            "torchmetrics.Metric for a reduction of your own."
-        )
-    return found
+Reader = Callable[[Entry], tuple[Any, float, bool]]  # (value, weight, whether it is the newest one)
 
 
 def is_metric(value: Any) -> bool:
@@ -206,11 +26,20 @@ def is_metric(value: Any) -> bool:
 class Results:
     """What was logged in one stage (training or one evaluation).
 
+    Single steps' values are this rank's own until one of the reductions here, all of them collective:
+    :meth:`reduce_step` at logging intervals; :meth:`agree_on_step` before something is decided by them, and after
+    every micro-batch once any rank has logged one with ``sync_dist=True``. That is agreed on too: each reduction
+    carries whether this rank has, so that ranks that log different names still meet in the same places.
+
+    Attributes:
+        each_step: whether the loop calls :meth:`agree_on_step` after the micro-batch at hand; the same on all ranks.
+
     Args:
         gather: all_gather of a float64 vector of equal length on all ranks, giving a (world, n) tensor.
         gather_objects: all_gather of a small Python object, giving a list by rank.
         world_size: number of ranks.
         rank: this rank.
+        on_cpu: whether values are on the CPU, where a number costs no waiting for a device.
         module: whose torchmetrics objects are found by name on ranks that had no data for them.
     """
 
@@ -221,24 +50,31 @@ class Results:
         world_size: int = 1,
         rank: int = 0,
         module: Any = None,
+        on_cpu: bool = True,
     ) -> None:
         self._gather = gather
         self._gather_objects = gather_objects
         self._world_size = world_size
         self._rank = rank
         self._module = module
+        self._on_cpu = on_cpu
         self._capacity = 64  # names that fit into one packed all_gather; grows alike on all ranks
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
+        self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
+        self._wants_each_step = False  # this rank has logged with sync_dist=True
+        self.each_step = world_size > 1  # the first one finds out
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.weight = 1.0
         self.muted = False
+        self._barebones = getattr(getattr(module, "_trainer", None), "barebones", False)
 
     @classmethod
     def of(cls, strategy: Any, module: Any) -> Results:
         """Results of ``module``, reduced over the ranks of ``strategy``."""
         gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
-        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module)
+        on_cpu = strategy.root_device.type == "cpu"
+        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu)
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
         """Say in which hook the next ``log`` calls happen."""
@@ -248,7 +84,10 @@ class Results:
             self.table = self._tables[self.hook] = {}
 
     def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
-        """Take in one value of ``name``; the hot path of ``self.log``."""
+        """Take in one value of ``name``; what ``LightningModule.log`` does not take in by itself."""
+        if self._barebones:  # nothing is ever kept, so that `LightningModule.log` always comes here
+            warn_once("self.log(...) keeps nothing under Trainer(barebones=True).", key="log in barebones mode")
+            return
         if self.muted and not is_metric(value):
             return
         table = self.table
@@ -259,23 +98,19 @@ class Results:
             entry.epoch_fresh, entry.step_fresh = entry.on_epoch, entry.on_step
             return
         weight = self.weight if batch_size is None else batch_size
-        if entry.op == "mean" and type(value) is Tensor and value.is_cpu and not value.ndim:
-            # Entry.add for what nearly every value is, in this frame: between tensor operations a call costs a
-            # microsecond, since nothing of ours is in the processor's cache.
-            entry.dtype = value.dtype
-            number = value.item()
-            if entry.on_step:
-                entry.last, entry.last_weight, entry.step_fresh = number, weight, True
-            if entry.on_epoch:
-                entry.total += number * weight
-                entry.weight += weight
-                entry.epoch_fresh = True
-        elif is_metric(value):
+        if is_metric(value):
             self._add_metric(entry, value, weight)
         else:
             entry.add(value, weight)
+            if self._on_cpu and entry.op == "mean":
+                kind = type(value)
+                entry.quick = value.dtype if kind is Tensor else float if kind is float else None
 
     def _open(self, name: str, options: Options) -> Entry:
+        if not isinstance(name, str):
+            raise MisconfigurationException(
+                f"self.log({name!r}, ...): the first argument is the name, a str; `self.log({str(name)!r}, value)`."
+            )
         if self.table is None:
             where = f"in `{self.hook[0]}`" if self.hook[0] else "outside the hooks of a run"
             raise MisconfigurationException(
@@ -291,6 +126,8 @@ class Results:
                     f"{known.normal()} and {entry.normal()}."
                 )
             known.options = options
+            known.each_step |= entry.each_step
+        self._wants_each_step |= entry.each_step
         return known
 
     def _add_metric(self, entry: Entry, metric: Any, weight: float) -> None:
@@ -322,12 +159,37 @@ class Results:
         return values
 
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """The newest on_step values over all ranks; one packed all_gather. Collective."""
+        """:meth:`agree_on_step`, with what was agreed on since the last call: what loggers get. Collective."""
+        self.agree_on_step()
+        values, self._agreed = list(self._agreed.values()), {}
+        return values
+
+    def agree_on_step(self) -> list[tuple[Entry, str, Tensor]]:
+        """The on_step values that any rank logged since the last reduction, over all ranks; one packed all_gather.
+
+        Collective. Each rank's newest value counts; the loggers get what comes out by the next :meth:`reduce_step`.
+        """
         fresh = [entry for entry in self._entries() if entry.step_fresh]
-        values = self._reduce(fresh, lambda entry: (entry.last, entry.last_weight, True))
-        for entry in fresh:
+        reduced = self._reduce(fresh, lambda entry: (entry.last, entry.last_weight if entry.step_fresh else 0.0, True))
+        values = []
+        for entry, value in reduced:
             entry.step_fresh = False
-        return [(entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value) for entry, value in values]
+            values.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
+            self._agreed[entry.key] = values[-1]
+        return values
+
+    def place(self) -> list[tuple[Entry, tuple[Any, ...]]]:
+        """How far everything has come, for :meth:`go_back`."""
+        return [(entry, entry.place()) for entry in self._entries()]
+
+    def go_back(self, place: list[tuple[Entry, tuple[Any, ...]]]) -> None:
+        """Forget what was logged after :meth:`place`, torchmetrics objects' own state excepted."""
+        known = {entry.key for entry, _ in place}
+        for entry in self._entries():
+            if entry.key not in known:
+                entry.clear()
+        for entry, before in place:
+            entry.go_back(before)
 
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
         """The on_epoch values over all steps and ranks; one packed all_gather, and the metrics' own. Collective.
@@ -374,25 +236,26 @@ class Results:
     def _local(self, entry: Entry, read: Reader) -> tuple[float, float]:
         value, weight, newest = read(entry)
         if weight == 0.0:
-            return _NEUTRAL[entry.op], 0.0
+            return NEUTRAL[entry.op], 0.0
         number = float(value)
         return (number * weight if newest and entry.op == "mean" else number), float(weight)
 
     def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[tuple[float, float]]]]:
         names = repr([(entry.key, entry.op, entry.metric is not None) for entry in fresh])
-        header = [float(zlib.crc32(names.encode())), float(len(fresh))]
+        header = [float(zlib.crc32(names.encode())), float(len(fresh)), float(self._wants_each_step)]
         rows = self._packed(header, fresh, read)
+        self.each_step = any(row[2] for row in rows)
         if any(row[:2] != rows[0][:2] for row in rows) or rows[0][1] > self._capacity:
             fresh = self._agree_on_names(fresh)
-            rows = self._packed([0.0, float(len(fresh))], fresh, read)
-        pairs = [[(row[2 + 2 * i], row[3 + 2 * i]) for i in range(len(fresh))] for row in rows]
+            rows = self._packed(header, fresh, read)
+        pairs = [[(row[3 + 2 * i], row[4 + 2 * i]) for i in range(len(fresh))] for row in rows]
         return fresh, pairs
 
     def _packed(self, header: list[float], fresh: list[Entry], read: Reader) -> list[list[float]]:
         numbers = list(header)
         for entry in fresh[: self._capacity]:
             numbers.extend(self._local(entry, read))
-        vector = torch.zeros(2 + 2 * self._capacity, dtype=torch.float64)
+        vector = torch.zeros(3 + 2 * self._capacity, dtype=torch.float64)
         vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         return self._gather(vector).tolist()
 
@@ -433,7 +296,8 @@ class Results:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What was collected in an epoch that is not over; plain types and tensors."""
-        return [entry.state() for entry in self._entries() if entry.epoch_fresh and entry.metric is None]
+        kept = [entry for entry in self._entries() if entry.metric is None]
+        return [{**entry.state(), "fresh": entry.epoch_fresh} for entry in kept if entry.epoch_fresh or entry.each_step]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Go on collecting where :meth:`state_dict` was taken."""
@@ -442,7 +306,8 @@ class Results:
             entry = Entry((hook, dataloader_idx, name), tuple(saved["options"]))
             entry.total, entry.last, entry.weight = saved["total"], saved["last"], saved["weight"]
             entry.dtype = saved["dtype"]
-            entry.epoch_fresh = True
+            entry.epoch_fresh = saved.get("fresh", True)
+            self._wants_each_step |= entry.each_step
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
 
 
@@ -452,7 +317,7 @@ def _combine(op: str, parts: list[tuple[float, float]]) -> float:
         weight = sum(weight for _, weight in parts)
         return sum(values) / weight if weight else float("nan")
     if not values:
-        return _NEUTRAL[op]
+        return NEUTRAL[op]
     return sum(values) if op == "sum" else min(values) if op == "min" else max(values)
 
 
@@ -464,13 +329,19 @@ class Published:
         self.logged: dict[str, Tensor] = {}
         self.progress_bar: dict[str, Any] = {}
 
-    def publish(self, values: list[tuple[Entry, str, Tensor]]) -> dict[str, Tensor]:
-        """Show ``values``; returns those that loggers get."""
+    def publish(self, values: list[tuple[Entry, str, Tensor]], *, to_callbacks: bool = True) -> dict[str, Tensor]:
+        """Show ``values``; returns those that loggers get.
+
+        Args:
+            values: as the reductions of :class:`Results` give them.
+            to_callbacks: False for single steps of an evaluation, which only loggers and the progress bar see.
+        """
         for_loggers = {}
         for entry, name, value in values:
-            self.callback[name] = value
-            if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
-                self.callback[entry.name] = value
+            if to_callbacks:
+                self.callback[name] = value
+                if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
+                    self.callback[entry.name] = value
             if entry.logger:
                 self.logged[name] = for_loggers[name] = value
             if entry.prog_bar:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +13,20 @@ import torch
 
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed
 from lockstep.ground.states import TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
+from lockstep.launch import attendance
+from lockstep.launch.interrupt import interruptible
 from lockstep.loop import state
 from lockstep.loop.hooks import Hooks, is_overridden
 from lockstep.loop.optimizers import parse
+from lockstep.loop.removed import check_removed_hooks
 from lockstep.loop.results import Published, Results
 from lockstep.module import LightningModule
+from lockstep.profilers.base import PassThroughProfiler
 
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
 
@@ -35,30 +41,49 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
     """
     trainer.state.fn, trainer.state.status = fn, TrainerStatus.RUNNING
     trainer.interruption = None
-    trainer.ckpt_path = ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
-    trainer.agreement = trainer.results = trainer.hooks = None
+    trainer._ckpt_path = ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
+    trainer.agreement = trainer.results = trainer.hooks = trainer.instruments = None
     try:
         with _interruptible(trainer):
             _set_up(trainer, fn, ckpt_path, weights_only)
             yield
+            state.finish(trainer)
             if trainer.interruption is not None:
                 raise KeyboardInterrupt
     except KeyboardInterrupt as interrupt:
         _failed(trainer, interrupt)
-        if trainer.interruption is None:  # a second Ctrl-C, or raised by somebody else than our own handler
+        # A fit that was asked to end has a result. A second Ctrl-C, or what half an evaluation gives, is no result.
+        if trainer.interruption is None or fn is not TrainerFn.FITTING:
             raise
     except BaseException as error:
+        name_ways_out(error)
+        attendance.failed(error)  # the others need not wait for what follows
         _failed(trainer, error)
         raise
     else:
         if fn is TrainerFn.FITTING:
             trainer.hooks.call("on_fit_end")
         _call_setup_hooks(trainer, "teardown")
+        state.finish(trainer)  # what these hooks have saved
         for logger in trainer.loggers:
             logger.finalize("success")
         trainer.state.status = TrainerStatus.FINISHED
     finally:
         _release(trainer)
+
+
+def name_ways_out(error: BaseException) -> None:
+    """Add to torch's complaint about a BatchNorm that sees one sample what to do about it."""
+    if not isinstance(error, ValueError) or len(error.args) != 1:
+        return
+    text = str(error)
+    if text.startswith("Expected more than 1 value per channel when training") and "drop_last" not in text:
+        # in place: the error is still the one that the user's line raised
+        error.args = (
+            f"{text}. A batch of one sample, the last one of an epoch say, has no statistics: leave it out by "
+            "DataLoader(drop_last=True); or, where there are several ranks, take the statistics over the samples of "
+            "all by Trainer(sync_batchnorm=True).",
+        )
 
 
 def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None) -> None:
@@ -71,6 +96,8 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
     check_module(trainer, fn)
     strategy.setup_environment()
+    # "last" is what rank 0 found: another node may see its files later
+    ckpt_path = trainer._ckpt_path = strategy.broadcast(ckpt_path)
     trainer.agreement = strategy.make_agreement()
     trainer.stop_flag = trainer.agreement.register("stop")
     trainer.interrupt_flag = trainer.agreement.register("interrupt")
@@ -82,9 +109,15 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
         share = getattr(logger, "share", None)  # a third party's logger may not have it
         if share is not None:
             share(strategy.broadcast)
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        from lockstep.loop.profiled import instrument  # not for runs that measure nothing
+
+        instrument(trainer)
     strategy.barrier("before setup")
     _call_setup_hooks(trainer, "setup")
     strategy.barrier("after setup")
+    if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
+        trainer.hooks.own("configure_sharded_model")
     trainer.hooks.own("configure_model")
     checkpoint = state.read(trainer, ckpt_path, weights_only) if ckpt_path is not None else None
     if checkpoint is not None:
@@ -97,7 +130,8 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
         found = parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
         strategy.setup_optimizers(*found)
         trainer.hooks.call("on_fit_start")
-    _log_hyperparameters(trainer)
+    if trainer.config.enable_autolog_hparams:
+        _log_hyperparameters(trainer)
     if checkpoint is not None and fn is TrainerFn.FITTING:
         state.restore_training(trainer, checkpoint)
     strategy.barrier("run")
@@ -111,6 +145,7 @@ def check_module(trainer: Any, fn: TrainerFn) -> None:
         MisconfigurationException: with the method that is missing, or the flag that cannot go with the module.
     """
     module, loaders, kind = trainer.lightning_module, trainer.loaders, type(trainer.lightning_module).__name__
+    check_removed_hooks(module, fn)
 
     def has(name: str) -> bool:
         return is_overridden(name, module, LightningModule)
@@ -182,13 +217,13 @@ def _choose_seed(trainer: Any) -> None:
 
 
 def _prepare_data(trainer: Any) -> None:
-    """``prepare_data`` on one process of each node, the others waiting."""
+    """``prepare_data`` on one process of each node, or of all, the others waiting."""
     datamodule, module = trainer.datamodule, trainer.lightning_module
-    if trainer.local_rank == 0:
-        if datamodule is not None and is_overridden("prepare_data", datamodule, LightningDataModule):
-            datamodule.prepare_data()
-        if is_overridden("prepare_data", module, ModuleHooks):
-            module.prepare_data()
+    for owner, base in ((datamodule, LightningDataModule), (module, ModuleHooks)):
+        if owner is not None and is_overridden("prepare_data", owner, base):
+            per_node = owner.prepare_data_per_node
+            if trainer.is_global_zero or (per_node and trainer.local_rank == 0):
+                owner.prepare_data()
     trainer.strategy.barrier("prepare_data")
 
 
@@ -201,10 +236,7 @@ def _call_setup_hooks(trainer: Any, name: str) -> None:
 
 def _log_hyperparameters(trainer: Any) -> None:
     sources = [obj for obj in (trainer.lightning_module, trainer.datamodule) if obj is not None]
-    merged: dict[str, Any] = {}
-    for source in sources:
-        if getattr(source, "_log_hyperparams", False):
-            merged.update(source.hparams_initial)
+    merged = merged_hyperparameters(sources)
     for logger in trainer.loggers:
         if merged:
             logger.log_hyperparams(merged)
@@ -216,6 +248,7 @@ def _failed(trainer: Any, error: BaseException) -> None:
     trainer.state.status = TrainerStatus.INTERRUPTED
     if trainer.hooks is None:  # nothing of the user's has been set up
         return
+    state.finish_alone(trainer)
     trainer.hooks.call("on_exception", error)
     if trainer.datamodule is not None:
         trainer.datamodule.on_exception(error)
@@ -226,30 +259,39 @@ def _failed(trainer: Any, error: BaseException) -> None:
 def _release(trainer: Any) -> None:
     for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.release()
+    state.finish_alone(trainer)
     trainer.strategy.teardown()
     if trainer.results is not None:
         trainer.results.enter("")  # nothing can be logged any more
     if trainer.agreement is not None:
         trainer.agreement.close()
     trainer.state.stage = None
+    if trainer.instruments is not None:
+        trainer.instruments.conclude()
 
 
 @contextmanager
 def _interruptible(trainer: Any) -> Iterator[None]:
     """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def ask(number: int, frame: Any) -> None:
-        if trainer.interruption is not None:
-            trainer.interruption = None  # this one is not for the loop to end cleanly
-            raise KeyboardInterrupt
-        trainer.interruption = "Ctrl-C"
-        trainer.should_stop = True
+    def ask() -> None:
+        if trainer.interruption is None:
+            trainer.interruption = "Ctrl-C"
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                _say(trainer)
 
-    before = signal.signal(signal.SIGINT, ask)
-    try:
+    def end() -> None:
+        trainer.interruption = None  # this one is not for the loop to end cleanly
+
+    with interruptible(ask, end):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+
+def _say(trainer: Any) -> None:
+    """What follows from a Ctrl-C. Written past Python's buffers: a handler may strike while they are written to."""
+    where = "the next boundary" if trainer.state.fn is TrainerFn.FITTING else "this batch's end"
+    text = f"lockstep: Ctrl-C: trainer.{trainer.state.fn} ends at {where}; a second Ctrl-C ends it at once."
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
+        clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
+        os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())

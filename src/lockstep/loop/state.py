@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lockstep.callbacks.model_checkpoint import Checkpoint
-from lockstep.checkpoint import format, storage
+from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.io import CheckpointIO
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_info, warn_once
+from lockstep.ground.hyperparameters import plain_hyperparameters
+from lockstep.ground.rank import log, rank_zero_info, warn_once
 from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.states import TrainerStatus
+from lockstep.loop.mismatch import load_optimizer, load_weights
+from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.results import is_metric
 from lockstep.module import check_weights
 
@@ -22,12 +27,13 @@ LAYOUT = "2.6.0"
 # -- saving ------------------------------------------------------------------------------------------------
 
 
-def collect(trainer: Any, weights_only: bool = False) -> dict[str, Any]:
+def collect(trainer: Any, weights_only: bool = False, *, alone: bool = False) -> dict[str, Any]:
     """The run as a dict. Collective: every rank adds its random states and what it has logged so far.
 
     Args:
         trainer: in a fit, or after one.
         weights_only: leave out what only a resume needs.
+        alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
     """
     module, datamodule, progress = trainer.lightning_module, trainer.datamodule, trainer.fit_loop.progress
     checkpoint: dict[str, Any] = {
@@ -42,16 +48,17 @@ def collect(trainer: Any, weights_only: bool = False) -> dict[str, Any]:
         checkpoint["callbacks"] = {
             callback.state_key: saved for callback in trainer.callbacks if (saved := callback.state_dict())
         }
+        checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
         checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.strategy.optimizers]
         configs = trainer.strategy.lr_scheduler_configs
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in configs]
         scaler = trainer.strategy.precision.scaler
         if scaler is not None:
             checkpoint["MixedPrecision"] = scaler.state_dict()
-        checkpoint[OWN].update(_resume(trainer))
+        checkpoint[OWN].update(_resume_alone(trainer) if alone else _resume(trainer))
     for source in (module, datamodule):
         if source is not None and source.hparams:
-            checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = dict(source.hparams)
+            checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyperparameters(source.hparams)
             if source._hparams_name is not None:
                 checkpoint[source.CHECKPOINT_HYPER_PARAMS_NAME] = source._hparams_name
     if datamodule is not None and not weights_only:
@@ -83,13 +90,28 @@ def _resume(trainer: Any) -> dict[str, Any]:
             for name, parameter in module.named_parameters()
             if parameter.grad is not None
         }
+    return _common(trainer, progress_state, begun, trainer.strategy.gather_objects(part))
+
+
+def _resume_alone(trainer: Any) -> dict[str, Any]:
+    """The same without the ranks' own parts, and so without gradients: the window under way begins again."""
+    saved = {**trainer.fit_loop.progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
+    begun = 0 if saved["last"] else saved["batch"] % trainer.config.accumulation(saved["epoch"])
+    if begun:
+        saved["batch"] -= begun
+        saved["total_batches"] -= begun
+        saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
+    return _common(trainer, saved, 0, [{"data": {}}] * trainer.world_size)
+
+
+def _common(trainer: Any, progress_state: dict[str, Any], begun: int, ranks: list[Any]) -> dict[str, Any]:
     return {
         "progress": progress_state,
         "seed": trainer.seed,
         "begun": begun,
         "strategy": trainer.strategy.state_dict(),
         "metrics": {name: value.cpu() for name, value in trainer.published.callback.items()},
-        "ranks": trainer.strategy.gather_objects(part),
+        "ranks": ranks,
     }
 
 
@@ -97,20 +119,53 @@ def _metric_state(metric: Any) -> dict[str, Any]:
     return {"states": metric._copy_state_dict(), "count": metric._update_count}
 
 
-def save(trainer: Any, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+def save(trainer: Any, path: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None) -> None:
     """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank."""
     checkpoint = collect(trainer, weights_only)
     error: BaseException | None = None
-    if trainer.is_global_zero:
-        try:
-            format.save(checkpoint, path)
-        except Exception as failed:
-            error = failed
+    try:
+        trainer.strategy.save_checkpoint(checkpoint, path, storage_options)
+    except Exception as failed:
+        error = failed
     said = trainer.strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     if said is not None:
         raise RuntimeError(f"rank 0 could not write the checkpoint {os.fspath(path)!r}: {said}")
+    if trainer.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
+        finish(trainer)
+
+
+def save_alone(trainer: Any, path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint from this rank without asking another one, as a rank that has failed must."""
+    trainer.strategy.save_checkpoint(collect(trainer, alone=True), path, alone=True)
+    trainer.strategy.close_checkpoints()
+
+
+def finish(trainer: Any) -> None:
+    """Wait until what was saved is there, where it is written later. Collective; an error is one on every rank."""
+    strategy = trainer.strategy
+    if type(strategy.checkpoint_io).teardown is CheckpointIO.teardown:
+        return
+    error: BaseException | None = None
+    try:
+        strategy.close_checkpoints()
+    except Exception as failed:
+        error = failed
+    said = strategy.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} could not write a checkpoint: {text}")
+
+
+def finish_alone(trainer: Any) -> None:
+    """The same on a rank that has failed: it asks nobody, and what could not be written is said and not raised."""
+    try:
+        trainer.strategy.close_checkpoints()
+    except Exception as failed:
+        log.warning(f"A checkpoint could not be written: {type(failed).__name__}: {failed}")
 
 
 # -- loading -----------------------------------------------------------------------------------------------
@@ -160,12 +215,12 @@ def _last(trainer: Any) -> str | None:
     for callback in trainer.checkpoint_callbacks:
         found |= {str(path) for path in callback.find_last(trainer)}
     existing = [path for path in found if storage.exists(path)]
-    return max(existing, key=storage.modified) if existing else None
+    return max(sorted(existing), key=storage.modified) if existing else None  # of two that are as new, one
 
 
 def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
     """Load a checkpoint on every rank, to the CPU."""
-    checkpoint = format.load(path, map_location="cpu", weights_only=weights_only)
+    checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only)
     check_weights(checkpoint, path)
     rank_zero_info(f"trainer.{trainer.state.fn}: restoring from {path}")
     own = checkpoint.get(OWN, {})
@@ -182,7 +237,7 @@ def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
         if saved is not None and isinstance(datamodule, LightningDataModule):
             datamodule.load_state_dict(saved)
     trainer.hooks.own("on_load_checkpoint", checkpoint)
-    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+    load_weights(trainer, module, checkpoint["state_dict"])
 
 
 def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
@@ -206,8 +261,9 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
             )
     strategy, fit_loop = trainer.strategy, trainer.fit_loop
     _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"])
-    for optimizer, saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
-        optimizer.load_state_dict(saved)
+    kinds = checkpoint.get(OWN, {}).get("optimizers", [None] * len(strategy.optimizers))
+    for optimizer, saved, kind in zip(strategy.optimizers, checkpoint["optimizer_states"], kinds, strict=True):
+        load_optimizer(optimizer, saved, kind)
     configs = strategy.lr_scheduler_configs
     _same_number("lr schedulers", configs, checkpoint["lr_schedulers"])
     for config, saved in zip(configs, checkpoint["lr_schedulers"], strict=True):

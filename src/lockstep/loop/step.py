@@ -14,7 +14,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.optimizers import LightningOptimizer
+from lockstep.loop.optimizers import LightningOptimizer, demands_closure
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.results import is_metric
 from lockstep.loop.transfer import Transfer
@@ -60,7 +60,7 @@ class Step:
         self.results.enter("training_step")
         self.table = self.results.table
         arguments = inspect.signature(self.training_step).parameters
-        self._takes_idx = len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+        self.takes_idx = len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
         own = {name: is_overridden(name, self.module, LightningModule) for name in vars(LightningModule)}
         self._own_zero_grad = own["optimizer_zero_grad"]
         self._own_clipping = own["configure_gradient_clipping"]
@@ -70,9 +70,7 @@ class Step:
         self.wrapped = [
             LightningOptimizer(opt, self._stepped_by_user, self.module, self.strategy.synchronize) for opt in optimizers
         ]
-        self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
-        self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
-        self._plateau = [c for c in configs if c.reduce_on_plateau]
+        self.use_schedulers(configs)
         self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
         self._unweighed = False  # whether it returned a loss without one in this window
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
@@ -80,14 +78,13 @@ class Step:
         self._share = 1.0
         automatic = self.module.automatic_optimization
         self.optimizer = optimizers[0] if automatic else None
-        self._needs_closure = automatic and _demands_closure(self.optimizer)
+        self._needs_closure = automatic and demands_closure(self.optimizer)
         self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
         self._losses: list[Tensor] = []
         self._borrowing = False
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
         )
-        self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
         if not automatic:
             self.window = self._manual
         elif self._by_closure_road:
@@ -125,7 +122,7 @@ class Step:
         """Play one window whose update is made by ``optimizer.step(closure)``.
 
         The closure's first call runs the window's last micro-batch; each further one drops the gradients and
-        runs the whole window again.
+        runs the whole window again. Each micro-batch is logged once, the last one as the last call saw it.
         """
         if window.begun and self._needs_closure:
             raise MisconfigurationException(
@@ -158,19 +155,29 @@ class Step:
         last = len(micro_batches) - 1
         outputs: Any = {}
         first_call = True
+        logged: Any = None  # before the last micro-batch, whose values of the last call count
 
         def closure() -> Tensor | None:
-            nonlocal outputs, first_call
+            nonlocal outputs, first_call, logged
+            if first_call:
+                logged = self.results.place()
+            else:
+                self.results.go_back(logged)
             losses = list(earlier) if first_call else []
             for i in [last] if first_call else range(last + 1):
                 self.strategy.sync_gradients = i == last
                 self.results.table = self.table
-                self.results.muted = not first_call or micro_batches[i][2] == 0.0
+                self.results.muted = i != last or micro_batches[i][2] == 0.0
                 outputs = self._forward_backward(*micro_batches[i], i == 0 and not begun)
                 losses += self._take_losses()
             first_call = False
             self._prepare_update()
             if not losses:
+                if self._needs_closure:
+                    raise MisconfigurationException(
+                        f"{type(self.optimizer).__name__} steers by the loss, and `training_step` returned None for "
+                        "every micro-batch of this window: return the loss."
+                    )
                 return None
             total = torch.stack(losses).sum() * self._factor
             # a line search steers by it, so it must be the same number on all ranks
@@ -199,11 +206,11 @@ class Step:
                 return
             if self.shared:
                 self._publish()
-            arguments = (batch, batch_idx) if self._takes_idx else (batch,)
+            arguments = (batch, batch_idx) if self.takes_idx else (batch,)
             rounds = self.strategy.rounds
             self._share = share if weight else 1.0
             if weight == 0.0:
-                with self._borrowed():
+                with self.borrowed():
                     output = self.strategy.run(self.training_step, *arguments)
             else:
                 output = self.strategy.run(self.training_step, *arguments)
@@ -233,10 +240,10 @@ class Step:
     def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: Any, first: bool) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
         if weight == 0.0 and not self._borrowing:
-            with self._borrowed():
+            with self.borrowed():
                 return self._forward_backward(batch, batch_idx, 0.0, 1.0, first)
         strategy, step = self.strategy, self.training_step
-        output = strategy.run(step, batch, batch_idx) if self._takes_idx else strategy.run(step, batch)
+        output = strategy.run(step, batch, batch_idx) if self.takes_idx else strategy.run(step, batch)
         if type(output) is Tensor:
             loss: Tensor | None = output
             self._unweighed = True
@@ -253,10 +260,14 @@ class Step:
                 loss = loss * share
             if self._by_closure_road:
                 self._losses.append(loss.detach())
-            if self._bare_backward:
-                strategy.backward(loss)
-            else:
-                self._backward(loss)
+            try:
+                if self._bare_backward:
+                    strategy.backward(loss)
+                else:
+                    self._backward(loss)
+            except RuntimeError as error:
+                _refuse(loss, "`training_step` returned", error)
+                raise
         if self.hooks.on_train_batch_end is None:
             return None
         if type(output) is Tensor:
@@ -271,7 +282,10 @@ class Step:
     def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, Any]:
         """The loss and its factor from what ``training_step`` returned."""
         if output is None:
-            warn_once("`training_step` returned None: the micro-batch is skipped.", key="training_step None")
+            warn_once(
+                "`training_step` returned None: the micro-batch is skipped. If that is not meant, return the loss.",
+                key="training_step None",
+            )
             return None, share
         if isinstance(output, Tensor):
             self._unweighed = True
@@ -351,15 +365,20 @@ class Step:
             progress.batch += 1
             progress.total_batches += 1
             progress.phase = BATCH_END
+        results = self.results
+        if results.each_step:
+            self.trainer.published.publish(results.agree_on_step())
         if self.hooks.on_train_batch_end is not None:
             self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
-        self.results.muted = False
+        results.muted = False
+        if results.each_step and self.strategy.sync_gradients:
+            self.trainer.fit_loop.agree_on_stop()  # who stops by a value of this window stops here
 
     @contextmanager
-    def _borrowed(self) -> Iterator[None]:
+    def borrowed(self) -> Iterator[None]:
         """Run a micro-batch for the other ranks' sake: this rank's share is empty, and it leaves no trace here."""
         states = random_states()
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self.strategy.own_buffers()]
         metrics = [(m, m._copy_state_dict(), m._update_count) for m in self.module.modules() if is_metric(m)]
         self._borrowing = True
         self.strategy.mute(True)
@@ -383,7 +402,11 @@ class Step:
         """Backward in manual optimization, with the hooks around it; batches count by their samples here too."""
         if self._share != 1.0:
             loss = loss * self._share
-        self._backward(loss, *args, **kwargs)
+        try:
+            self._backward(loss, *args, **kwargs)
+        except RuntimeError as error:
+            _refuse(loss, "manual_backward() was given", error)
+            raise
 
     def clip(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer, with the Trainer's settings where none are given."""
@@ -417,6 +440,13 @@ class Step:
 
     # -- schedulers ----------------------------------------------------------------------------------------
 
+    def use_schedulers(self, configs: list[Any]) -> None:
+        """Step these from here on."""
+        self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
+        self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
+        self._plateau = [c for c in configs if c.reduce_on_plateau]
+        self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
+
     def _step_schedulers(self, configs: Iterable[Any], count: int) -> None:
         for config in configs:
             if count % config.frequency == 0:
@@ -432,14 +462,13 @@ class Step:
         """Step the schedulers that watch a metric; after the validation that may have logged it."""
         if self.optimizer is None:
             return
-        for config in self._plateau:
-            if config.interval != interval or count % config.frequency:
-                continue
+        due = [config for config in self._plateau if config.interval == interval and count % config.frequency == 0]
+        if due and self.shared and interval == "step":
+            self.trainer.fit_loop.share_step_values()
+        for config in due:
             metrics = self.trainer.callback_metrics
             metric = metrics.get(config.monitor)
             if metric is not None:
-                if self.shared and interval == "step":  # it may be this rank's own
-                    metric = self.strategy.reduce(metric, reduce_op="mean")
                 self._step_scheduler(config, metric)
             elif config.strict:
                 raise MisconfigurationException(
@@ -450,11 +479,17 @@ class Step:
                 warn_once(f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.")
 
 
-def _demands_closure(optimizer: Any) -> bool:
-    """Whether ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
-    parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
-    closure = parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+def _refuse(loss: Tensor, who: str, error: RuntimeError) -> None:
+    """Say what is wrong with a loss that torch cannot go back from; nothing where it is not the loss."""
+    if not loss.requires_grad:
+        raise MisconfigurationException(
+            f"{who} a loss that no parameter can learn from: it was detached (`.detach()`, `.item()`, `no_grad`), or "
+            "none of the parameters behind it needs gradients."
+        ) from error
+    if loss.numel() != 1:
+        raise MisconfigurationException(
+            f"{who} a loss of shape {tuple(loss.shape)}: a loss is one number, `loss.mean()` say."
+        ) from error
 
 
 def _detached(output: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from lockstep.cluster.base import World
 from lockstep.ground.agreement import Agreement
 from lockstep.precision.base import Precision
@@ -27,21 +29,31 @@ class Strategy:
         launcher: how ranks are started: None (nothing to start), "script" or "spawn".
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         rounds: reductions over all ranks so far.
+        sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; Trainer sets it.
+        drives_all_devices: one process works with all devices of its node; else each rank has one.
+        devices: of this node, by local rank.
     """
 
     launcher: str | None = None
+    drives_all_devices: bool = False
 
     def __init__(self) -> None:
         self.world = World.single()
         self.root_device = torch.device("cpu")
+        self.devices = [self.root_device]
         self.precision: Precision = Precision()
         self.module: Any = None
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.sync_gradients = True
+        self.sync_batchnorm = False
         self.rounds = 0
         self.context: Callable[[], Any] | None = None
         self._own_backward: Callable[..., Any] | None = None
+        self._torch_io = TorchCheckpointIO()
+        self._given_io: CheckpointIO | None = None
+        self._io_is_open = False
+        self._saved: set[str] = set()
 
     # -- set up --------------------------------------------------------------------------------------------
 
@@ -92,6 +104,10 @@ class Strategy:
 
     def align_buffers(self) -> None:
         """Let every rank have rank 0's buffers (BatchNorm statistics, say), before the module is evaluated."""
+
+    def own_buffers(self) -> list[Tensor]:
+        """The module's buffers that a forward changes by this rank's samples alone."""
+        return list(self.module.buffers())
 
     def mute(self, muted: bool) -> None:
         """Drop the gradients of the backwards to come: this rank's share of the data is empty."""
@@ -201,6 +217,48 @@ class Strategy:
         return [obj]
 
     # -- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes, reads and removes checkpoints; set it before a call of the Trainer."""
+        return self._torch_io if self._given_io is None else self._given_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._given_io = io
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None, *, alone: bool = False
+    ) -> None:
+        """Write a checkpoint on rank 0, or (``alone``) on the rank that calls."""
+        if self.is_global_zero or alone:
+            self._io_is_open = True
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            if self._given_io is not None:
+                self._saved.add(str(filepath))
+
+    def load_checkpoint(self, filepath: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, on every rank, to the CPU."""
+        self._io_is_open = True
+        if weights_only is None:  # which a CheckpointIO of earlier years does not know
+            return self.checkpoint_io.load_checkpoint(filepath, map_location="cpu")
+        return self.checkpoint_io.load_checkpoint(filepath, map_location="cpu", weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, on rank 0."""
+        if self.is_global_zero:
+            self._saved.discard(str(filepath))
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def has_checkpoint(self, filepath: Any) -> bool:
+        """Whether something has this name here, or a checkpoint is on its way there."""
+        return str(filepath) in self._saved or storage.exists(filepath)
+
+    def close_checkpoints(self) -> None:
+        """Let :attr:`checkpoint_io` end what it has begun; nothing happens if it has begun nothing."""
+        if self._io_is_open:
+            self._io_is_open = False
+            self.checkpoint_io.teardown()
 
     def state_dict(self) -> dict[str, Any]:
         """What the engine needs to go on with the same bits (the bucket plan)."""

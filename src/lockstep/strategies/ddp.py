@@ -19,6 +19,13 @@ from lockstep.ground.fork import protect_forks
 from lockstep.parallel.ddp import broadcast_module_state, check_same_module, sync_buffers
 from lockstep.parallel.reducer import Reducer
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.norms import SynchronizedNorms
+
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. Where BatchNorm is synchronized (sync_batchnorm=True), "
+    "all ranks go back through it together, and the others would wait for this one. Return a loss on each, if only "
+    "`0.0 * loss`."
+)
 
 
 class DDPStrategy(Strategy):
@@ -60,6 +67,8 @@ class DDPStrategy(Strategy):
         self._plan: Any = None
         self._has_buffers = self._buffers_differ = False
         self._muted = False
+        self._norms: SynchronizedNorms | None = None
+        self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""
@@ -101,14 +110,26 @@ class DDPStrategy(Strategy):
         self._has_buffers = self._broadcast_buffers and self.world.size > 1 and any(True for _ in module.buffers())
 
     def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
-        """Attach the reducer to the parameters."""
+        """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
         super().setup_optimizers(optimizers, configs)
+        self._synchronize_norms()
         self._reducer = Reducer(
             self.module.named_parameters(),  # frozen ones too: those that are thawed later are taken in then
             bucket_cap_mb=self._bucket_cap_mb,
             gradient_as_bucket_view=self._views,
             plan=self._plan,
         )
+
+    def _synchronize_norms(self) -> None:
+        if self.world.size == 1:
+            return
+        default, group = self._norms_group or (None, None)
+        known = group if default is dist.group.WORLD else None
+        norms = SynchronizedNorms(self.module, self.sync_batchnorm, known, self._timeout)
+        self._norms_group = dist.group.WORLD, norms.group
+        if norms.layers:
+            self._norms = norms
+            self._has_buffers = self._has_buffers and bool(self.own_buffers())
 
     def make_agreement(self) -> Agreement:
         """Shared flags: a word in shared memory on one host, an asynchronous message across hosts."""
@@ -117,6 +138,9 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         """Detach the reducer from the parameters; the process group stays for the next call."""
         super().teardown()
+        if self._norms is not None:
+            self._norms.put_back()
+            self._norms = None
         if self._reducer is not None:
             self._plan = self._reducer.plan()
             self._reducer.detach()
@@ -148,6 +172,8 @@ class DDPStrategy(Strategy):
     def skip_backward(self) -> None:
         """Reduce what this rank accumulated before in the window."""
         assert self._reducer is not None
+        if self._norms is not None:
+            raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
         if self.sync_gradients:
             self._reducer.sync = True
             self._reducer.prepare()
@@ -162,8 +188,14 @@ class DDPStrategy(Strategy):
             self._buffers_differ = False
 
     def mute(self, muted: bool) -> None:
-        """Let the reducer drop this rank's fresh gradients."""
+        """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples."""
         self._muted = muted
+        if self._norms is not None:
+            self._norms.mute(muted)
+
+    def own_buffers(self) -> list[Tensor]:
+        """All but the statistics of synchronized layers, which all ranks change alike."""
+        return super().own_buffers() if self._norms is None else self._norms.others_buffers(self.module)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -191,6 +223,9 @@ class DDPStrategy(Strategy):
     def gather_objects(self, obj: Any) -> list[Any]:
         """A small picklable object from all ranks, by rank."""
         return comm.all_gather_object(obj)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_norms_group": None}  # a group belongs to its process
 
     def state_dict(self) -> dict[str, Any]:
         """The bucket plan: sums over three and more ranks depend on it."""

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
-from lockstep.cluster.base import World
+from lockstep.cluster.environments import ClusterEnvironment
 from lockstep.ground.seed import isolate_rng
 from lockstep.module import LightningModule
-from lockstep.precision.base import Precision
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.single import SingleDeviceStrategy
 from lockstep.testing.verdict import (
     CLIPPED,
     GRADIENT,
@@ -115,7 +113,7 @@ def _one_process(
 ) -> list[_Observation]:
     record = _Record()
     torch.manual_seed(seed)
-    _trainer({**flags, "strategy": _Alone()}, record, seed).fit(make_module(), data)
+    _trainer({**flags, "plugins": _Alone()}, record, seed).fit(make_module(), data)
     return record.tape
 
 
@@ -125,11 +123,20 @@ def _trainer(flags: dict[str, Any], observer: Callback, seed: int) -> Trainer:
     return trainer
 
 
-class _Alone(SingleDeviceStrategy):
+class _Alone(ClusterEnvironment):
     """One process by itself, also where a launcher's variables say that it is a rank among others."""
 
-    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        super().connect(World.single(), device, precision)
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    def world_size(self) -> int:
+        return 1
+
+    def global_rank(self) -> int:
+        return 0
+
+    local_rank = node_rank = global_rank
 
 
 # -- what a run shows ----------------------------------------------------------------------------------------

@@ -1,5 +1,14 @@
 """The table of a model's layers, by the names that users import."""
 
-from lockstep.callbacks.layer_table import LayerSummary, ModelSummary, summarize
+from lockstep.callbacks.layer_table import LayerSummary, ModelSummary, parse_batch_shape, summarize
+from lockstep.callbacks.layer_table import readable_count as get_human_readable_count
+from lockstep.callbacks.layer_table import readable_size as get_formatted_model_size
 
-__all__ = ["LayerSummary", "ModelSummary", "summarize"]
+__all__ = [
+    "LayerSummary",
+    "ModelSummary",
+    "get_formatted_model_size",
+    "get_human_readable_count",
+    "parse_batch_shape",
+    "summarize",
+]

@@ -25,10 +25,15 @@ class ProgressBar(Callback):
                     print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %", end="\\r")
     """
 
+    # on the class too, for subclasses that do not call `super().__init__()`
+    _trainer: TrainerView | None = None
+    _enabled = True
+    _current_eval_dataloader_idx: int | None = None
+
     def __init__(self) -> None:
-        self._trainer: TrainerView | None = None
+        self._trainer = None
         self._enabled = True
-        self._current_eval_dataloader_idx: int | None = None
+        self._current_eval_dataloader_idx = None
 
     def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
         """Remember the trainer; be quiet on all ranks but 0."""
@@ -89,7 +94,7 @@ class ProgressBar(Callback):
         metrics = trainer.progress_bar_metrics
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         # last, since a narrow terminal cuts the end off
-        return {**values, **{name: v for name, v in _version(trainer.loggers).items() if name not in values}}
+        return {**values, **{name: v for name, v in get_standard_metrics(trainer).items() if name not in values}}
 
     @property
     def sanity_check_description(self) -> str:
@@ -175,9 +180,9 @@ def in_notebook() -> bool:
     return "ipykernel" in sys.modules
 
 
-def _version(loggers: list[Any]) -> dict[str, int | str]:
-    """The ``v_num`` of the loggers: their versions, the last four characters of what is a string."""
-    versions = list(dict.fromkeys(logger.version for logger in loggers if logger.version not in (None, "")))
+def get_standard_metrics(trainer: TrainerView) -> dict[str, int | str]:
+    """``v_num``: the versions of the loggers, of one that is a string its last four characters."""
+    versions = list(dict.fromkeys(logger.version for logger in trainer.loggers if logger.version not in (None, "")))
     if not versions:
         return {}
     version = versions[0] if len(versions) == 1 else "_".join(map(str, versions))

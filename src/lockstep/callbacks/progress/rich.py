@@ -28,6 +28,10 @@ class RichProgressBar(ProgressBar):
     Raises:
         ModuleNotFoundError: rich is not installed.
         MisconfigurationException: ``refresh_rate`` is negative.
+
+    Example::
+
+        Trainer(callbacks=RichProgressBar(leave=True, theme=RichProgressBarTheme(progress_bar="magenta")))
     """
 
     def __init__(
@@ -73,6 +77,42 @@ class RichProgressBar(ProgressBar):
         """Draw nothing from now on; what was drawn stays."""
         super().disable()
         self._stop()
+
+    # -- rich's own objects --------------------------------------------------------------------------------
+
+    @property
+    def train_progress_bar_id(self) -> Any:
+        """rich's id of the bar of training; None while there is none."""
+        return self._train_task
+
+    @property
+    def val_progress_bar_id(self) -> Any:
+        """rich's id of the bar of the evaluation that runs now; None outside of one."""
+        return self._eval_task
+
+    val_sanity_progress_bar_id = test_progress_bar_id = predict_progress_bar_id = val_progress_bar_id
+
+    @property
+    def train_progress_bar(self) -> Any:
+        """rich's task of training: its description, total, what is completed."""
+        return self._task(self._train_task)
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """rich's task of the evaluation that runs now."""
+        return self._task(self._eval_task)
+
+    val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
+
+    def _task(self, number: Any) -> Any:
+        if self.progress is None or number is None:
+            raise TypeError(f"{type(self).__name__}: there is no such bar now.")
+        return next(task for task in self.progress.tasks if task.id == number)
+
+    def refresh(self, hard: bool = False) -> None:
+        """Draw now; ``hard`` is accepted for the signature."""
+        if self.progress is not None:
+            self.progress.refresh()
 
     def configure_columns(self, trainer: TrainerView) -> list[Any]:
         """The columns of a bar, as for ``rich.progress.Progress``; override it to show others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 
 from lockstep.callbacks.progress.base import ProgressBar, in_notebook
 from lockstep.callbacks.progress.meter import Meter, number
+from lockstep.callbacks.progress.screen import Screen, behind
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.view import ModuleView, TrainerView
 
@@ -17,8 +19,10 @@ from lockstep.ground.view import ModuleView, TrainerView
 class TQDMProgressBar(ProgressBar):
     """Draws bars with tqdm on stdout: one for training, one below it for the validation in between.
 
-    The time and speed of training leave validation out. To change how a bar looks, override the method that
-    makes it (:meth:`init_train_tqdm` and its like), or :meth:`get_metrics` for what stands beside it.
+    The time and speed of training leave validation out. Where the line is too narrow for all metrics, speed,
+    bar and times go first. What is printed meanwhile goes above the bars. To change how a bar looks, override
+    the method that makes it (:meth:`init_train_tqdm` and its like), or :meth:`get_metrics` for what stands
+    beside it. On ranks that draw nothing the bars are there too, disabled.
 
     Args:
         refresh_rate: draw at every n-th batch, yet at most ten times a second; 0 draws nothing.
@@ -27,6 +31,16 @@ class TQDMProgressBar(ProgressBar):
 
     Raises:
         MisconfigurationException: ``refresh_rate`` or ``process_position`` is negative.
+
+    Example::
+
+        class Bar(TQDMProgressBar):
+            def init_validation_tqdm(self):
+                bar = super().init_validation_tqdm()
+                bar.set_description("measuring")
+                return bar
+
+        Trainer(callbacks=Bar(refresh_rate=10))
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -41,12 +55,19 @@ class TQDMProgressBar(ProgressBar):
         self._leave = leave
         self._train_bar: Any = None
         self._eval_bar: Any = None
+        self._draws = False  # whether the bars that are there are drawn
+        self._screen = Screen(self._shown)
         self._train_meter = Meter(refresh_rate)
         self._eval_meter = Meter(refresh_rate)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: settings; a bar that is being drawn stays here."""
-        return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None}
+        return {**super().__getstate__(), "_train_bar": None, "_eval_bar": None, "_screen": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """There is no bar here yet."""
+        vars(self).update(state)
+        self._screen = Screen(self._shown)
 
     @property
     def refresh_rate(self) -> int:
@@ -65,20 +86,32 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def train_progress_bar(self) -> Any:
-        """tqdm's bar of training, None outside a fit."""
+        """tqdm's bar of training, None outside a fit; it may be replaced by another one."""
         return self._train_bar
+
+    @train_progress_bar.setter
+    def train_progress_bar(self, bar: Any) -> None:
+        self._train_bar = bar
 
     @property
     def val_progress_bar(self) -> Any:
-        """tqdm's bar of the evaluation that runs now, None outside of one."""
+        """tqdm's bar of the evaluation that runs now, None outside of one; it may be replaced by another one."""
         return self._eval_bar
+
+    @val_progress_bar.setter
+    def val_progress_bar(self, bar: Any) -> None:
+        self._eval_bar = bar
 
     test_progress_bar = predict_progress_bar = val_progress_bar
 
     def disable(self) -> None:
         """Draw nothing from now on; what was drawn stays."""
         super().disable()
-        self._close()
+        self._draws = False
+        self._screen.close()
+        for bar in (self._eval_bar, self._train_bar):
+            if bar is not None:
+                bar.close()
 
     # -- how bars are made ---------------------------------------------------------------------------------
 
@@ -110,7 +143,7 @@ class TQDMProgressBar(ProgressBar):
             disable=self.is_disabled,
             leave=leave,
             dynamic_ncols=True,
-            file=sys.stdout,
+            file=behind(sys.stdout),
             smoothing=0,
             bar_format=self.BAR_FORMAT,
         )
@@ -119,12 +152,12 @@ class TQDMProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Open the bar of training."""
-        if self.is_enabled:
-            self._train_bar = self.init_train_tqdm()
+        self._train_bar = self.init_train_tqdm()
+        self._begin_drawing()
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Begin the bar anew."""
-        if self.is_disabled:
+        if not self._draws:
             return
         if self._leave and self._train_meter.done:
             self._train_bar.close()
@@ -136,12 +169,12 @@ class TQDMProgressBar(ProgressBar):
         self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Draw the bar if it is time to."""
-        if self._train_bar is not None and self._train_meter.due(batch_idx + 1):
+        if self._draws and self._train_meter.due(batch_idx + 1):
             self._draw_training(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Show what was logged at the end of the epoch."""
-        if self._train_bar is not None:
+        if self._draws:
             self._draw_training(trainer, pl_module)
 
     def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
@@ -157,24 +190,25 @@ class TQDMProgressBar(ProgressBar):
 
     def on_sanity_check_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Open the bar of the sanity check."""
-        if self.is_enabled:
-            self._eval_bar = self.init_sanity_tqdm()
+        self._eval_bar = self.init_sanity_tqdm()
+        self._begin_drawing()
 
     def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Open the bar of validation."""
-        if self.is_enabled and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             self._train_meter.pause()
             self._eval_bar = self.init_validation_tqdm()
+            self._begin_drawing()
 
     def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Open the bar of testing."""
-        if self.is_enabled:
-            self._eval_bar = self.init_test_tqdm()
+        self._eval_bar = self.init_test_tqdm()
+        self._begin_drawing()
 
     def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Open the bar of prediction."""
-        if self.is_enabled:
-            self._eval_bar = self.init_predict_tqdm()
+        self._eval_bar = self.init_predict_tqdm()
+        self._begin_drawing()
 
     def on_validation_batch_start(
         self,
@@ -185,7 +219,7 @@ class TQDMProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Begin the bar anew with each loader."""
-        if self._eval_bar is not None and self.has_dataloader_changed(dataloader_idx):
+        if self._draws and self.has_dataloader_changed(dataloader_idx):
             name = self.sanity_check_description if trainer.sanity_checking else self.validation_description
             totals = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
             self._begin_loader(name, totals, dataloader_idx)
@@ -199,7 +233,7 @@ class TQDMProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Begin the bar anew with each loader."""
-        if self._eval_bar is not None and self.has_dataloader_changed(dataloader_idx):
+        if self._draws and self.has_dataloader_changed(dataloader_idx):
             self._begin_loader(self.test_description, trainer.num_test_batches, dataloader_idx)
 
     def on_predict_batch_start(
@@ -211,7 +245,7 @@ class TQDMProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Begin the bar anew with each loader."""
-        if self._eval_bar is not None and self.has_dataloader_changed(dataloader_idx):
+        if self._draws and self.has_dataloader_changed(dataloader_idx):
             self._begin_loader(self.predict_description, trainer.num_predict_batches, dataloader_idx)
 
     def _begin_loader(self, name: str, totals: list[int | float], dataloader_idx: int) -> None:
@@ -229,7 +263,7 @@ class TQDMProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw the bar if it is time to."""
-        if self._eval_bar is not None and self._eval_meter.due(batch_idx + 1):
+        if self._draws and self._eval_meter.due(batch_idx + 1):
             self._eval_bar.n = batch_idx + 1
             self._eval_bar.refresh()
 
@@ -240,7 +274,7 @@ class TQDMProgressBar(ProgressBar):
         if trainer.sanity_checking:
             return
         self._close_evaluation()
-        if self._train_bar is not None:
+        if self._train_bar is not None and self._draws:
             away = self._train_meter.resume()
             self._train_bar.start_t += away
             # not behind the start, or tqdm takes the bar for one that was never drawn
@@ -271,27 +305,71 @@ class TQDMProgressBar(ProgressBar):
 
     def print(self, *args: Any, sep: str = " ", end: str = "\n", file: Any = None, **kwargs: Any) -> None:
         """Print above the bars."""
-        if self._train_bar is None and self._eval_bar is None:
-            print(*args, sep=sep, end=end, file=file, **kwargs)
+        if self._shown():
+            self._screen.write(sep.join(map(str, args)) + end, sys.stdout if file is None else file)
         else:
-            _tqdm().write(sep.join(map(str, args)), end=end, file=file)
+            print(*args, sep=sep, end=end, file=file, **kwargs)
+
+    def _begin_drawing(self) -> None:
+        self._draws = self.is_enabled
+        if self._draws and not in_notebook():
+            self._screen.open()
+
+    def _shown(self) -> list[Any]:
+        """The bars on the screen."""
+        return [bar for bar in (self._train_bar, self._eval_bar) if bar is not None and not bar.disable]
 
     def _close_evaluation(self) -> None:
         self.reset_dataloader_idx_tracker()
         if self._eval_bar is not None:
             self._eval_bar.close()
             self._eval_bar = None
+        if self._train_bar is None:
+            self._screen.close()
 
     def _close(self) -> None:
-        self._close_evaluation()
         if self._train_bar is not None:
-            self._train_bar.close()
-            self._train_bar = None
+            bar, self._train_bar = self._train_bar, None
+            self._close_evaluation()
+            bar.close()
+        else:
+            self._close_evaluation()
+        self._draws = False
+
+
+# How a line is drawn, from all there is to say down to what has to be seen.
+_NARROWER = (
+    TQDMProgressBar.BAR_FORMAT,
+    "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "{l_bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "{l_bar} {n_fmt}/{total_fmt}{postfix}",
+    "{desc}{n_fmt}/{total_fmt}{postfix}",
+    "{n_fmt}/{total_fmt}{postfix}",
+)
+_LEAST_BAR = 6  # characters; a shorter one shows nothing
+
+
+def _fit(bar: Any, shown: dict[str, Any]) -> None:
+    """Choose the fullest of our formats of which nothing is cut off at the terminal's width.
+
+    All but the first leave out the logger's version. Where even the briefest is too long, its end is cut off.
+    """
+    for form in _NARROWER:
+        around = {**shown, "ncols": None, "bar_format": form.replace("{bar}", "")}
+        if len(bar.format_meter(**around)) + _LEAST_BAR * ("{bar}" in form) <= shown["ncols"]:
+            break
+        shown["postfix"] = re.sub(r"(, )?v_num=[^,]*$", "", shown["postfix"] or "")
+    shown["bar_format"] = form
+
+
+def convert_inf(x: int | float | None) -> int | float | None:
+    """A total as tqdm has it: None where it is not known."""
+    return x if x is not None and math.isfinite(x) else None
 
 
 def _begin(bar: Any, meter: Meter, description: str) -> None:
-    bar.reset(total=meter.total if math.isfinite(meter.total) else None)
-    bar.total = meter.total if math.isfinite(meter.total) else None
+    bar.reset(total=convert_inf(meter.total))
+    bar.total = convert_inf(meter.total)
     bar.initial = 0
     bar.set_description(description)
 
@@ -314,8 +392,21 @@ def _tqdm() -> Any:
             def format_num(n: Any) -> str:
                 return number(n)
 
+            def __str__(self) -> str:
+                shown = self.format_dict
+                if shown.get("ncols") and shown.get("bar_format") == TQDMProgressBar.BAR_FORMAT:
+                    _fit(self, shown)
+                return self.format_meter(**shown)
+
         _class = Tqdm
     return _class
 
 
 _class: Any = None
+
+
+def __getattr__(name: str) -> Any:
+    """``Tqdm``, the class of the bars, for overrides of :meth:`TQDMProgressBar.init_train_tqdm` and its like."""
+    if name == "Tqdm":
+        return _tqdm()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

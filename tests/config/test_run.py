@@ -101,7 +101,6 @@ def test_a_value_that_cannot_work_is_named_with_its_flag(flags: dict[str, Any]) 
         ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "val_check_interval=0.5.*int"),
         ({"max_epoch": 3}, "no flag `max_epoch`.*`max_epochs`"),
         ({"zzz": 1}, "no flag `zzz`.*The flags are: .*max_epochs"),
-        ({"profiler": "simple"}, "profiler='simple'.*not have this flag yet.*torch.profiler"),
     ],
 )
 def test_combinations_and_names_that_cannot_work(flags: dict[str, Any], said: str) -> None:

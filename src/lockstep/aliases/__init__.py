@@ -1,0 +1,1 @@
+"""Lightning's import paths: a table of where each name is in lockstep, and the finder that answers from it."""

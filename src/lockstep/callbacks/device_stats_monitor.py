@@ -1,0 +1,149 @@
+"""DeviceStatsMonitor: writes the state of the device to the loggers, batch by batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class DeviceStatsMonitor(Callback):
+    """Writes what the device has to tell at the beginning and end of batches to the loggers.
+
+    It does so every ``log_every_n_steps`` steps, in training, and in the validation of a fit or on its own and
+    in tests every ``log_every_n_steps`` batches. The names are
+    ``DeviceStatsMonitor.<hook>/<metric>``, ``DeviceStatsMonitor.on_train_batch_start/cpu_percent`` for one:
+
+    - CPU (extra ``psutil``): ``cpu_percent``, ``cpu_vm_percent``, ``cpu_swap_percent``, of the whole machine;
+    - CUDA: all of :func:`torch.cuda.memory_stats`, such as ``allocated_bytes.all.peak``;
+    - MPS (extra ``psutil``): ``M1_percent``, ``M1_vm_percent``, ``M1_swap_percent``, of the whole machine.
+
+    Args:
+        cpu_stats: also write the CPU's where the run is on another device (True), write nothing where it is on
+            the CPU (False), or write what belongs to the run's device (None).
+
+    Raises:
+        MisconfigurationException: the Trainer has no logger.
+        ModuleNotFoundError: psutil is needed and not installed.
+
+    Example::
+
+        Trainer(callbacks=DeviceStatsMonitor(), logger=CSVLogger("logs"))
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self._cpu_stats = cpu_stats
+        self._psutil: Any = None
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Check that there is somebody to read from and somebody to write to."""
+        device = trainer.strategy.root_device.type
+        if stage == "fit" and not trainer.loggers:
+            raise MisconfigurationException(
+                "DeviceStatsMonitor has nowhere to write: the Trainer has no logger. Drop the callback or the "
+                "`logger=False`."
+            )
+        reads_cpu = self._cpu_stats is not False if device == "cpu" else bool(self._cpu_stats)
+        if reads_cpu or device == "mps":
+            try:
+                import psutil
+            except ModuleNotFoundError:
+                raise missing_extra("psutil", "psutil", f"DeviceStatsMonitor on {device}") from None
+            self._psutil = psutil
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int) -> None:
+        """Write, in steps that log."""
+        self._training(trainer, "on_train_batch_start")
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write, in steps that log."""
+        self._training(trainer, "on_train_batch_end")
+
+    def _training(self, trainer: TrainerView, hook: str) -> None:
+        every = trainer.log_every_n_steps
+        if every and (trainer.fit_loop.progress.windows + 1) % every == 0:
+            self._write(trainer, hook)
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def on_validation_batch_start(
+        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write, in every n-th batch."""
+        self._evaluating(trainer, "on_validation_batch_start", batch_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Write, in every n-th batch."""
+        self._evaluating(trainer, "on_validation_batch_end", batch_idx)
+
+    def on_test_batch_start(
+        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Write, in every n-th batch."""
+        self._evaluating(trainer, "on_test_batch_start", batch_idx)
+
+    def on_test_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Write, in every n-th batch."""
+        self._evaluating(trainer, "on_test_batch_end", batch_idx)
+
+    def _evaluating(self, trainer: TrainerView, hook: str, batch_idx: int) -> None:
+        every = trainer.log_every_n_steps
+        if every and (batch_idx + 1) % every == 0:
+            self._write(trainer, hook)
+
+    # -- what is written -----------------------------------------------------------------------------------
+
+    def _write(self, trainer: TrainerView, hook: str) -> None:
+        stats = self._stats(trainer.strategy.root_device)
+        if not stats:
+            return
+        name, step = f"{type(self).__qualname__}.{hook}", trainer.fit_loop.progress.windows
+        for logger in trainer.loggers:
+            separator = getattr(logger, "group_separator", "/")
+            logger.log_metrics({f"{name}{separator}{key}": value for key, value in stats.items()}, step=step)
+
+    def _stats(self, device: torch.device) -> dict[str, float]:
+        if device.type == "cpu":
+            return {} if self._cpu_stats is False else self._machine("cpu")
+        stats: dict[str, float] = {}
+        if device.type == "cuda":
+            stats.update(torch.cuda.memory_stats(device))
+        elif device.type == "mps":
+            stats.update(self._machine("M1"))
+        if self._cpu_stats:
+            stats.update(self._machine("cpu"))
+        return stats
+
+    def _machine(self, prefix: str) -> dict[str, float]:
+        return {
+            f"{prefix}_vm_percent": self._psutil.virtual_memory().percent,
+            f"{prefix}_percent": self._psutil.cpu_percent(),
+            f"{prefix}_swap_percent": self._psutil.swap_memory().percent,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_psutil": None}

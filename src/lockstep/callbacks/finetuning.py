@@ -1,0 +1,387 @@
+"""BaseFinetuning, BackboneFinetuning: parts of a model that are frozen first and trained from some epoch on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.view import ModuleView, TrainerView
+
+Modules = nn.Module | Iterable[Any]
+
+
+def multiplicative(epoch: int) -> float:
+    """The default of ``BackboneFinetuning(lambda_func=)``: the learning rate doubles each epoch."""
+    return 2.0
+
+
+class BaseFinetuning(Callback):
+    """Freezes parts of a model before training and thaws them later; a subclass says which and when.
+
+    Override :meth:`freeze_before_training`, called before ``configure_optimizers``, and
+    :meth:`finetune_function`, called for each optimizer when an epoch begins. Let ``configure_optimizers``
+    hand over trainable parameters only; what is thawed later joins the optimizer as a new parameter group.
+
+    A resumed fit gets back the parameter groups, and which parameters are frozen. Every rank freezes and
+    thaws alike, so decide by the epoch or by what is the same on all ranks.
+
+    Example::
+
+        class ThawFeatures(BaseFinetuning):
+            def __init__(self, epoch=10):
+                super().__init__()
+                self.epoch = epoch
+
+            def freeze_before_training(self, pl_module):
+                self.freeze(pl_module.features)
+
+            def finetune_function(self, pl_module, epoch, optimizer):
+                if epoch == self.epoch:
+                    self.unfreeze_and_add_param_group(pl_module.features, optimizer)
+    """
+
+    def __init__(self) -> None:
+        self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
+        self._restarting = False
+        self._loaded: dict[str, Any] | None = None
+
+    # -- to override ---------------------------------------------------------------------------------------
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Freeze what shall not be trained from the start; called in ``setup``, on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what to freeze: define freeze_before_training.")
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        """Thaw what is due; called when an epoch begins, once for each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what to thaw: define finetune_function.")
+
+    # -- hooks ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Freeze; a new fit knows of no parameter groups yet."""
+        if stage == "fit":
+            self._internal_optimizer_metadata, self._restarting, self._loaded = {}, False, None
+        self.freeze_before_training(pl_module)
+
+    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """In a resumed fit, give the optimizers their parameter groups, whose values are restored after this."""
+        if not self._restarting:
+            return
+        self._restarting = False
+        parameters = dict(_module(pl_module).named_parameters())
+        for number, optimizer in enumerate(trainer.optimizers):
+            stored = self._internal_optimizer_metadata.get(number)
+            if stored:
+                _check_known(stored, parameters)
+                added = [name for group in stored[len(optimizer.param_groups) :] for name in group["params"]]
+                optimizer.param_groups[:] = self._apply_mapping_to_param_groups(stored, parameters)
+                for name in added:  # for a checkpoint of Lightning's, which does not say what is frozen
+                    parameters[name].requires_grad = True
+        if self._loaded is not None:
+            _restore_frozen(_module(pl_module), self._loaded)
+            self._loaded = None
+
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Thaw what is due, and note the parameter groups that came of it."""
+        for number, optimizer in enumerate(trainer.optimizers):
+            before = len(optimizer.param_groups)
+            self.finetune_function(pl_module, trainer.current_epoch, optimizer)
+            self._store(pl_module, number, before, optimizer.param_groups)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameter groups of each optimizer, by parameter names."""
+        return {"internal_optimizer_metadata": self._internal_optimizer_metadata}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep them for :meth:`on_fit_start`, when there are optimizers."""
+        self._restarting = True
+        stored = state_dict.get("internal_optimizer_metadata", {})
+        self._internal_optimizer_metadata = {number: list(groups) for number, groups in stored.items()}
+
+    def on_save_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+        """Add to this callback's state what is frozen now."""
+        own = checkpoint.get("callbacks", {}).get(self.state_key)
+        if own is not None:
+            own.update(_frozen(_module(pl_module)))
+
+    def on_load_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+        """Remember what was frozen."""
+        own = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        if trainer.state.fn == "fit" and "frozen" in own:
+            self._loaded = {key: own[key] for key in ("frozen", "untracked")}
+
+    @staticmethod
+    def _apply_mapping_to_param_groups(groups: list[dict[str, Any]], mapping: Any) -> list[dict[str, Any]]:
+        return [{**group, "params": [mapping[parameter] for parameter in group["params"]]} for group in groups]
+
+    def _store(self, pl_module: ModuleView, number: int, before: int, groups: list[dict[str, Any]]) -> None:
+        stored = self._internal_optimizer_metadata.setdefault(number, [])
+        fresh = groups[before:] if stored else groups
+        if not fresh:
+            return
+        names = {parameter: name for name, parameter in _module(pl_module).named_parameters()}
+        strangers = [parameter for group in fresh for parameter in group["params"] if parameter not in names]
+        if strangers:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: {len(strangers)} parameters of optimizer {number} are not in the module, so a "
+                "checkpoint could not name them: make what they belong to an attribute of the module."
+            )
+        stored.extend(self._apply_mapping_to_param_groups(fresh, names))
+
+    # -- freezing and thawing ------------------------------------------------------------------------------
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """All modules inside that have parameters of their own or no children, each once.
+
+        Args:
+            modules: a module, or a nest of iterables of modules.
+        """
+        found: dict[int, nn.Module] = {}
+        for module in _walk(modules):
+            if not any(True for _ in module.children()) or module._parameters:
+                found.setdefault(id(module), module)
+        return list(found.values())
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
+        """The trainable parameters inside, or the frozen ones.
+
+        Args:
+            modules: a module, or a nest of iterables of modules.
+            train_bn: False leaves out those of BatchNorm.
+            requires_grad: which to give: True the trainable ones, False the frozen ones.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(module, _BatchNorm):
+                yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Thaw all parameters inside; BatchNorm updates its running statistics again."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _set_trainable(module, True)
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters of this one module, not of those inside it; a BatchNorm keeps its statistics."""
+        _set_trainable(module, False)
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze all parameters inside.
+
+        Args:
+            modules: a module, or a nest of iterables of modules.
+            train_bn: leave BatchNorm trainable.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+        """Those of ``params`` that the optimizer does not have yet; warns if there are others."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        given = list(params)
+        fresh = [parameter for parameter in given if id(parameter) not in known]
+        if len(fresh) < len(given):
+            rank_zero_warn(
+                f"{len(given) - len(fresh)} parameters that were to join {type(optimizer).__name__} as a group are in "
+                "it already and stay in their group. Let `configure_optimizers` hand over trainable parameters only: "
+                "`filter(lambda p: p.requires_grad, self.parameters())`."
+            )
+        return fresh
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Thaw modules and hand their parameters to an optimizer as a new group.
+
+        Args:
+            modules: a module, or a nest of iterables of modules.
+            optimizer: gets the group.
+            lr: learning rate of the group; if None, that of the first group divided by ``initial_denom_lr``.
+            initial_denom_lr: see ``lr``.
+            train_bn: False thaws BatchNorm, yet keeps it out of the optimizer.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        trainable = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        fresh = BaseFinetuning.filter_on_optimizer(optimizer, trainable)
+        if fresh:
+            optimizer.add_param_group({"params": fresh, "lr": rate})
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Trains a module's ``backbone`` from some epoch on, at a learning rate that grows to that of the rest.
+
+    Until then it is frozen, its BatchNorm apart. Let ``configure_optimizers`` leave the backbone out, or hand
+    over trainable parameters only.
+
+    Args:
+        unfreeze_backbone_at_epoch: the epoch, counted from 0, at whose start the backbone is thawed.
+        lambda_func: ``lambda_func(epoch + 1)`` is the factor by which the backbone's learning rate grows in
+            each later epoch.
+        backbone_initial_ratio_lr: the backbone's first learning rate, as a share of that of the first group.
+        backbone_initial_lr: the backbone's first learning rate itself, in place of the share.
+        should_align: stop growing at the learning rate of the first group.
+        initial_denom_lr: accepted for the signature; the first learning rate is always given here.
+        train_bn: False keeps the backbone's BatchNorm out of the optimizer.
+        verbose: tell both learning rates each epoch.
+        rounding: digits of what is told.
+
+    Raises:
+        MisconfigurationException: the module has no ``backbone``.
+
+    Example::
+
+        Trainer(callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=5, lambda_func=lambda epoch: 1.5)])
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+        self.previous_backbone_lr: float | None = None
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Freeze the backbone."""
+        if stage == "fit":
+            self.previous_backbone_lr = None
+        super().setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """As of :class:`BaseFinetuning`."""
+        _backbone(pl_module)
+        super().on_fit_start(trainer, pl_module)
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Freeze the backbone, its BatchNorm apart."""
+        self.freeze(_backbone(pl_module))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        """Thaw the backbone at its epoch; raise its learning rate in later ones."""
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        rate = optimizer.param_groups[0]["lr"]
+        # also a run that goes on, past that epoch, from a checkpoint that knows nothing of this callback
+        if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
+            first = self.backbone_initial_lr
+            backbone_rate = rate * self.backbone_initial_ratio_lr if first is None else first
+            self.unfreeze_and_add_param_group(
+                _backbone(pl_module),
+                optimizer,
+                backbone_rate,
+                train_bn=self.train_bn,
+                initial_denom_lr=self.initial_denom_lr,
+            )
+        else:
+            backbone_rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            if self.should_align and backbone_rate > rate:
+                backbone_rate = rate
+            optimizer.param_groups[-1]["lr"] = backbone_rate
+        self.previous_backbone_lr = backbone_rate
+        if self.verbose:
+            shown = [round(float(value), self.rounding) for value in (rate, backbone_rate)]
+            rank_zero_info("Epoch %d: learning rate %s, of the backbone %s", epoch, *shown)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameter groups, and the backbone's learning rate."""
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back."""
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+        super().load_state_dict(state_dict)
+
+
+def _module(pl_module: Any) -> nn.Module:
+    return cast(nn.Module, pl_module)
+
+
+def _backbone(pl_module: Any) -> nn.Module:
+    backbone = getattr(pl_module, "backbone", None)
+    if not isinstance(backbone, nn.Module):
+        raise MisconfigurationException(
+            f"BackboneFinetuning: {type(pl_module).__name__}.backbone is {backbone!r:.80}; it must be an nn.Module: "
+            "name what shall be thawed `self.backbone`, or derive from BaseFinetuning."
+        )
+    return backbone
+
+
+def _walk(modules: Modules) -> Iterator[nn.Module]:
+    if isinstance(modules, nn.Module):
+        yield from modules.modules()
+    else:
+        for part in modules:
+            yield from _walk(part)
+
+
+def _set_trainable(module: nn.Module, trainable: bool) -> None:
+    if isinstance(module, _BatchNorm):
+        module.track_running_stats = trainable
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad = trainable
+
+
+def _frozen(module: nn.Module) -> dict[str, list[str]]:
+    """Names of the frozen parameters, and of the BatchNorm layers that do not update their statistics."""
+    return {
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+        "untracked": [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, _BatchNorm) and not part.track_running_stats
+        ],
+    }
+
+
+def _restore_frozen(module: nn.Module, state: dict[str, list[str]]) -> None:
+    frozen, untracked = set(state["frozen"]), set(state["untracked"])
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad = name not in frozen
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is not None:
+            part.track_running_stats = name not in untracked
+
+
+def _check_known(groups: list[dict[str, Any]], parameters: dict[str, Any]) -> None:
+    missing = [name for group in groups for name in group["params"] if name not in parameters]
+    if missing:
+        raise MisconfigurationException(
+            f"trainer.fit(ckpt_path=...): the checkpoint's optimizer has the parameters {missing[:5]}, which the "
+            "module does not have: resume with the module that wrote it."
+        )

@@ -1,0 +1,102 @@
+"""GradientAccumulationScheduler: how many micro-batches a step has, epoch by epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class GradientAccumulationScheduler(Callback):
+    """Changes ``trainer.accumulate_grad_batches`` from epoch to epoch.
+
+    ``Trainer(accumulate_grad_batches={...})`` does the same; the callback is for code that has it. During a fit
+    ``trainer.accumulate_grad_batches`` is the number of the epoch that runs; after it, 1 again.
+    ``trainer.estimated_stepping_batches`` counts by the schedule.
+
+    Args:
+        scheduling: from the epoch (counted from 0) to the micro-batches of a step from then on. Before the
+            first epoch that is named it is 1.
+
+    Attributes:
+        scheduling: the same, with an entry for epoch 0.
+        epochs: its epochs, ascending.
+
+    Raises:
+        TypeError: ``scheduling`` is empty or no dict.
+        MisconfigurationException: an epoch is no int of at least 0, or a number of micro-batches none of at
+            least 1; and when the fit is set up, if ``Trainer(accumulate_grad_batches=...)`` is not 1 or the
+            module optimizes manually.
+
+    Example::
+
+        # 8 micro-batches in epochs 0 to 3, 4 in epochs 4 to 7, 1 from then on
+        Trainer(callbacks=GradientAccumulationScheduler(scheduling={0: 8, 4: 4, 8: 1}))
+    """
+
+    def __init__(self, scheduling: dict[int, int]) -> None:
+        if not isinstance(scheduling, dict) or not scheduling:
+            raise TypeError(
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict with at least one entry, from "
+                "an epoch to the micro-batches of a step, such as {4: 2}."
+            )
+        for what, values, least in (
+            ("epoch", scheduling.keys(), 0),
+            ("number of micro-batches", scheduling.values(), 1),
+        ):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise MisconfigurationException(
+                        f"GradientAccumulationScheduler(scheduling={scheduling!r}): {value!r} is no {what}; give an "
+                        f"int of at least {least}."
+                    )
+        self.scheduling = {0: 1, **scheduling}
+        self.epochs = sorted(self.scheduling)
+        self._in_charge_of: TrainerView | None = None
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Whether a step has several micro-batches in any epoch."""
+        return any(number > 1 for number in self.scheduling.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Micro-batches of a step in ``epoch``, counted from 0."""
+        return self.scheduling[max(first for first in self.epochs if first <= epoch)]
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Hand the schedule to the Trainer, ahead of everything that counts steps by it."""
+        if stage != "fit":
+            return
+        self._let_go(trainer)  # of a fit that did not come to its teardown
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "GradientAccumulationScheduler works only under automatic optimization: drop the callback, and step "
+                "the optimizer at every k-th batch in `training_step`."
+            )
+        given = trainer.accumulate_grad_batches
+        if given != 1:
+            raise MisconfigurationException(
+                f"Trainer(accumulate_grad_batches={given!r}) and GradientAccumulationScheduler({self.scheduling}) "
+                "both say how many micro-batches a step has: drop one of them."
+            )
+        trainer.accumulate_grad_batches = dict(self.scheduling)  # type: ignore[assignment]  # read as an int
+        self._in_charge_of = trainer
+
+    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Follow a subclass that answers otherwise than ``scheduling``."""
+        wanted = self.get_accumulate_grad_batches(trainer.current_epoch)
+        if trainer.accumulate_grad_batches != wanted:
+            trainer.accumulate_grad_batches = wanted
+
+    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """Give the flag back as it was."""
+        self._let_go(trainer)
+
+    def _let_go(self, trainer: TrainerView) -> None:
+        if self._in_charge_of is trainer:
+            trainer.accumulate_grad_batches = 1
+        self._in_charge_of = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_in_charge_of": None}

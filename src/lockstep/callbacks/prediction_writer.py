@@ -1,0 +1,137 @@
+"""BasePredictionWriter: hands predictions over to be stored, with the samples that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Literal
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class WriteInterval(str, Enum):
+    """When predictions are handed over."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether after each batch."""
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether at the end, all at once."""
+        return self is not WriteInterval.BATCH
+
+
+class BasePredictionWriter(Callback):
+    """Stores what ``trainer.predict`` makes; a subclass says how.
+
+    On several ranks each one writes its own share, so give the files the rank's name. Every sample is
+    predicted once, by one of the ranks; ``batch_indices`` tells which of the data set each prediction is of.
+    Ranks may have different numbers of batches, so do not communicate in :meth:`write_on_batch_end`.
+
+    Args:
+        write_interval: "batch" calls :meth:`write_on_batch_end` after each batch, "epoch" calls
+            :meth:`write_on_epoch_end` once, "batch_and_epoch" calls both. For "batch",
+            ``trainer.predict(..., return_predictions=False)`` spares the memory for all of them.
+
+    Raises:
+        MisconfigurationException: for another ``write_interval``.
+
+    Example::
+
+        class Writer(BasePredictionWriter):
+            def __init__(self, folder):
+                super().__init__("epoch")
+                self.folder = folder
+
+            def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+                torch.save((predictions, batch_indices), f"{self.folder}/{trainer.global_rank}.pt")
+
+        Trainer(callbacks=[Writer("out")]).predict(model, loader, return_predictions=False)
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        known = [interval.value for interval in WriteInterval]
+        if write_interval not in known:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(write_interval={write_interval!r}): it must be one of {known}."
+            )
+        self.interval = WriteInterval(write_interval)
+
+    def write_on_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Store the prediction of one batch.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            prediction: what ``predict_step`` returned.
+            batch_indices: which samples of the data set are in the batch, in its order; empty where the loader
+                does not tell: an iterable data set, or no ``DataLoader``.
+            batch: what ``predict_step`` was given.
+            batch_idx: the batch among those of this rank and loader.
+            dataloader_idx: the loader.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how to store a batch: define write_on_batch_end."
+        )
+
+    def write_on_epoch_end(
+        self, trainer: Any, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Store the predictions of all batches of this rank.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            predictions: what ``predict_step`` returned for each batch, on the CPU; where there are several
+                loaders, a list of such for each.
+            batch_indices: for each loader (also where there is one) a list of the batches' indices, as of
+                :meth:`write_on_batch_end`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how to store them: define write_on_epoch_end.")
+
+    def on_predict_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Hand over the batch's prediction, if asked to."""
+        if self.interval.on_batch:
+            indices = trainer.predict_loop.current_batch_indices
+            if not indices:
+                _tell_of_unknown()
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Hand over all predictions, if asked to."""
+        if self.interval.on_epoch:
+            loop = trainer.predict_loop
+            self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
+
+
+def _tell_of_unknown() -> None:
+    warn_once(
+        "BasePredictionWriter: the loader does not tell which samples are in its batches (it is over an iterable data "
+        "set, or no DataLoader), so `batch_indices` is empty."
+    )

@@ -1,0 +1,171 @@
+"""SpikeDetection: ends training when the loss leaps, and writes down which batches to leave out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.callbacks.base import Callback
+from lockstep.checkpoint import storage
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.ground.view import ModuleView, TrainerView
+
+
+class TrainingSpikeException(RuntimeError):
+    """The loss has leapt; raised by :class:`SpikeDetection` on every rank.
+
+    Args:
+        batch_idx: the batch of the epoch whose loss it was.
+    """
+
+    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(f"Training spike detected in batch {batch_idx}", *args, **kwargs)
+        self.batch_idx = batch_idx
+
+
+class SpikeDetection(Callback):
+    """Raises :class:`TrainingSpikeException` when the loss leaps away from its running mean.
+
+    The loss of a batch is a spike if it is worse than that of the batch before and lies at least ``atol`` *and*
+    at least ``rtol`` times the running mean away from the running mean. Each rank judges its own loss; a spike
+    on any of them ends the training on all. Which batch spoilt the weights is not known, so the batch before
+    is written down too: ``[41, 42]``, as indices within the epoch, in a JSON file that rank 0 writes. Leaving
+    those batches out of the next run is the user's part.
+
+    Reading the loss waits for the device, and several ranks exchange a message, at every batch.
+
+    Args:
+        mode: ``"min"`` if a smaller loss is better, ``"max"`` if a larger one is.
+        window: number of batches whose mean is the reference.
+        warmup: batches at the beginning of each epoch that are not judged.
+        atol: the least absolute distance of a spike; None: any.
+        rtol: the least distance of a spike in multiples of the running mean; None: any.
+        exclude_batches_path: the file, or the folder for a file ``skip_batches.json``; default: in the
+            Trainer's ``default_root_dir``.
+        finite_only: whether a loss that is NaN or infinite is a spike in itself. Otherwise it is judged like
+            any other, and the running mean leaves it out.
+
+    Attributes:
+        bad_batches: the batches that were written down, those of earlier lives of the run included.
+
+    Raises:
+        TrainingSpikeException: at a spike.
+        MisconfigurationException: another ``mode``, or a ``window`` below 1.
+
+    Example::
+
+        Trainer(callbacks=SpikeDetection(window=20, warmup=100, rtol=3.0, exclude_batches_path="skip.json"))
+    """
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise MisconfigurationException(f"SpikeDetection(mode={mode!r}): mode must be 'min' or 'max'.")
+        if not isinstance(window, int) or window < 1:
+            raise MisconfigurationException(
+                f"SpikeDetection(window={window!r}): the mean is over a number of batches, an int of at least 1."
+            )
+        self.mode = mode
+        self.warmup = warmup
+        self.atol = atol
+        self.rtol = rtol
+        self.exclude_batches_path = None if exclude_batches_path is None else os.fspath(exclude_batches_path)
+        self.finite_only = finite_only
+        self.last_val = 0.0
+        self.bad_batches: list[int] = []
+        self._recent: deque[float] = deque(maxlen=window)
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Judge the batch's loss; all ranks come to the same end."""
+        loss = _loss(outputs)
+        spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
+        finite = loss is None or math.isfinite(loss)
+        if trainer.world_size > 1:
+            seen = torch.tensor([spike, not finite], dtype=torch.int32, device=trainer.strategy.root_device)
+            anywhere = trainer.strategy.reduce(seen, reduce_op="max").tolist()
+            spike, finite = bool(anywhere[0]), not anywhere[1]
+        if spike:
+            self._write(trainer, batch_idx)
+            raise TrainingSpikeException(batch_idx)
+        if loss is not None and (self.finite_only or finite):
+            self._recent.append(loss)
+            self.last_val = loss
+
+    def _is_spike(self, loss: float) -> bool:
+        if self.finite_only and not math.isfinite(loss):
+            return True
+        change = loss - self.last_val
+        if change <= 0 if self.mode == "min" else change >= 0:
+            return False
+        known = [value for value in self._recent if not math.isnan(value)]
+        mean = sum(known) / len(known) if known else math.nan  # nothing is far from a mean that is not there
+        far = self.atol is None or abs(loss - mean) >= abs(self.atol)
+        return far and (self.rtol is None or abs(loss - mean) >= abs(self.rtol * mean))
+
+    def _write(self, trainer: TrainerView, batch_idx: int) -> None:
+        self.bad_batches += [number for number in (batch_idx - 1, batch_idx) if number >= 0]
+        folder = trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
+        path = folder if folder.endswith(".json") else os.path.join(folder, "skip_batches.json")
+        self.exclude_batches_path = path
+        if trainer.is_global_zero:
+            with storage.replacing(path) as file:
+                file.write(json.dumps(self.bad_batches, indent=4).encode())
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings and what was seen: rank 0's losses stand for all."""
+        return {
+            "last_val": self.last_val,
+            "mode": self.mode,
+            "warmup": self.warmup,
+            "atol": self.atol,
+            "rtol": self.rtol,
+            "bad_batches": list(self.bad_batches),
+            "bad_batches_path": self.exclude_batches_path,
+            "recent": list(self._recent),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them back; of a checkpoint of Lightning's the running mean is not to be had, and begins anew."""
+        self.last_val = float(state_dict["last_val"])
+        self.mode = state_dict["mode"]
+        self.warmup = state_dict["warmup"]
+        self.atol = state_dict["atol"]
+        self.rtol = state_dict["rtol"]
+        self.bad_batches = list(state_dict["bad_batches"])
+        self.exclude_batches_path = state_dict["bad_batches_path"]
+        self._recent = deque(state_dict.get("recent", ()), maxlen=self._recent.maxlen)
+
+
+def _loss(outputs: Any) -> float | None:
+    """The batch's loss; None if ``training_step`` skipped the batch on this rank."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if loss is None:
+        warn_once("SpikeDetection: `training_step` returned no loss, so there is nothing to judge.", key="spike")
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"SpikeDetection reads the loss of each batch, and `training_step` gave {type(outputs).__name__}: return "
+            'the loss, a tensor of one number, or a dict with the key "loss".'
+        )
+    return float(loss)

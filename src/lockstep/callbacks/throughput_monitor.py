@@ -1,0 +1,231 @@
+"""ThroughputMonitor: writes samples, items and operations per second to the loggers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.flops import get_available_flops
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.states import RunningStage
+from lockstep.ground.throughput import Throughput
+from lockstep.ground.view import ModuleView, TrainerView
+
+_STAGE_OF = {
+    "fit": RunningStage.TRAINING,
+    "validate": RunningStage.VALIDATING,
+    "test": RunningStage.TESTING,
+    "predict": RunningStage.PREDICTING,
+}
+
+
+@dataclass
+class _Meter:
+    """One stage's throughput and its totals."""
+
+    throughput: Throughput
+    start: float = 0.0
+    batches: int = 0
+    samples: int = 0
+    lengths: int = 0
+    seen: int = 0  # batches of all passes, the x axis of an evaluation's values
+
+    def reset(self) -> None:
+        self.throughput.reset()
+        self.batches = self.samples = self.lengths = 0
+
+
+class ThroughputMonitor(Callback):
+    """Measures the throughput of training, validation, test and prediction and writes it to the loggers.
+
+    Rank 0 measures, on the assumption that all ranks are equally fast. What is written, every
+    ``log_every_n_steps`` steps (batches, in evaluation), are the metrics of
+    :class:`~lockstep.ground.throughput.Throughput` under ``train/...``, ``validate/...``, ``test/...`` and
+    ``predict/...``. The time of validations is not counted as training time. On a GPU every batch is waited
+    for, since there is no measuring time otherwise.
+
+    If the module has an attribute or property ``flops_per_batch`` (see
+    :func:`~lockstep.ground.flops.measure_flops`), operations per second are measured too, and on devices that
+    are known what part of the device's peak that is.
+
+    Args:
+        batch_size_fn: number of samples of a batch.
+        length_fn: number of items (tokens, say) of a batch; at least as many as samples.
+        **kwargs: for :class:`~lockstep.ground.throughput.Throughput`: ``window_size``, ``separator``.
+
+    Attributes:
+        available_flops: operations per second of the device at most; None where they are not known.
+
+    Example::
+
+        class Model(LightningModule):
+            def setup(self, stage):
+                with torch.device("meta"):
+                    model, x = Net(), torch.randn(32, 784)
+                self.flops_per_batch = measure_flops(model, lambda: model(x), torch.Tensor.sum)
+
+        Trainer(callbacks=ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=50))
+    """
+
+    def __init__(
+        self, batch_size_fn: Callable[[Any], int], length_fn: Callable[[Any], int] | None = None, **kwargs: Any
+    ) -> None:
+        Throughput(**kwargs)  # refuses what it does not know before anything is started
+        self.kwargs = kwargs
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
+        self.available_flops: int | None = None
+        self._meters: dict[RunningStage, _Meter] = {}
+        self._has_flops: bool | None = None
+
+    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+        """A meter for each stage of this run."""
+        self.available_flops = get_available_flops(trainer.strategy.root_device, _compute_dtype(trainer.precision))
+        self._has_flops = None
+        stages = [_STAGE_OF[stage]]
+        if stage == "fit" and trainer.enable_validation:
+            stages.append(RunningStage.VALIDATING)
+        settings = {"available_flops": self.available_flops, "world_size": trainer.world_size, **self.kwargs}
+        self._meters.update({each: _Meter(Throughput(**settings)) for each in stages})
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """The clock starts."""
+        self._start(trainer, RunningStage.TRAINING)
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure, and write at the ends of windows that log, when the optimizer's step is done too."""
+        if not trainer.is_global_zero:
+            return
+        self._update(trainer, pl_module, RunningStage.TRAINING, batch)
+        every, windows = trainer.log_every_n_steps, trainer.fit_loop.progress.windows
+        ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if every and ends and (windows + 1) % every == 0:
+            self._write(trainer, RunningStage.TRAINING, windows, epoch=trainer.current_epoch)
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """The clock starts."""
+        if not trainer.sanity_checking:
+            self._start(trainer, RunningStage.VALIDATING)
+
+    def on_validation_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Measure and write."""
+        if not trainer.sanity_checking:
+            self._evaluated(trainer, pl_module, RunningStage.VALIDATING, batch, batch_idx)
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Take the validation out of the time of the training around it."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        training, validation = self._meters[RunningStage.TRAINING], self._meters[RunningStage.VALIDATING]
+        validation_end = validation.start + validation.throughput.seconds
+        training.start = validation_end - training.throughput.seconds
+
+    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """The clock starts."""
+        self._start(trainer, RunningStage.TESTING)
+
+    def on_test_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Measure and write."""
+        self._evaluated(trainer, pl_module, RunningStage.TESTING, batch, batch_idx)
+
+    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """The clock starts."""
+        self._start(trainer, RunningStage.PREDICTING)
+
+    def on_predict_batch_end(
+        self,
+        trainer: TrainerView,
+        pl_module: ModuleView,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Measure and write."""
+        self._evaluated(trainer, pl_module, RunningStage.PREDICTING, batch, batch_idx)
+
+    def _evaluated(
+        self, trainer: TrainerView, pl_module: ModuleView, stage: RunningStage, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._update(trainer, pl_module, stage, batch)
+        meter, every = self._meters[stage], trainer.log_every_n_steps
+        meter.seen += 1
+        if every and (batch_idx + 1) % every == 0:
+            self._write(trainer, stage, meter.seen)
+
+    # -- the meters ----------------------------------------------------------------------------------------
+
+    def _start(self, trainer: TrainerView, stage: RunningStage) -> None:
+        if trainer.is_global_zero:
+            meter = self._meters[stage]
+            meter.reset()
+            meter.start = time.perf_counter()
+
+    @torch.no_grad()  # the user's functions may compute with what needs gradients
+    def _update(self, trainer: TrainerView, pl_module: Any, stage: RunningStage, batch: Any) -> None:
+        device, meter = trainer.strategy.root_device, self._meters[stage]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - meter.start
+        if self._has_flops is None:
+            self._has_flops = hasattr(pl_module, "flops_per_batch")
+            if not self._has_flops:
+                rank_zero_warn(
+                    f"ThroughputMonitor: {type(pl_module).__name__} has no attribute `flops_per_batch`, so operations "
+                    "per second are not measured; lockstep.utilities.throughput.measure_flops gives the number."
+                )
+        meter.batches += 1
+        meter.samples += self.batch_size_fn(batch)
+        if self.length_fn is not None:
+            meter.lengths += self.length_fn(batch)
+        meter.throughput.update(
+            time=elapsed,
+            batches=meter.batches,
+            samples=meter.samples,
+            lengths=None if self.length_fn is None else meter.lengths,
+            flops=pl_module.flops_per_batch if self._has_flops else None,
+        )
+
+    def _write(self, trainer: TrainerView, stage: RunningStage, step: int, **also: float) -> None:
+        throughput = self._meters[stage].throughput
+        metrics = {f"{stage.value}{throughput.separator}{name}": v for name, v in throughput.compute().items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({**metrics, **also}, step=step)
+            logger.save()
+
+
+def _compute_dtype(precision: str) -> torch.dtype:
+    """The type that matrices are multiplied in under a precision, by its name."""
+    for start, dtype in (("64", torch.float64), ("16", torch.float16), ("bf16", torch.bfloat16)):
+        if precision.startswith(start):
+            return dtype
+    return torch.float32

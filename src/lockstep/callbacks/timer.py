@@ -1,0 +1,196 @@
+"""Timer: measures the time of a run's stages, and ends training when its time is used up."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info
+from lockstep.ground.states import RunningStage
+from lockstep.ground.view import ModuleView, TrainerView
+
+_FORM = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
+
+
+class Timer(Callback):
+    """Measures training, validation, test and prediction, and stops training after a given time.
+
+    Training that was cut off and goes on from a checkpoint has used up the time of its earlier lives too. On
+    several ranks the clock of rank 0 decides, and all ranks stop together at the next step (some steps later
+    where they are on several hosts), for which no message is sent. Nothing is stopped before
+    ``Trainer(min_epochs=..., min_steps=...)`` are reached. With ``Trainer(max_time=...)`` besides, the
+    shorter of the two times counts.
+
+    Args:
+        duration: ``"DD:HH:MM:SS"`` (days, hours, minutes, seconds), a :class:`datetime.timedelta`, or a dict of
+            its arguments; None measures only.
+        interval: whether to look at the clock after each batch (``"step"``) or each epoch (``"epoch"``).
+        verbose: say so when the time is up.
+
+    Attributes:
+        stopping_reason_message: why training was stopped, None if this callback did not stop it.
+
+    Raises:
+        MisconfigurationException: another form of ``duration``, or another ``interval``.
+
+    Example::
+
+        timer = Timer(duration="00:12:00:00")  # or timedelta(hours=12), or {"hours": 12}
+        trainer = Trainer(callbacks=[timer])
+        trainer.fit(model)
+        timer.time_elapsed("train")  # seconds
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, int] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise MisconfigurationException(f'Timer(interval={interval!r}): choose "step" or "epoch".')
+        self._duration = None if duration is None else _seconds(duration)
+        self._interval = str(interval)
+        self._verbose = verbose
+        self._start: dict[RunningStage, float] = {}
+        self._end: dict[RunningStage, float] = {}
+        self._offset = 0.0  # training time of the run's earlier lives
+        self.stopping_reason_message: str | None = None
+
+    # -- what users ask ------------------------------------------------------------------------------------
+
+    def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
+        """When a stage began, in seconds of :func:`time.monotonic`; None if it has not.
+
+        Args:
+            stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+        return self._start.get(RunningStage(stage))
+
+    def end_time(self, stage: str = RunningStage.TRAINING) -> float | None:
+        """When a stage ended, in seconds of :func:`time.monotonic`; None if it has not."""
+        return self._end.get(RunningStage(stage))
+
+    def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
+        """Seconds that a stage has taken until now or until its end; training with its earlier lives."""
+        stage = RunningStage(stage)
+        offset = self._offset if stage is RunningStage.TRAINING else 0.0
+        start = self._start.get(stage)
+        if start is None:
+            return offset
+        return self._end.get(stage, time.monotonic()) - start + offset
+
+    def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
+        """Seconds left of ``duration``, negative if it is used up; None without a ``duration``."""
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
+
+    # -- the stages ----------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Look at the clock before anything is trained: the checkpoint's time may be used up already."""
+        self.stopping_reason_message = None
+        if RunningStage.TRAINING in self._start:  # of an earlier fit, which this one does not go on from
+            self._forget_training()
+        self._look(trainer)
+
+    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Training begins."""
+        self._begin(RunningStage.TRAINING)
+
+    def on_train_batch_end(
+        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the clock."""
+        if self._interval == "step":
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Look at the clock."""
+        if self._interval == "epoch":
+            self._look(trainer)
+
+    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """Training has ended."""
+        self._end[RunningStage.TRAINING] = time.monotonic()
+
+    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """A validation begins."""
+        self._begin(RunningStage.VALIDATING)
+
+    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """A validation has ended."""
+        self._end[RunningStage.VALIDATING] = time.monotonic()
+
+    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """A test begins."""
+        self._begin(RunningStage.TESTING)
+
+    def on_test_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """A test has ended."""
+        self._end[RunningStage.TESTING] = time.monotonic()
+
+    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """A prediction begins."""
+        self._begin(RunningStage.PREDICTING)
+
+    def on_predict_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+        """A prediction has ended."""
+        self._end[RunningStage.PREDICTING] = time.monotonic()
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seconds that each stage has taken, with the keys of Lightning."""
+        return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the training time."""
+        self._forget_training()
+        self._offset = float(state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0))
+
+    # -- the clock -----------------------------------------------------------------------------------------
+
+    def _begin(self, stage: RunningStage) -> None:
+        self._end.pop(stage, None)
+        self._start[stage] = time.monotonic()
+
+    def _forget_training(self) -> None:
+        self._start.pop(RunningStage.TRAINING, None)
+        self._end.pop(RunningStage.TRAINING, None)
+        self._offset = 0.0
+
+    def _look(self, trainer: TrainerView) -> None:
+        # Rank 0's wish to stop reaches the others with the next agreement: no message of its own in a step.
+        if self._duration is None or not trainer.is_global_zero or self.stopping_reason_message is not None:
+            return
+        elapsed = self.time_elapsed()
+        if elapsed >= self._duration:
+            trainer.should_stop = True
+            self.stopping_reason_message = f"duration={self._duration:g} s reached after {elapsed:.1f} s"
+            if self._verbose:
+                spent = timedelta(seconds=int(elapsed))
+                rank_zero_info(f"Timer: training has taken {spent} and is stopped, as its time is used up.")
+
+
+def _seconds(duration: str | timedelta | dict[str, int]) -> float:
+    try:
+        if isinstance(duration, timedelta):
+            length = duration
+        elif isinstance(duration, dict):
+            length = timedelta(**duration)
+        else:
+            match = _FORM.fullmatch(duration.strip())
+            if match is None:
+                raise ValueError
+            days, hours, minutes, seconds = map(int, match.groups())
+            length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    except (TypeError, ValueError, AttributeError):
+        raise MisconfigurationException(
+            f'Timer(duration={duration!r}): give "DD:HH:MM:SS", a datetime.timedelta, or its arguments as a dict such '
+            'as {"hours": 2}.'
+        ) from None
+    return length.total_seconds()

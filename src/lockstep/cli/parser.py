@@ -1,0 +1,188 @@
+"""LightningArgumentParser: jsonargparse's parser with groups for the Trainer, modules, optimizers and schedulers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any, Union
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.callbacks.base import Callback
+from lockstep.cli.needed import docstring_parser, jsonargparse
+from lockstep.datamodule import LightningDataModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
+
+# torch's classes are written in other modules than those that they are imported from
+jsonargparse.register_unresolvable_import_paths(torch)
+if find_spec("fsspec") is not None:
+    jsonargparse.set_parsing_settings(config_read_mode_fsspec_enabled=True)
+
+
+class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """torch's scheduler together with the name of the metric that it watches, so that a config can say it.
+
+    Args:
+        optimizer: whose rate falls.
+        monitor: the name of a logged metric.
+        *args: as of torch's.
+        **kwargs: as of torch's.
+    """
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+# Of the two classes of this name, the command line takes the one above.
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = Union[LRScheduler, ReduceLROnPlateau]  # noqa: UP007
+LRSchedulerType = Union[type[LRScheduler], type[ReduceLROnPlateau]]  # noqa: UP007
+
+ArgsType = Union[list[str], dict[str, Any], jsonargparse.Namespace, None]  # noqa: UP007
+"""What ``LightningCLI(args=...)`` takes: words of a command line, or a config."""
+
+OptimizerCallable = Callable[[Iterable], Optimizer]
+"""For an argument of a module: a call that makes the optimizer of parameters."""
+
+LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
+"""For an argument of a module: a call that makes the scheduler of an optimizer."""
+
+Registered = dict[str, tuple[Any, str]]
+"""By key of the config: the class, or a tuple of base classes, and where its arguments are linked to."""
+
+
+class LightningArgumentParser(jsonargparse.ArgumentParser):
+    """A parser of command lines, config files and environment variables.
+
+    Args:
+        *args: as of `jsonargparse.ArgumentParser`.
+        description: what ``--help`` says first.
+        env_prefix: of environment variables.
+        default_env: read environment variables.
+        **kwargs: as of `jsonargparse.ArgumentParser`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "lockstep Trainer command line tool",
+        env_prefix: str = "PL",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+        self.callback_keys: list[str] = []
+        self._optimizers: Registered = {}
+        self._lr_schedulers: Registered = {}
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a Trainer, LightningModule, LightningDataModule or Callback as a group.
+
+        Args:
+            lightning_class: the class, or a function whose return type is one.
+            nested_key: the group's key in the config.
+            subclass_mode: take any subclass, by ``class_path`` and ``init_args``.
+            required: of ``subclass_mode``: whether one must be given.
+
+        Returns:
+            the keys that were added.
+
+        Raises:
+            MisconfigurationException: for any other class.
+        """
+        if callable(lightning_class) and not isinstance(lightning_class, type):
+            lightning_class = jsonargparse.class_from_function(lightning_class)
+        kinds = (Trainer, LightningModule, LightningDataModule, Callback)
+        if not isinstance(lightning_class, type) or not issubclass(lightning_class, kinds):
+            raise MisconfigurationException(
+                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): give a Trainer, LightningModule, "
+                "LightningDataModule or Callback class, or a function that is annotated to return one."
+            )
+        if issubclass(lightning_class, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            return self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
+        instantiate = not issubclass(lightning_class, Trainer)  # the CLI makes it, with its own callbacks
+        return self.add_class_arguments(
+            lightning_class, nested_key, fail_untyped=False, instantiate=instantiate, sub_configs=True
+        )
+
+    def add_optimizer_args(
+        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+    ) -> None:
+        """Add the arguments of an optimizer as a group.
+
+        Args:
+            optimizer_class: the class, or a tuple of classes whose subclasses may be given.
+            nested_key: the group's key in the config.
+            link_to: an argument of the model that gets class and arguments as a dict; "AUTOMATIC": the CLI makes
+                the optimizer and has ``configure_optimizers`` return it.
+        """
+        self._add(optimizer_class, (Optimizer,), nested_key, {"params"})
+        self._optimizers[nested_key] = (optimizer_class, link_to)
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Any = LRSchedulerTypeTuple,
+        nested_key: str = "lr_scheduler",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the arguments of a scheduler as a group; arguments as of :meth:`add_optimizer_args`."""
+        self._add(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
+        self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
+
+    def _add(self, kind: Any, bases: tuple[type, ...], key: str, skip: set[str | int]) -> None:
+        for each in kind if isinstance(kind, tuple) else (kind,):
+            if not (isinstance(each, type) and issubclass(each, bases)):
+                names = " or ".join(base.__name__ for base in bases)
+                raise MisconfigurationException(f"The argument group {key!r}: {each!r} is no subclass of {names}.")
+        if isinstance(kind, tuple):
+            self.add_subclass_arguments(kind, key, instantiate=False, fail_untyped=False, skip=skip)
+        else:
+            self.add_class_arguments(kind, key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True)
+
+    def link_registered(self) -> None:
+        """Make the links of optimizers and schedulers that have one."""
+        for key, (kind, link_to) in {**self._optimizers, **self._lr_schedulers}.items():
+            if link_to == "AUTOMATIC":
+                continue
+            if isinstance(kind, tuple):
+                self.link_arguments(key, link_to)
+            else:
+                self.link_arguments(key, link_to, compute_fn=_with_class(kind))
+
+    def automatic(self) -> tuple[list[str], list[str]]:
+        """The keys of optimizers and of schedulers that the CLI makes."""
+        registers = (self._optimizers, self._lr_schedulers)
+        optimizers, schedulers = ([k for k, (_, to) in each.items() if to == "AUTOMATIC"] for each in registers)
+        return optimizers, schedulers
+
+    def class_and_arguments(self, key: str, parsed: Any) -> Any:
+        """What was parsed for an optimizer or scheduler, with ``class_path`` where the class was fixed."""
+        kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
+        return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
+
+
+def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
+    def described(arguments: Any) -> dict[str, Any]:
+        given = arguments.as_dict() if isinstance(arguments, jsonargparse.Namespace) else arguments
+        return {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": given or {}}
+
+    return described
+
+
+def first_line(component: Any) -> str | None:
+    """The first line of a docstring without its markup, for ``--help``."""
+    try:
+        said = docstring_parser.parse(component.__doc__ or "").short_description
+    except docstring_parser.ParseError:
+        return None
+    return None if said is None else re.sub(r"(?::\w+:)?`+([^`]*)`+", r"\1", said)

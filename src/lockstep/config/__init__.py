@@ -1,0 +1,1 @@
+"""What the Trainer's flags mean, decided before anything is started."""

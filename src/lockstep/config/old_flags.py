@@ -1,0 +1,351 @@
+"""Flags of PyTorch Lightning 0.4 to 1.9 (2019 to 2022), and what says the same today; the only place that knows them.
+
+A script that still has them runs, with one warning that names today's spelling, or is told what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.model_summary import ModelSummary
+from lockstep.callbacks.progress.tqdm import TQDMProgressBar
+from lockstep.ground.accelerator import CUDAAccelerator
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_deprecation
+
+Today = dict[str, Any]
+"""Flags of today, by name."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one old flag means today."""
+
+    today: Callable[[Any], Today] | None = None
+    """From the flag's value to today's flags; None: it cannot be translated."""
+    idle: tuple[Any, ...] = ()
+    """Values by which the flag was off: they mean nothing today."""
+    why: str = ""
+    """What is said of the flag: the way out where it is refused, why it has no effect where it is dropped."""
+
+
+@dataclass
+class Translation:
+    """Today's flags for those of an old script.
+
+    Attributes:
+        flags: today's flags.
+        callbacks: to be added to the user's.
+        resume: checkpoint for ``fit``, where the call names none.
+        spelled: today's spelling, piece by piece.
+        notes: what is to be said besides.
+    """
+
+    flags: Today = field(default_factory=dict)
+    callbacks: list[Any] = field(default_factory=list)
+    resume: Any = None
+    spelled: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def with_callbacks(self, given: Any) -> list[Any]:
+        """The callbacks of the old flags before those of ``Trainer(callbacks=...)``."""
+        given = [] if given is None else given
+        return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
+
+
+def _renamed(name: str) -> Row:
+    return Row(today=lambda value: {name: value})
+
+
+def _part(name: str) -> Row:
+    """A part of a loader; an int of 1 meant all of it, where it means one batch today."""
+    return Row(today=lambda value: {name: float(value)})
+
+
+def _no_effect(why: str) -> Row:
+    return Row(today=lambda value: {}, why=why)
+
+
+def _refused(way_out: str, *idle: Any) -> Row:
+    return Row(idle=idle, why=way_out)
+
+
+def _checkpoints(value: Any) -> Today:
+    return {"callbacks": value} if isinstance(value, Callback) else {"enable_checkpointing": bool(value)}
+
+
+def _early_stop(value: Any) -> Today:
+    if value is False:
+        return {}
+    return {"callbacks": value if isinstance(value, Callback) else EarlyStopping("val_loss", patience=3)}
+
+
+def _summary(value: Any) -> Today:
+    if value is None:
+        return {"enable_model_summary": False}
+    if value not in ("top", "full"):
+        raise MisconfigurationException(f"Trainer(weights_summary={value!r}): it was 'top', 'full' or None.")
+    return {"callbacks": ModelSummary(max_depth=1 if value == "top" else -1)}
+
+
+def _refresh_rate(value: Any) -> Today:
+    if value == 0:
+        return {"enable_progress_bar": False}
+    return {} if value is None else {"callbacks": TQDMProgressBar(refresh_rate=value)}
+
+
+_NO_DEVICE = "lockstep runs on CPUs and CUDA GPUs; use accelerator='auto'"
+
+# Those that choose devices, strategy and precision mean something only together: `_where` and `_precision` read them.
+TOGETHER = frozenset(
+    {
+        "gpus",
+        "nb_gpu_nodes",
+        "num_gpu_nodes",
+        "distributed_backend",
+        "num_processes",
+        "use_amp",
+        "amp_level",
+        "amp_backend",
+    }
+)
+
+ROWS: dict[str, Row] = {
+    "max_nb_epochs": _renamed("max_epochs"),
+    "min_nb_epochs": _renamed("min_epochs"),
+    "train_percent_check": _part("limit_train_batches"),
+    "val_percent_check": _part("limit_val_batches"),
+    "test_percent_check": _part("limit_test_batches"),
+    "overfit_pct": _part("overfit_batches"),
+    "nb_sanity_val_steps": _renamed("num_sanity_val_steps"),
+    "gradient_clip": _renamed("gradient_clip_val"),
+    "row_log_interval": _renamed("log_every_n_steps"),
+    "add_row_log_interval": _renamed("log_every_n_steps"),
+    "log_save_interval": _no_effect("loggers write what they get at once"),
+    "flush_logs_every_n_steps": _no_effect("loggers write what they get at once; CSVLogger has an argument for it"),
+    "default_save_path": _renamed("default_root_dir"),
+    "weights_save_path": _refused("use callbacks=ModelCheckpoint(dirpath=...)", None),
+    "checkpoint_callback": Row(today=_checkpoints),
+    "early_stop_callback": Row(today=_early_stop),
+    "enable_early_stop": _refused("use callbacks=EarlyStopping('val_loss', patience=3)", False),
+    "weights_summary": Row(today=_summary),
+    "show_progress_bar": _renamed("enable_progress_bar"),
+    "progress_bar_refresh_rate": Row(today=_refresh_rate),
+    "process_position": _refused("use callbacks=TQDMProgressBar(process_position=...)", 0),
+    "track_grad_norm": _refused(
+        "define `on_before_optimizer_step` in the module and there `self.log_dict(grad_norm(self, norm_type=2))`, with "
+        "grad_norm from lockstep.utilities",
+        -1,
+        None,
+    ),
+    "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that made a NaN", False),
+    "terminate_on_nan": Row(
+        today=lambda value: {"detect_anomaly": True} if value else {},
+        why="NaN ends the run where backward makes it",
+    ),
+    "auto_lr_find": _refused(
+        "call `Tuner(trainer).lr_find(model)`, with Tuner from lockstep.tuner, before fit", False, None
+    ),
+    "auto_scale_batch_size": _refused(
+        "call `Tuner(trainer).scale_batch_size(model)`, with Tuner from lockstep.tuner, before fit", False, None
+    ),
+    "auto_select_gpus": _refused("name the devices: devices=[...], or set CUDA_VISIBLE_DEVICES", False),
+    "resume_from_checkpoint": Row(why="a fit whose call names no `ckpt_path` goes on from it"),
+    "tpu_cores": _refused(_NO_DEVICE, None),
+    "num_tpu_cores": _refused(_NO_DEVICE, None),
+    "ipus": _refused(_NO_DEVICE, None),
+    "move_metrics_to_cpu": _no_effect("what is logged is kept as sums, not as a history"),
+    "multiple_trainloader_mode": _refused(
+        "give fit() `train_dataloaders=CombinedLoader(loaders, mode=...)`", "max_size_cycle"
+    ),
+    "stochastic_weight_avg": _refused("use callbacks=StochasticWeightAveraging(swa_lrs=...)", False),
+    "replace_sampler_ddp": _renamed("use_distributed_sampler"),
+    "truncated_bptt_steps": _refused(
+        "split the sequence in `training_step`, with `self.automatic_optimization = False`", None
+    ),
+    "reload_dataloaders_every_epoch": Row(today=lambda value: {"reload_dataloaders_every_n_epochs": int(bool(value))}),
+    "log_gpu_memory": _refused("use callbacks=DeviceStatsMonitor()", None, False),
+    "prepare_data_per_node": _refused("set `self.prepare_data_per_node = False` in the module or data module", True),
+    "automatic_optimization": _refused(
+        "set `self.automatic_optimization = False` in the module's __init__", True, None
+    ),
+    "enable_pl_optimizer": _no_effect("`self.optimizers()` gives wrapped ones unless it is told otherwise"),
+    "experiment": _refused("use logger=, such as TensorBoardLogger(folder)", None),
+    "cluster": _refused("the cluster is found by the environment of its jobs", None),
+    "current_gpu_name": _no_effect("the device of a process follows from its rank"),
+    "lr_scheduler_milestones": _refused("return a torch.optim.lr_scheduler.MultiStepLR of configure_optimizers", None),
+}
+"""Old name to its meaning today."""
+
+OLD_FLAGS = TOGETHER | ROWS.keys()
+_BACKENDS = ("dp", "ddp", "ddp2", "ddp_cpu", "ddp_spawn", "ddp_sharded", "horovod")
+"""Of today's `accelerator` in 1.0 to 1.4, where it named what is called strategy today."""
+
+
+def old_flags_of(given: Today, others: Today) -> Today:
+    """Take the old flags, and old values of today's flags, out of what a Trainer was given.
+
+    Args:
+        given: today's flags with their values; an old value among them is put back to its default.
+        others: everything else; the old flags are taken out of it.
+    """
+    old = {name: others.pop(name) for name in [*others] if name in OLD_FLAGS}
+    for name in ("accelerator", "strategy", "devices"):
+        if given[name] is None:
+            given[name] = "auto"  # the default of 1.5 to 1.9
+    if given["accelerator"] in _BACKENDS:
+        old.setdefault("distributed_backend", given["accelerator"])
+        given["accelerator"] = "auto"
+    return old
+
+
+def translate(old: Today, given: Today, defaults: Today) -> Translation:
+    """Turn old flags into today's, and warn once of all of them.
+
+    Args:
+        old: the old flags.
+        given: today's flags as the Trainer was given them.
+        defaults: what they are where nobody gives them.
+
+    Raises:
+        MisconfigurationException: a flag that has no translation (with the way out), or one that contradicts a flag of
+            today's that was given too.
+    """
+    made = Translation()
+    _where(old, given, made)
+    _precision(old, made)
+    for name, value in old.items():
+        if name in TOGETHER or any(value is off or value == off for off in ROWS[name].idle):
+            continue
+        if name == "resume_from_checkpoint":
+            if value is not None:
+                made.resume = value
+                made.spelled.append(f"trainer.fit(..., ckpt_path={value!r})")
+            continue
+        row = ROWS[name]
+        if row.today is None:
+            raise MisconfigurationException(f"Trainer({name}={value!r:.100}): this flag of old is gone; {row.why}.")
+        today = row.today(value)
+        if not today and row.why:
+            made.notes.append(f"`{name}` has no effect: {row.why}")
+        _add(made, name, today)
+    _check(made, old, given, defaults)
+    _warn(old, made)
+    return made
+
+
+def _add(made: Translation, name: str, today: Today) -> None:
+    for flag, value in today.items():
+        if flag == "callbacks":
+            made.callbacks.append(value)
+            made.spelled.append(f"callbacks=[{type(value).__name__}(...)]")
+        else:
+            made.flags[flag] = value
+            made.spelled.append(f"{flag}={value!r}")
+
+
+def _where(old: Today, given: Today, made: Translation) -> None:
+    """Devices, nodes and strategy.
+
+    Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
+    DistributedDataParallel; without ``gpus`` a run was on the CPU.
+    """
+    nodes = next((old[name] for name in ("nb_gpu_nodes", "num_gpu_nodes") if name in old), given["num_nodes"])
+    backend, today = old.get("distributed_backend"), {}
+    if "nb_gpu_nodes" in old or "num_gpu_nodes" in old:
+        today["num_nodes"] = nodes
+    several_nodes = isinstance(nodes, int) and nodes > 1
+    if "gpus" in old:
+        devices, count = _gpus(old["gpus"])
+        today["accelerator"], today["devices"] = ("gpu", devices) if count else ("cpu", "auto")
+        if count > 1 and backend is None and not several_nodes and given["strategy"] == "auto":
+            backend = "dp"
+        elif count <= 1 and backend == "dp":
+            backend = None  # one device is as it is
+    elif backend is not None and given["accelerator"] == given["devices"] == "auto" and "num_processes" not in old:
+        today["accelerator"] = "cpu"
+        made.notes.append("without `gpus` a run was on the CPU")
+        backend = None if backend == "dp" else backend
+    processes = old.get("num_processes", 1)
+    if processes is not None and (processes != 1 or backend == "ddp_cpu") and today.get("accelerator") != "gpu":
+        today["accelerator"], today["devices"] = "cpu", processes
+    if backend == "ddp_cpu":
+        backend = "ddp_spawn"
+    if several_nodes and (backend is None or backend == "dp") and given["strategy"] == "auto":
+        backend = "ddp"
+    if backend is not None:
+        today["strategy"] = backend
+    _add(made, "gpus", today)
+
+
+def _gpus(value: Any) -> tuple[Any, int]:
+    """(``devices`` of today, how many) for a value of ``gpus``; ``"3"`` was the GPU of this number, as ``"0, 1"`` is.
+
+    Raises:
+        MisconfigurationException: no such value, or no GPU here.
+    """
+    if isinstance(value, str) and value.strip() != "-1":
+        try:
+            value = [int(part) for part in value.split(",") if part.strip()]
+        except ValueError:
+            value = False
+    elif isinstance(value, str):
+        value = -1
+    if value is None or (not isinstance(value, bool) and isinstance(value, int) and value == 0) or value == []:
+        return "auto", 0
+    if isinstance(value, bool) or not isinstance(value, (int, list, tuple)):
+        raise MisconfigurationException(
+            "Trainer(gpus=...): it was a number, a list such as [0, 1] or a string such as '0, 1'; today say "
+            "accelerator='gpu', devices=2."
+        )
+    if not CUDAAccelerator.is_available():
+        raise MisconfigurationException(
+            f"Trainer(gpus={value!r}): torch finds no GPU here. Today's spelling is accelerator='gpu', "
+            f"devices={value!r}; to run on the CPU leave `gpus` out."
+        )
+    if isinstance(value, int):
+        return value, CUDAAccelerator.auto_device_count() if value == -1 else value
+    return list(value), len(value)
+
+
+def _precision(old: Today, made: Translation) -> None:
+    """16 bits; the levels were apex's, of which only O0 and O3 mean another thing than mixed precision."""
+    level, amp = old.get("amp_level"), old.get("use_amp", False)
+    if old.get("amp_backend", "native") not in ("native", None):
+        raise MisconfigurationException(
+            f"Trainer(amp_backend={old['amp_backend']!r}): apex is not used any more, torch has mixed precision; "
+            "use precision='16-mixed'."
+        )
+    if not amp:
+        if level is not None and "use_amp" in old:
+            made.notes.append(f"`amp_level={level!r}` meant nothing without `use_amp=True`")
+        elif level is not None:
+            made.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
+        return
+    if level is not None:
+        made.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
+    _add(made, "use_amp", {"precision": {"O0": "32-true", "O3": "16-true"}.get(str(level), "16-mixed")})
+
+
+def _check(made: Translation, old: Iterable[str], given: Today, defaults: Today) -> None:
+    for flag, value in made.flags.items():
+        if given[flag] != defaults[flag] and given[flag] != value:
+            raise MisconfigurationException(
+                f"Trainer({flag}={given[flag]!r:.100}) and the flags of old {', '.join(sorted(old))}, which mean "
+                f"{flag}={value!r}: give one of the two."
+            )
+
+
+def _warn(old: Today, made: Translation) -> None:
+    given = ", ".join(f"{name}={value!r:.60}" for name, value in old.items())
+    today = ", ".join(dict.fromkeys(piece for piece in made.spelled if not piece.startswith("trainer.")))
+    beside = [piece for piece in made.spelled if piece.startswith("trainer.")]
+    notes = "".join(f" ({note})" for note in made.notes)
+    rank_zero_deprecation(
+        f"Trainer({given}) is an old spelling; today: {' and '.join([f'Trainer({today})', *beside])}{notes}.",
+        stacklevel=4,  # the line that makes the Trainer
+    )

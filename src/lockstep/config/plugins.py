@@ -1,0 +1,89 @@
+"""What ``Trainer(plugins=...)`` may hold: a precision, a cluster, a CheckpointIO; else the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.described import DescribesRanks, describes_ranks
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.precision.base import Precision
+
+# Lightning's other kinds of plugins, by the name of a class that an object's class derives from, and why lockstep has
+# no place for them.
+REFUSED = {
+    "CheckpointIO": "its class derives from Lightning's CheckpointIO; import that from lockstep.plugins.io, where the "
+    "methods are the same",
+    "LayerSync": "lockstep synchronizes BatchNorm itself; use Trainer(sync_batchnorm=True)",
+    "Precision": "a precision of Lightning's works in Lightning's loops; name one by Trainer(precision=...), or derive "
+    "it from lockstep's Precision",
+}
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """The plugins of a Trainer, sorted."""
+
+    precision: Precision | None = None
+    cluster: DescribesRanks | None = None
+    checkpoint_io: CheckpointIO | None = None
+
+
+def sort_plugins(given: Any, precision_flag: Any) -> Plugins:
+    """Tell a Trainer's plugins apart.
+
+    Args:
+        given: as in ``Trainer(plugins=...)``: None, one, or several.
+        precision_flag: as in ``Trainer(precision=...)``, which must not name another precision.
+
+    Raises:
+        MisconfigurationException: a plugin that lockstep has no place for, or two of one kind.
+    """
+    if given is None:
+        return Plugins()
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    found: dict[str, Any] = {}
+    for plugin in several:
+        kind = _kind(plugin)
+        if kind is None:
+            raise MisconfigurationException(f"Trainer(plugins={plugin!r:.100}): {_reason(plugin)}.")
+        if kind in found:
+            raise MisconfigurationException(
+                f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): there is one {kind}; "
+                "give one of them."
+            )
+        found[kind] = plugin
+    if "precision" in found and precision_flag is not None:
+        raise MisconfigurationException(
+            f"Trainer(precision={precision_flag!r}, plugins={type(found['precision']).__name__}()): both choose the "
+            "precision; leave one out."
+        )
+    cluster = found.get("cluster")
+    if cluster is not None and not cluster.creates_processes_externally:
+        if type(cluster).__name__ != "LightningEnvironment":
+            raise MisconfigurationException(
+                f"Trainer(plugins={type(cluster).__name__}()): its creates_processes_externally is False, and lockstep "
+                'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'
+            )
+        found["cluster"] = None  # that one describes what lockstep does by itself
+    return Plugins(**found)
+
+
+def _kind(plugin: Any) -> str | None:
+    if isinstance(plugin, Precision):
+        return "precision"
+    if isinstance(plugin, CheckpointIO):
+        return "checkpoint_io"
+    return "cluster" if describes_ranks(plugin) else None
+
+
+def _reason(plugin: Any) -> str:
+    if isinstance(plugin, str):
+        return "plugins are no longer given by name; choose by `strategy=` and `precision=`"
+    names = [base.__name__ for base in (plugin if isinstance(plugin, type) else type(plugin)).__mro__]
+    if isinstance(plugin, type):
+        return f"this is a class; give an instance, {plugin.__name__}(...)"
+    reason = next((why for name, why in REFUSED.items() if name in names), None)
+    return reason or "lockstep takes a lockstep Precision, a ClusterEnvironment or a CheckpointIO here"

@@ -1,0 +1,144 @@
+"""Throughput: batches, samples, items and operations per second, over a window of the newest updates."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class _Rising:
+    """The newest values of a counter, which only ever rises."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.values: deque[float] = deque(maxlen=size)
+
+    def check(self, value: float) -> None:
+        if self.values and value <= self.values[-1]:
+            raise ValueError(
+                f"Throughput.update({self.name}={value}): it was {self.values[-1]} before, and it is the total so far, "
+                "so it must rise with each update."
+            )
+
+    def grown(self) -> float:
+        return self.values[-1] - self.values[0]
+
+
+class Throughput:
+    """Batches, samples, items and floating-point operations per second.
+
+    Rates are those between the oldest and the newest of the last ``window_size`` updates; they are there once
+    the window is full. :meth:`compute` gives
+
+    - ``time``, ``batches``, ``samples``, ``lengths``: the totals;
+    - ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``: per second on this device;
+    - ``device/flops_per_sec``: operations per second on this device, and ``device/mfu`` their part of
+      ``available_flops``;
+    - with several devices ``batches_per_sec``, ``samples_per_sec``, ``items_per_sec``, ``flops_per_sec``: of all
+      of them, taken to be as fast as this one.
+
+    Args:
+        available_flops: operations per second that a device can make; see
+            :func:`~lockstep.ground.flops.get_available_flops`.
+        world_size: number of devices.
+        window_size: number of updates that rates are taken over, at least 2.
+        separator: stands between ``device`` and the name.
+
+    Raises:
+        ValueError: ``world_size`` is below 1 or ``window_size`` below 2.
+
+    Example::
+
+        throughput, start = Throughput(window_size=50), time.perf_counter()
+        for i, batch in enumerate(loader, start=1):
+            train(batch)  # on a GPU: torch.cuda.synchronize() after it
+            throughput.update(time=time.perf_counter() - start, batches=i, samples=i * 32)
+        print(throughput.compute())
+    """
+
+    def __init__(
+        self,
+        available_flops: float | None = None,
+        world_size: int = 1,
+        window_size: int = 100,
+        separator: str = "/",
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"Throughput(world_size={world_size}): give the number of devices, at least 1.")
+        if window_size < 2:
+            raise ValueError(f"Throughput(window_size={window_size}): a rate is over at least 2 updates.")
+        self.available_flops = available_flops
+        self.world_size = world_size
+        self.separator = separator
+        self._time = _Rising("time", window_size)
+        self._batches = _Rising("batches", window_size)
+        self._samples = _Rising("samples", window_size)
+        self._lengths = _Rising("lengths", window_size)
+        self._flops: deque[float] = deque(maxlen=window_size)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the newest update, 0 before the first."""
+        return self._time.values[-1] if self._time.values else 0.0
+
+    def update(
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
+    ) -> None:
+        """Take in how far the work has come. An update that is refused changes nothing.
+
+        Args:
+            time: seconds since the start.
+            batches: batches of this device since the start.
+            samples: samples of this device since the start.
+            lengths: items of this device's samples (tokens, say) since the start; with each update or with none.
+            flops: operations of this device since the last update.
+
+        Raises:
+            ValueError: a total does not rise, there are fewer samples than batches or fewer items than samples,
+                or ``lengths`` was left out before.
+        """
+        if samples < batches:
+            raise ValueError(f"Throughput.update(samples={samples}, batches={batches}): a batch has a sample at least.")
+        if lengths is not None:
+            if lengths < samples:
+                raise ValueError(
+                    f"Throughput.update(lengths={lengths}, samples={samples}): a sample has an item at least."
+                )
+            if len(self._lengths.values) != len(self._samples.values):
+                raise ValueError("Throughput.update(lengths=...): give it with each update or with none.")
+        given = [(self._time, time), (self._batches, batches), (self._samples, samples), (self._lengths, lengths)]
+        totals = [(counter, value) for counter, value in given if value is not None]
+        for counter, value in totals:
+            counter.check(value)
+        for counter, value in totals:
+            counter.values.append(value)
+        if flops is not None:
+            self._flops.append(flops)
+
+    def compute(self) -> dict[str, int | float]:
+        """The metrics by name; empty before the first update."""
+        if not self._time.values:
+            return {}
+        counters = (self._time, self._batches, self._samples, self._lengths)
+        metrics: dict[str, int | float] = {each.name: each.values[-1] for each in counters if each.values}
+        if len(self._time.values) < (self._time.values.maxlen or 0):
+            return metrics
+        elapsed = self._time.grown()
+        rates = {"batches_per_sec": self._batches.grown() / elapsed, "samples_per_sec": self._samples.grown() / elapsed}
+        if len(self._lengths.values) == self._lengths.values.maxlen:
+            rates["items_per_sec"] = self._lengths.grown() / elapsed
+        if len(self._flops) == self._flops.maxlen:
+            # what was done up to the oldest update lies before the window
+            rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / elapsed
+        for name, rate in rates.items():
+            metrics[f"device{self.separator}{name}"] = rate
+            if self.world_size > 1:
+                metrics[name] = rate * self.world_size
+        if "flops_per_sec" in rates and self.available_flops:
+            metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
+        return metrics
+
+    def reset(self) -> None:
+        """Begin anew."""
+        for counter in (self._time, self._batches, self._samples, self._lengths):
+            counter.values.clear()
+        self._flops.clear()

@@ -1,0 +1,188 @@
+"""A stack read: where in the user's code a rank is, and what lockstep does for it there."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+import torch
+
+LOCKSTEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PATHS = sysconfig.get_paths()
+FOREIGN = (
+    LOCKSTEP,
+    TORCH,
+    *{_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    "<frozen",
+)
+"""Where files lie that are nobody's training script."""
+
+SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
+
+WAITING = (
+    (f"distributed{os.sep}distributed_c10d.py", ""),
+    (f"parallel{os.sep}reducer.py", "finish"),
+    (f"ground{os.sep}agreement.py", "settle"),
+    (f"ground{os.sep}agreement.py", "close"),
+    (f"ground{os.sep}comm.py", ""),
+)
+"""Ends of files, and functions in them ("": any), that wait for other ranks."""
+
+DOINGS = {
+    ("loop/state.py", "save"): "saving a checkpoint",
+    ("loop/state.py", "read"): "reading a checkpoint",
+    ("strategies/ddp.py", "barrier"): "strategy.barrier",
+    ("strategies/ddp.py", "broadcast"): "strategy.broadcast",
+    ("strategies/ddp.py", "reduce"): "strategy.reduce",
+    ("strategies/ddp.py", "all_gather"): "all_gather",
+    ("strategies/ddp.py", "_make_group"): "joining the other ranks",
+    ("strategies/ddp.py", "setup_module"): "taking rank 0's weights",
+    ("parallel/reducer.py", "finish"): "reducing gradients in backward",
+    ("parallel/reducer.py", "_conclude"): "reducing gradients in backward",
+    ("parallel/ddp.py", "sync_buffers"): "taking rank 0's buffers",
+    ("loop/results.py", "reduce_epoch"): "reducing logged values",
+    ("loop/results.py", "reduce_step"): "reducing logged values",
+    ("loop/data.py", "_agree"): "asking who has more data",
+    ("loop/data.py", "check_alike"): "comparing the loaders of the ranks",
+    ("loop/fit.py", "_agree_on_stopping"): "asking who wants to stop",
+    ("loop/fit.py", "_share_ending"): "ending the fit",
+    ("loop/session.py", "_set_up"): "setting up",
+}
+"""What a rank does that is in such a function (of a file of lockstep's), for people."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One function that has been called and has not returned."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether this is neither lockstep's, torch's, Python's own nor an installed package's."""
+        return not self.file.startswith(FOREIGN)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this is a place that waits for other ranks."""
+        return self.file.startswith((LOCKSTEP, TORCH)) and any(
+            self.file.endswith(end) and function in ("", self.function) for end, function in WAITING
+        )
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Frames, the innermost first."""
+
+    frames: tuple[Frame, ...]
+
+    def place(self, called: str = "") -> str:
+        """The innermost line of the user's code, ``"train.py:14"``; where there is none, of any code.
+
+        Args:
+            called: the line that called from another process.
+        """
+        users = next((frame for frame in self.frames if frame.is_users), None)
+        if users is not None or called:
+            return str(users or called)
+        outside = (frame for frame in self.frames if not frame.file.startswith((LOCKSTEP, TORCH, "<frozen")))
+        return str(next(outside, self.frames[0] if self.frames else "an unknown place"))
+
+    @property
+    def waits(self) -> bool:
+        """Whether it stands in a collective: lockstep or torch waits for other ranks, below the user's code."""
+        return any(frame.waits for frame in self._below_users())
+
+    @property
+    def doing(self) -> str:
+        """What it does below the user's code, in words or by the name of a function; "" if nothing."""
+        below = list(self._below_users())
+        for frame in reversed(below):
+            if frame.file.startswith(LOCKSTEP):
+                name = frame.file.removeprefix(LOCKSTEP).replace(os.sep, "/")
+                if (name, frame.function) in DOINGS:
+                    return DOINGS[name, frame.function]
+        named = [frame.function for frame in below if frame.waits and frame.function != "wrapper"]
+        return named[-1] if named else ""
+
+    def described(self, called: str = "") -> str:
+        """What it does, and where; ``called`` as for :meth:`place`."""
+        return f"{self.doing or 'its own code'} ({self.place(called)})"
+
+    def _below_users(self) -> Iterable[Frame]:
+        for frame in self.frames:
+            if frame.is_users:
+                return
+            yield frame
+
+
+def _within(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Frames up to where a spawned process was let into its call; what lies outside is no line of anybody's."""
+    kept: list[Frame] = []
+    for frame in frames:
+        if frame.file == SPAWNED and frame.function == "work":
+            break
+        kept.append(frame)
+    return tuple(kept)
+
+
+def stack_of(error: BaseException) -> Stack:
+    """Where an exception came from; if a loader worker raised it, where in the worker."""
+    text = str(error) if error.args and isinstance(error.args[0], str) else ""
+    if _IN_WORKER in text:
+        frames = tuple(reversed(_read(text.split(_IN_WORKER, 1)[1])))
+        if frames:
+            return Stack(frames)
+    return Stack(_within(_frames(error.__traceback__)))
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line, or few: ``"ValueError: what it said"``."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({'' if error.code is None else repr(error.code)}) in the middle of the run"
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if _IN_WORKER in text:  # the last line of the worker's traceback has it
+        return text.rsplit("\n", 1)[-1].strip() + " (in a loader worker)"
+    return text
+
+
+def calling() -> Stack:
+    """The stack of the caller."""
+    found: list[Frame] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return Stack(_within(found))
+
+
+def dumped(text: str) -> Stack:
+    """The stack in what `faulthandler` wrote."""
+    return Stack(_within(_read(text)))
+
+
+_IN_WORKER = "Original Traceback (most recent call last):\n"
+_LINE = re.compile(r'^\s*File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
+
+
+def _read(text: str) -> list[Frame]:
+    return [Frame(file, int(line), function) for file, line, function in _LINE.findall(text)]
+
+
+def _frames(trace: TracebackType | None) -> tuple[Frame, ...]:
+    outer_first = [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(trace)
+    ]
+    return tuple(reversed(outer_first))

@@ -1,0 +1,229 @@
+"""MLFlowLogger: metrics, hyperparameters and checkpoints to MLflow."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.ground.errors import missing_extra
+from lockstep.ground.rank import rank_zero_info, rank_zero_only, warn_once
+from lockstep.loggers.base import Logger, as_dict, as_yaml, flattened, prefixed, rank_zero_experiment
+from lockstep.loggers.checkpoints import Upload, Uploads
+
+_FILE = "file:"
+#: what MLflow takes at most in one message
+_PARAMS, _METRICS = 100, 1000
+#: what MLflow calls the end of a run
+_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
+#: addresses that loggers have set in MLflow, which notes them in MLFLOW_TRACKING_URI: no choice of the user's
+_announced: set[str] = set()
+
+
+class MLFlowLogger(Logger):
+    """Keeps metrics, hyperparameters and, if asked to, checkpoints in a run of MLflow.
+
+    Needs ``pip install "torch-lockstep[mlflow]"``, which brings ``mlflow-skinny`` and what its SQLite store takes.
+    The whole ``mlflow`` does as well, and has the page to look at: ``mlflow ui --backend-store-uri <tracking_uri>``.
+    The run begins when something is first logged, on rank 0.
+
+    Args:
+        experiment_name: the experiment, made if there is none of this name.
+        run_name: the name shown for the run; replaces the tag ``mlflow.runName``.
+        tracking_uri: where the runs are: the address of a server, ``sqlite:///runs.db``, ``file:folder``. By default
+            the variable ``MLFLOW_TRACKING_URI``, else the SQLite file ``mlflow.db`` in `save_dir`. (Without SQLAlchemy:
+            files in `save_dir`, which newer MLflow only takes if ``MLFLOW_ALLOW_FILE_STORE=true``.)
+        tags: tags of the run.
+        save_dir: the folder of runs where there is no `tracking_uri`.
+        log_model: upload checkpoints as artifacts, each in a folder of its name beside ``metadata.yaml`` and
+            ``aliases.txt``: ``"all"``: when it is saved; True: what there is when a run has ended (each, if
+            ``save_top_k=-1``).
+        prefix: put in front of the names of metrics, with ``-`` between.
+        artifact_location: where the artifacts of a new experiment go; by default MLflow chooses, or ``artifacts`` in
+            `save_dir`.
+        run_id: a run to go on with.
+        synchronous: wait for each message to arrive, or send in the background; None: as MLflow does by default.
+
+    Raises:
+        ModuleNotFoundError: mlflow is not installed.
+
+    Example::
+
+        Trainer(logger=MLFlowLogger("digits", tracking_uri="http://localhost:5000")).fit(model)
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = "./mlruns",
+        log_model: Literal["all"] | bool = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise missing_extra("mlflow", "mlflow", "MLFlowLogger")
+        from mlflow.environment_variables import MLFLOW_TRACKING_URI
+
+        self._save_dir: str | None = None
+        uri = tracking_uri or MLFLOW_TRACKING_URI.get()
+        if not tracking_uri and uri in _announced:
+            uri = None
+        if not uri:
+            self._save_dir = os.fspath(save_dir or "./mlruns")
+            uri = f"{_FILE}{self._save_dir}"
+            if importlib.util.find_spec("sqlalchemy") is not None:
+                uri = f"sqlite:///{os.path.join(self._save_dir, 'mlflow.db')}"
+                artifact_location = artifact_location or Path(self._save_dir, "artifacts").absolute().as_uri()
+        elif uri.startswith(_FILE):
+            self._save_dir = uri.removeprefix(_FILE).removeprefix("//")
+        self._tracking_uri = uri
+        self._experiment_name = experiment_name
+        self._experiment_id: str | None = None
+        self._run_name = run_name
+        self._run_id = run_id
+        self.tags = tags
+        self._prefix = prefix
+        self._artifact_location = artifact_location
+        self._options = {} if synchronous is None else {"synchronous": synchronous}
+        self._uploads = Uploads(log_model)
+        self._client: Any = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The ``MlflowClient``, its run begun; on ranks other than 0 something that takes any call."""
+        if self._client is None:
+            import mlflow
+            from mlflow.environment_variables import MLFLOW_TRACKING_URI
+            from mlflow.tracking import MlflowClient
+
+            if self._save_dir is not None:
+                os.makedirs(self._save_dir, exist_ok=True)
+            if MLFLOW_TRACKING_URI.get() != self._tracking_uri:
+                _announced.add(self._tracking_uri)
+                mlflow.set_tracking_uri(self._tracking_uri)  # for what the user calls of MLflow beside this
+            client = MlflowClient(self._tracking_uri)
+            if self._run_id is None:
+                self._run_id = self._begin(client)
+            else:
+                self._experiment_id = client.get_run(self._run_id).info.experiment_id
+            self._client = client
+        return self._client
+
+    def _begin(self, client: Any) -> str:
+        from mlflow.tracking.context.registry import resolve_tags
+        from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
+
+        found = client.get_experiment_by_name(self._experiment_name)
+        if found is not None and found.lifecycle_stage != "deleted":
+            self._experiment_id = found.experiment_id
+        else:
+            rank_zero_info(f"MLFlowLogger: a new experiment {self._experiment_name!r} at {self._tracking_uri}")
+            self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
+        if self._run_name is not None:
+            self.tags = {**(self.tags or {}), MLFLOW_RUN_NAME: self._run_name}
+        run_id: str = client.create_run(self._experiment_id, tags=resolve_tags(self.tags)).info.run_id
+        return run_id
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run, which is begun if there is none; on ranks other than 0 what :meth:`share` brought."""
+        _ = self.experiment
+        return self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The id of the experiment, which is made if there is none."""
+        _ = self.experiment
+        return self._experiment_id
+
+    @property
+    def name(self) -> str | None:
+        """The id of the experiment."""
+        return self.experiment_id
+
+    @property
+    def version(self) -> str | None:
+        """The id of the run."""
+        return self.run_id
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of the runs, where they are kept in one; None for a server or a database of your own."""
+        return self._save_dir
+
+    def share(self, broadcast: Callable[[Any], Any]) -> None:
+        self._experiment_id, self._run_id = broadcast((self.experiment_id, self.run_id))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers; text is left out, and characters that MLflow takes in no name are."""
+        from mlflow.entities import Metric
+
+        now, found = int(time.time() * 1000), []
+        for name, value in prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
+            if isinstance(value, str):
+                warn_once(f"MLFlowLogger: the metric {name!r} is text and is left out.")
+                continue
+            allowed = re.sub(r"[^a-zA-Z0-9_/. -]+", "", name)
+            if allowed != name:
+                warn_once(
+                    f"MLFlowLogger: MLflow takes only letters, digits and _ / . - and spaces in the names of metrics: "
+                    f"{name!r} is recorded as {allowed!r}.",
+                    category=RuntimeWarning,
+                )
+            found.append(Metric(key=allowed, value=float(value), timestamp=now, step=step or 0))
+        for start in range(0, len(found), _METRICS):
+            self._log_batch(metrics=found[start : start + _METRICS])
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Record hyperparameters as text, nested ones as ``outer/inner``, cut where MLflow would refuse them."""
+        from mlflow.entities import Param
+        from mlflow.utils import validation
+
+        longest = getattr(validation, "MAX_PARAM_VAL_LENGTH", 250)
+        found = [Param(name, str(value)[:longest]) for name, value in flattened(as_dict(params)).items()]
+        for start in range(0, len(found), _PARAMS):
+            self._log_batch(params=found[start : start + _PARAMS])
+
+    def _log_batch(self, **content: Any) -> None:
+        self.experiment.log_batch(run_id=self.run_id, **content, **self._options)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self._upload(self._uploads.after_save(checkpoint_callback))
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Upload what `log_model` has left to the end, and tell MLflow how the run ended."""
+        if self._client is None:
+            return
+        self._upload(self._uploads.at_end())
+        self.experiment.set_terminated(self.run_id, _STATUS.get(status, status))
+
+    def _upload(self, uploads: list[Upload]) -> None:
+        for upload in uploads:
+            place = Path(upload.path).stem
+            self.experiment.log_artifact(self.run_id, upload.path, place)
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "metadata.yaml").write_text(as_yaml(upload.metadata("Checkpoint")), encoding="utf-8")
+                Path(folder, "aliases.txt").write_text(str(upload.aliases), encoding="utf-8")
+                self.experiment.log_artifacts(self.run_id, folder, place)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process logs to the same run, by a connection of its own.
+        run = self.run_id if rank_zero_only.rank == 0 else self._run_id
+        return {**self.__dict__, "_client": None, "_run_id": run}

@@ -1,0 +1,234 @@
+"""One name that ``self.log`` was given in one hook: its options, its running reduction and its newest value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.ground.errors import MisconfigurationException
+
+# Where `self.log` may be called: hook -> (on_step by default, on_epoch by default, whether on_step is allowed).
+_STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
+LOGGING: dict[str, tuple[bool, bool, bool]] = {
+    **dict.fromkeys(
+        [
+            "training_step",
+            "on_train_batch_start",
+            "on_train_batch_end",
+            "on_before_zero_grad",
+            "optimizer_zero_grad",
+            "on_before_backward",
+            "backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "optimizer_step",
+            "configure_gradient_clipping",
+            "clip_gradients",
+        ],
+        _STEP,
+    ),
+    **dict.fromkeys(
+        [
+            "validation_step",
+            "test_step",
+            "on_validation_batch_start",
+            "on_validation_batch_end",
+            "on_test_batch_start",
+            "on_test_batch_end",
+        ],
+        _EPOCH,
+    ),
+    **dict.fromkeys(
+        [
+            "on_train_start",
+            "on_train_epoch_start",
+            "on_train_epoch_end",
+            "on_validation_start",
+            "on_validation_epoch_start",
+            "on_validation_epoch_end",
+            "on_test_start",
+            "on_test_epoch_start",
+            "on_test_epoch_end",
+        ],
+        _EPOCH_ONLY,
+    ),
+}
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
+Options = tuple[Any, ...]
+Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
+
+
+class Entry:
+    """One name logged in one hook: its running reduction and its newest value.
+
+    Attributes:
+        step_fresh: whether ``last`` is newer than the last reduction over the ranks (alone: than what loggers have).
+        epoch_fresh: whether anything was collected since the last :meth:`clear`.
+        dtype: of the reduced values: float64 for float64, the default type (or float32) for all others.
+        quick: the type (torch's, or float) of values that ``LightningModule.log`` may take in itself; None: none.
+        each_step: whether the value of every single step shall be reduced over the ranks (``sync_dist=True``).
+    """
+
+    __slots__ = (
+        "dtype",
+        "each_step",
+        "epoch_fresh",
+        "key",
+        "last",
+        "last_weight",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "op",
+        "options",
+        "prog_bar",
+        "quick",
+        "rank_zero_only",
+        "step_fresh",
+        "total",
+        "weight",
+    )
+
+    def __init__(self, key: Key, options: Options) -> None:
+        hook, dataloader_idx, name = key
+        self.key = key
+        self.options = options
+        self.prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, self.rank_zero_only = options[:7]
+        default_on_step, default_on_epoch, step_allowed = LOGGING[hook]
+        self.on_step = default_on_step if on_step is None else bool(on_step)
+        self.on_epoch = default_on_epoch if on_epoch is None else bool(on_epoch)
+        self.each_step = self.on_step and any(options[7:])
+        self.logger = logger is not False
+        self.op = _reduction(name, reduce_fx)
+        if not self.on_step and not self.on_epoch:
+            raise MisconfigurationException(
+                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` keeps nothing: leave one of them on."
+            )
+        if self.on_step and not step_allowed:
+            raise MisconfigurationException(
+                f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
+            )
+        self.name = f"{name}/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else name
+        self.metric: Any = None
+        self.dtype = _kept(torch.get_default_dtype())
+        self.quick: Any = None
+        # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
+        # 0-dim tensors on the device where they are on one, so that nothing waits for it.
+        self.last: Any = 0.0
+        self.total: Any = NEUTRAL[self.op]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was collected."""
+        self.epoch_fresh = self.step_fresh = False
+        self.weight = self.last_weight = 0.0
+        self.total = NEUTRAL[self.op]
+
+    def add(self, value: Any, weight: float) -> None:
+        """Take in one logged value, a number or a tensor of one element."""
+        if isinstance(value, Tensor):
+            if value.ndim:
+                value = self._scalar(value)
+            self.dtype = _kept(value.dtype)
+            value = value.item() if value.is_cpu else self._on_device(value)
+        else:
+            value = float(value) if type(value) in (float, int) else self._number(value)
+        if self.on_step:
+            self.last = value
+            self.last_weight = weight
+            self.step_fresh = True
+        if self.on_epoch:
+            self.epoch_fresh = True
+            self.weight += weight
+            op = self.op
+            if op == "mean":
+                self.total = self.total + value * weight
+            elif op == "sum":
+                self.total = self.total + value
+            elif isinstance(value, Tensor):
+                pick = torch.minimum if op == "min" else torch.maximum
+                self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
+            else:
+                self.total = min(self.total, value) if op == "min" else max(self.total, value)
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        return value.detach().to(wide, copy=True)
+
+    def _scalar(self, value: Tensor) -> Tensor:
+        if value.numel() != 1:
+            raise MisconfigurationException(
+                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>) in `{self.key[0]}`: log one "
+                "number, its mean say."
+            )
+        return value.reshape(())
+
+    def _number(self, value: Any) -> float:
+        try:
+            if not isinstance(value, (str, bytes)):  # "3" would pass for a number
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        way_out = "log one number"
+        if isinstance(value, dict):
+            way_out = "log its items by `self.log_dict(...)`"
+        elif isinstance(value, (str, bytes)):
+            way_out = "log numbers here, and text by the logger's own `self.logger.experiment`"
+        raise MisconfigurationException(
+            f"self.log({self.key[2]!r}, {value!r:.80}) in `{self.key[0]}`: {type(value).__name__} is no number; "
+            f"{way_out}."
+        )
+
+    def normal(self) -> list[Any]:
+        """The options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
+        return [*self.options[:4], self.op, *self.options[5:7]]
+
+    def place(self) -> tuple[Any, ...]:
+        """How far it has come, for :meth:`go_back`."""
+        return self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
+
+    def go_back(self, place: tuple[Any, ...]) -> None:
+        """Forget what came after :meth:`place`."""
+        self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = place
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of an epoch that is not over."""
+        return {
+            "key": list(self.key),
+            "options": [*self.normal(), self.each_step],
+            "total": float(self.total),
+            "last": float(self.last),
+            "weight": float(self.weight),
+            "dtype": self.dtype,
+        }
+
+
+NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of ``dtype`` are shown: a mean of whole numbers or flags is none itself."""
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+def _reduction(name: str, reduce_fx: Any) -> str:
+    op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
+    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)
+    if found == "avg":
+        found = "mean"
+    if found not in REDUCTIONS:
+        raise MisconfigurationException(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
+            "torchmetrics.Metric for a reduction of your own."
+        )
+    return found

@@ -1,0 +1,36 @@
+"""One pass over the training batches that trains nothing, for what forwards alone leave behind in a module."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+def forwards(trainer: Any) -> int:
+    """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
+
+    To be called on all ranks inside a fit, between two epochs or after the last one, under automatic
+    optimization. BatchNorm's statistics are an example of what changes.
+
+    Returns:
+        the number of batches that this rank had samples for.
+    """
+    step, feed, run, results = trainer.fit_loop.step, trainer.fit_loop.feed, trainer.strategy.run, trainer.results
+    hook, table, muted = results.hook, results.table, results.muted
+    results.enter("training_step")
+    feed.begin(trainer.fit_loop.progress.epoch, 0)
+    number = drawn = 0
+    for window in feed.windows(1):
+        for batch, weight, _ in window:
+            results.muted = True
+            if step.moves:
+                batch = step.transfer(batch)
+            arguments = (batch, number) if step.takes_idx else (batch,)
+            with torch.no_grad(), nullcontext() if weight else step.borrowed():
+                run(step.training_step, *arguments)
+            number += 1
+            drawn += bool(weight)
+    results.hook, results.table, results.muted = hook, table, muted
+    return drawn

@@ -1,0 +1,95 @@
+"""Loads weights and optimizers from a checkpoint, and says in words where they are not those of this run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.ground.errors import MisconfigurationException
+
+
+def load_weights(trainer: Any, module: Any, saved: dict[str, Any]) -> None:
+    """``module.load_state_dict``, by the module's own ``strict_loading``.
+
+    Raises:
+        MisconfigurationException: for the weights of another model, with the first tensor that differs.
+    """
+    strict = module.strict_loading
+    try:
+        module.load_state_dict(saved, strict=strict)
+    except RuntimeError as error:
+        difference = _first_difference(module.state_dict(), saved, strict)
+        if difference is None:
+            raise
+        raise MisconfigurationException(
+            f"trainer.{trainer.state.fn}(ckpt_path={str(trainer.ckpt_path)!r}): the checkpoint is of another model "
+            f"than this {type(module).__name__}: {difference}."
+        ) from error
+
+
+def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) -> str | None:
+    """The first tensor that does not match, and what to do about it."""
+    way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
+    for name, value in own.items():
+        if name not in saved:
+            if strict:
+                return f"the checkpoint has no {name!r}; {way_out}"
+        elif getattr(value, "shape", None) != getattr(saved[name], "shape", None):
+            shapes = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
+            return f"{name!r} has the shape {shapes}; make the module with the arguments that it had"
+    extra = [name for name in saved if name not in own] if strict else []
+    return f"the module has no {extra[0]!r}; {way_out}" if extra else None
+
+
+def load_optimizer(optimizer: Any, saved: dict[str, Any], kind: str | None) -> None:
+    """``optimizer.load_state_dict``, which would take the state of another class of optimizer without a word.
+
+    Args:
+        optimizer: of this run.
+        saved: what was saved of the optimizer in its place.
+        kind: the name of that one's class; None where the checkpoint does not say (Lightning's).
+
+    Raises:
+        MisconfigurationException: with what is different.
+    """
+    difference = _other_class(optimizer, saved, kind)
+    if difference is None:
+        try:
+            optimizer.load_state_dict(saved)
+            return
+        except ValueError as error:  # torch's, for parameter groups that do not match
+            difference = _other_groups(optimizer, saved)
+            if difference is None:
+                raise
+            cause: ValueError | None = error
+    else:
+        cause = None
+    raise MisconfigurationException(
+        f"trainer.fit(ckpt_path=...): the optimizer in the checkpoint is not this {type(optimizer).__name__}: "
+        f"{difference}. Resume with the optimizer that wrote it; to go on with another one, load the weights by "
+        "`load_from_checkpoint` and fit without `ckpt_path`."
+    ) from cause
+
+
+def _other_class(optimizer: Any, saved: dict[str, Any], kind: str | None) -> str | None:
+    own = type(optimizer).__name__
+    if kind is not None:
+        return None if kind == own else f"it was written by {kind}"
+    for group in saved.get("param_groups", [])[:1]:
+        known = {*optimizer.param_groups[0], "initial_lr", "param_names"}
+        foreign = [key for key in group if key not in known]
+        # a newer torch may have one setting more, or one less; another class has both
+        if foreign and any(key not in group for key in optimizer.defaults):
+            return f"it has the setting {foreign[0]!r}, which {own} does not know"
+    return None
+
+
+def _other_groups(optimizer: Any, saved: dict[str, Any]) -> str | None:
+    theirs, ours = (
+        [len(group["params"]) for group in groups] for groups in (saved.get("param_groups", []), optimizer.param_groups)
+    )
+    if len(theirs) != len(ours):
+        return f"it has {len(theirs)} parameter groups, this one {len(ours)}"
+    for i, (there, here) in enumerate(zip(theirs, ours, strict=True)):
+        if there != here:
+            return f"its parameter group {i} has {there} parameters, that of this one {here}"
+    return None

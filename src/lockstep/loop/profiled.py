@@ -1,0 +1,243 @@
+"""Tells a profiler of the actions of a run, by the names that Lightning's profilers report them under.
+
+With a profiler, :func:`instrument` puts timed versions in the place of the run's bound methods, once, before the
+first hook, and `Instruments.conclude` takes them away at the end. Without one nothing is touched: no step asks whether
+there is a profiler. An action that is under way is not opened a second time by what it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lockstep.datamodule import LightningDataModule
+from lockstep.ground.states import TrainerStatus
+from lockstep.loop.hooks import NAMES, is_overridden
+
+BATCH = "run_training_batch"
+EPOCH = "run_training_epoch"
+OF_DATAMODULE = ("setup", "teardown", "state_dict", "load_state_dict", "on_exception")
+OF_MODULE = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+_END = object()
+
+
+def instrument(trainer: Any) -> None:
+    """Have ``trainer.profiler`` told of this call's actions, until ``trainer.instruments.conclude()``."""
+    profiler = trainer.profiler
+    profiler.setup(stage=trainer.state.fn.value, local_rank=trainer.global_rank, log_dir=trainer.log_dir)
+    observe = getattr(profiler, "observe", None)
+    if observe is not None:
+        observe(trainer.lightning_module)
+    trainer.instruments = Instruments(trainer)
+
+
+class Instruments:
+    """The timed methods of one call of the Trainer.
+
+    Args:
+        trainer: with its hooks, loaders and strategy ready, and nothing of the loop begun.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._profiler = trainer.profiler
+        self._open: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._timed_sources: set[int] = set()
+        kind = type(trainer.lightning_module).__name__
+        self._module = f"[LightningModule]{kind}."
+        self._strategy = f"[Strategy]{type(trainer.strategy).__name__}."
+        self._time_hooks(trainer.hooks)
+        self._time_strategy(trainer.strategy)
+        self._time_fit(trainer.fit_loop)
+        self._time_data(trainer)
+        self._replace(trainer, "save_checkpoint", self.timed("save_checkpoint", trainer.save_checkpoint))
+
+    # -- actions -------------------------------------------------------------------------------------------
+
+    def start(self, action: str) -> bool:
+        """Begin an action; False if it is under way."""
+        if action in self._open:
+            return False
+        self._open.add(action)
+        self._profiler.start(action)
+        return True
+
+    def stop(self, action: str) -> None:
+        """End an action that is under way; nothing otherwise."""
+        if action in self._open:
+            self._open.discard(action)
+            self._profiler.stop(action)
+
+    def timed(self, action: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn`` as an action."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.start(action):
+                return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self.stop(action)
+
+        return run
+
+    def _timed_iterator(self, action: str, items: Iterator[Any]) -> Iterator[Any]:
+        """Each step of an iterator as an action."""
+        fetch = self.timed(action, lambda: next(items, _END))
+        while (item := fetch()) is not _END:
+            yield item
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object, until :meth:`conclude`."""
+        own = vars(owner)
+        if name in own:
+            before = own[name]
+            self._undo.append(lambda: setattr(owner, name, before))
+        else:
+            self._undo.append(lambda: vars(owner).pop(name, None))
+        setattr(owner, name, value)
+
+    def conclude(self) -> None:
+        """Take the timed methods away, and have the profiler report if the call came to its end."""
+        trainer = self._trainer
+        trainer.instruments = None
+        for action in list(self._open):  # an error has left them open
+            self.stop(action)
+        while self._undo:
+            self._undo.pop()()
+        if trainer.state.status is TrainerStatus.FINISHED:
+            self._profiler.describe()
+        else:
+            self._profiler.teardown(trainer.state.fn.value)
+
+    # -- where they are ------------------------------------------------------------------------------------
+
+    def _time_hooks(self, hooks: Any) -> None:
+        def of_callback(call: Any, name: str) -> Callable[..., Any]:
+            callback = getattr(getattr(call, "func", call), "__self__", None)
+            return self.timed(f"[Callback]{getattr(callback, 'state_key', type(callback).__name__)}.{name}", call)
+
+        for name in NAMES:
+            pair = getattr(hooks, name)
+            if pair is not None:
+                bound, own = pair
+                timed_own = None if own is None else self.timed(self._module + name, own)
+                self._replace(hooks, name, (tuple(of_callback(call, name) for call in bound), timed_own))
+        monitors = tuple(of_callback(call, "on_train_epoch_end") for call in hooks.epoch_end_monitors)
+        self._replace(hooks, "epoch_end_monitors", monitors)
+        real = hooks.own
+
+        def own_hook(name: str, *args: Any) -> Any:
+            return self.timed(self._module + name, real)(name, *args)
+
+        self._replace(hooks, "own", own_hook)
+
+    def _time_strategy(self, strategy: Any) -> None:
+        run, actions = strategy.run, {}
+
+        def timed_run(fn: Callable[..., Any], *args: Any) -> Any:
+            name = getattr(fn, "__name__", "run")
+            if name not in actions:
+                actions[name] = self.timed(self._strategy + name, run)
+            return actions[name](fn, *args)
+
+        self._replace(strategy, "run", timed_run)
+        self._replace(strategy, "backward", self.timed(f"{self._strategy}backward", strategy.backward))
+        # on the plain road, where nobody overrides `optimizer_step`, this is the update
+        self._replace(strategy, "step", self.timed(f"{self._module}optimizer_step", strategy.step))
+
+    def _time_fit(self, fit_loop: Any) -> None:
+        step = fit_loop.step
+        setup, begin, end = step.setup, step._begin, step._end
+
+        def timed_setup() -> None:
+            setup()
+            self._replace(step, "module", _TimedModule(step.module, self))
+            # the module's own methods do what the step does itself where nobody overrides them
+            step._own_zero_grad = step._own_clipping = step._own_scheduler_step = True
+            self._time_transfer(step.transfer)
+
+        def timed_begin(*args: Any) -> Any:
+            batch = begin(*args)
+            if not step.ended_by_user:
+                self.start(BATCH)
+            return batch
+
+        def timed_end(*args: Any) -> None:
+            self.stop(BATCH)
+            end(*args)
+
+        self._replace(step, "setup", timed_setup)
+        self._replace(step, "_begin", timed_begin)
+        self._replace(step, "_end", timed_end)
+        self._replace(fit_loop, "epoch", self.timed(EPOCH, fit_loop.epoch))
+
+    def _time_transfer(self, transfer: Any) -> None:
+        """The transfer hooks of training; an evaluation makes its own way to the device, which is not timed."""
+        for name, hook in (("_before", "on_before"), ("_after", "on_after")):
+            own = getattr(transfer, name)
+            if own is not None:
+                setattr(transfer, name, self.timed(f"{self._owner(own)}{hook}_batch_transfer", own))
+        if transfer._move is not None:
+            move = self.timed(f"{self._owner(transfer._move)}transfer_batch_to_device", transfer._move)
+            transfer._move = self.timed(f"{self._strategy}batch_to_device", move)
+
+    def _owner(self, method: Any) -> str:
+        owner = getattr(method, "__self__", None)
+        return f"[LightningDataModule]{type(owner).__name__}." if owner is self._trainer.datamodule else self._module
+
+    def _time_data(self, trainer: Any) -> None:
+        loaders, datamodule, request = trainer.loaders, trainer.datamodule, trainer.loaders.request
+
+        def timed_request(stage: str) -> Any:
+            name = f"{stage}_dataloader"
+            if loaders.given.get(stage) is not None:
+                return request(stage)
+            of_datamodule = datamodule is not None and is_overridden(name, datamodule, LightningDataModule)
+            owner = f"[LightningDataModule]{type(datamodule).__name__}." if of_datamodule else self._module
+            return self.timed(owner + name, request)(stage)
+
+        self._replace(loaders, "request", timed_request)
+        for name in OF_DATAMODULE if datamodule is not None else ():
+            if is_overridden(name, datamodule, LightningDataModule):
+                action = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
+                self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
+        self._time_feed(trainer.fit_loop, "[_TrainingEpochLoop].train_dataloader_next")
+        for loop in (trainer.fit_loop.validation, trainer.validate_loop, trainer.test_loop):
+            self._time_feed(loop, f"[_EvaluationLoop].{loop.prefix}_next")
+        self._time_feed(trainer.predict_loop, "[_PredictionLoop].predict_next")
+
+    def _time_feed(self, loop: Any, action: str) -> None:
+        """Time each batch that the loop's loaders give, from when the loop has them."""
+        setup_data = loop.setup_data
+
+        def timed_setup_data() -> None:
+            setup_data()
+            feed = loop.feed
+            for source in () if feed is None else getattr(feed, "_sources", None) or [feed._source]:
+                if id(source) not in self._timed_sources:
+                    self._timed_sources.add(id(source))
+                    for name in ("open", "weighed"):
+                        self._replace(source, name, self._timed_opening(action, getattr(source, name)))
+
+        self._replace(loop, "setup_data", timed_setup_data)
+
+    def _timed_opening(self, action: str, opening: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def timed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            return self._timed_iterator(action, iter(opening(*args, **kwargs)))
+
+        return timed
+
+
+class _TimedModule:
+    """Stands for the user's module in a step: the same, its optimizer methods timed."""
+
+    def __init__(self, module: Any, instruments: Instruments) -> None:
+        self._module = module
+        for name in OF_MODULE:
+            action = f"[LightningModule]{type(module).__name__}.{name}"
+            setattr(self, name, instruments.timed(action, getattr(module, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

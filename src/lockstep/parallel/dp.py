@@ -1,0 +1,271 @@
+"""DataParallel: one process, several devices: a batch is cut up, each part runs on a replica in a thread of its own."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.ground.tree import tree_leaves, tree_map
+
+
+class DataParallel(nn.Module):
+    """Runs a module on several devices at once, in one process: the interface of ``torch.nn.DataParallel``.
+
+    In each forward the batch is cut along ``dim`` into parts that differ by at most one row, the module is
+    replicated, each part runs in a thread, and the outputs come together on ``output_device``. Gradients arrive at
+    the module's own parameters. The first part runs on the module itself: what it keeps of a forward (the running
+    statistics of BatchNorm) is that of the first part; what the replicas keep is lost.
+
+    Any devices will do, the CPU among them, several times if wanted; torch's takes GPUs only. A batch of fewer rows
+    than devices leaves the last devices idle.
+
+    Args:
+        module: what runs; its parameters are on the first device.
+        device_ids: the devices; default: all GPUs, or the CPU where there is none.
+        output_device: where the outputs are gathered; default: the first device.
+        dim: along which inputs are cut and outputs put together.
+
+    Raises:
+        ValueError: there is no device in the list, or a parameter is on another than the first.
+
+    Example::
+
+        model = DataParallel(net, device_ids=[0, 1])
+        loss_fn(model(images), labels).backward()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        found: list[Any] = list(range(torch.cuda.device_count())) or ["cpu"]
+        if device_ids is not None:
+            found = list(device_ids)
+        self.module = module
+        self.devices = [as_device(device) for device in found]
+        if not self.devices:
+            raise ValueError(f"DataParallel(device_ids={device_ids!r}): give at least one device.")
+        self.device_ids = found
+        self.output_device = self.devices[0] if output_device is None else as_device(output_device)
+        self.dim = dim
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.device != self.devices[0]:
+                raise ValueError(
+                    f"DataParallel: {name!r} is on {tensor.device}, and the first device is {self.devices[0]}: move "
+                    f'the module there first, by `module.to("{self.devices[0]}")`.'
+                )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for the whole batch."""
+        parts = self.scatter((inputs, kwargs), self.devices)
+        replicas = self.replicate(self.module, self.devices[: len(parts)])
+        return self.gather(self.parallel_apply(replicas, parts), self.output_device)
+
+    def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        """See :func:`replicate`; to be overridden."""
+        return replicate(module, devices)
+
+    def scatter(self, inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
+        """See :func:`scatter`; to be overridden."""
+        return scatter(inputs, devices, self.dim)
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
+        """Outputs of the replicas, each for its part ``(inputs, kwargs)``; to be overridden."""
+        return in_threads([_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)])
+
+    def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
+        """See :func:`gather`; to be overridden."""
+        return gather(outputs, device, self.dim)
+
+
+def as_device(device: int | str | torch.device) -> torch.device:
+    """A number is that of a GPU."""
+    made = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if made.type == "cuda" and made.index is None else made
+
+
+def rows_of(batch: Any, dim: int = 0) -> int | None:
+    """Rows of the tensors in a nested batch; None where it has no tensor with rows.
+
+    Raises:
+        ValueError: they have different numbers of rows, so nobody knows how to cut the batch.
+    """
+    counts = {leaf.shape[dim] for leaf in tree_leaves(batch, Tensor) if leaf.ndim}
+    if len(counts) > 1:
+        raise ValueError(
+            f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, and are cut "
+            "there: give them the same number, or pass what belongs to all rows as a tensor without dimensions."
+        )
+    return counts.pop() if counts else None
+
+
+def cut(rows: int, parts: int) -> list[int]:
+    """Sizes of at most ``parts`` parts, none of them empty, that differ by at most one, the larger ones first."""
+    parts = max(1, min(rows, parts))
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def scatter(batch: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
+    """A nested batch as one part for each device, on that device.
+
+    Args:
+        batch: tensors are cut along ``dim``; those without dimensions, and all that is no tensor, go to all parts.
+        devices: one for each part; fewer parts are made of fewer rows.
+        dim: the dimension of the rows.
+    """
+    rows = rows_of(batch, dim)
+    if rows is None:
+        return [batch]
+    sizes = cut(rows, len(devices))
+    parts, first = [], 0
+    for size, device in zip(sizes, devices, strict=False):
+
+        def own(tensor: Tensor, first: int = first, size: int = size, device: torch.device = device) -> Tensor:
+            mine = tensor.narrow(dim, first, size) if tensor.ndim else tensor
+            return mine.to(device, non_blocking=True)
+
+        parts.append(tree_map(own, batch, Tensor))
+        first += size
+    return parts
+
+
+def replicate(
+    module: nn.Module, devices: Sequence[torch.device], stand_in: Callable[[nn.Module], Any] | None = None
+) -> list[nn.Module]:
+    """The module itself for the first device, and a replica for each further one.
+
+    A replica is a shallow copy of all modules. Its parameters are copies on its device through which gradients
+    flow back (on the module's own device the parameters themselves); its buffers are copies of their own.
+
+    Args:
+        module: on the first device.
+        devices: where to.
+        stand_in: asked for each submodule; what it returns takes its place everywhere, None replicates it.
+    """
+    return [module, *(_replica(module, device, stand_in) for device in devices[1:])]
+
+
+def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Module], Any] | None) -> nn.Module:
+    tensors: dict[int, Tensor] = {}  # shared ones stay shared
+    made: dict[int, Any] = {}
+
+    def moved(tensor: Tensor | None, buffer: bool) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            there = tensor.to(device, non_blocking=True)
+            tensors[id(tensor)] = there.clone() if buffer and there is tensor else there
+        return tensors[id(tensor)]
+
+    def copied(original: nn.Module | None) -> Any:
+        if original is None:
+            return None
+        if id(original) not in made:
+            instead = None if stand_in is None else stand_in(original)
+            if instead is not None:
+                made[id(original)] = instead
+                return instead
+            replica = made[id(original)] = original.__new__(type(original))
+            replica.__dict__.update(original.__dict__)
+            fill = replica.__dict__
+            fill["_parameters"] = {key: moved(value, False) for key, value in original._parameters.items()}
+            fill["_buffers"] = {key: moved(value, True) for key, value in original._buffers.items()}
+            fill["_modules"] = {key: copied(value) for key, value in original._modules.items()}
+        return made[id(original)]
+
+    replica: nn.Module = copied(module)
+    return replica
+
+
+def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call each in a thread of its own (the first in this one), and give what they return.
+
+    Grad mode and autocast are those of this thread, which torch keeps for each thread apart.
+
+    Args:
+        calls: what to call.
+
+    Raises:
+        BaseException: the first one that a call raised, by its place.
+    """
+    kind = "cuda" if torch.cuda.is_available() and torch.is_autocast_enabled("cuda") else "cpu"
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException | None] = [None] * len(calls)
+
+    def work(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    def thread(number: int) -> None:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
+            with torch.autocast(kind, dtype=dtype, enabled=enabled):
+                work(number)
+
+    others = [threading.Thread(target=thread, args=(number,)) for number in range(1, len(calls))]
+    for other in others:
+        other.start()
+    work(0)
+    for other in others:
+        other.join()
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+    """Outputs of the parts as one: tensors put together along ``dim``, dicts, lists, tuples and dataclasses by member.
+
+    Tensors without dimensions become one with an element for each part, as in torch. What is no tensor must be the
+    same for all parts, but for lists of other things than tensors, which are put one after the other.
+
+    Raises:
+        ValueError: the outputs cannot be put together.
+    """
+    return join(outputs, lambda tensors: _together([tensor.to(device) for tensor in tensors], dim))
+
+
+def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
+    """Outputs of the parts as one, with ``tensors`` called for those that stand in the same place."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return tensors(list(outputs))
+    kinds = {type(output) for output in outputs}
+    if len(kinds) > 1:
+        raise ValueError(f"DataParallel: the replicas gave {sorted(kind.__name__ for kind in kinds)}; give one kind.")
+    if isinstance(first, dict):
+        if any(output.keys() != first.keys() for output in outputs):
+            raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
+        return type(first)((key, join([output[key] for output in outputs], tensors)) for key in first)
+    if isinstance(first, list) and not any(isinstance(item, Tensor | dict | list | tuple) for item in first):
+        return [item for output in outputs for item in output]
+    if isinstance(first, list | tuple):
+        members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    if hasattr(first, "__dataclass_fields__"):
+        made = copy.copy(first)
+        for field in first.__dataclass_fields__:
+            object.__setattr__(made, field, join([getattr(output, field) for output in outputs], tensors))
+        return made
+    return first
+
+
+def _together(tensors: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(tensors, dim) if tensors[0].ndim else torch.stack(tensors)
+
+
+def _call(replica: nn.Module, inputs: Any, kwargs: Any) -> Callable[[], Any]:
+    return lambda: replica(*inputs, **kwargs)

@@ -1,0 +1,41 @@
+"""Profilers: how long the parts of a run take. A face: it only re-exports."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.profilers.advanced import AdvancedProfiler
+    from lockstep.profilers.base import PassThroughProfiler, Profiler
+    from lockstep.profilers.pytorch import PyTorchProfiler
+    from lockstep.profilers.simple import SimpleProfiler
+
+_FILES = {
+    "AdvancedProfiler": "advanced",
+    "PassThroughProfiler": "base",
+    "Profiler": "base",
+    "PyTorchProfiler": "pytorch",
+    "SimpleProfiler": "simple",
+}
+
+__all__ = [
+    "AdvancedProfiler",
+    "PassThroughProfiler",
+    "Profiler",
+    "PyTorchProfiler",
+    "SimpleProfiler",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a profiler's file when its name is first used."""
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,332 @@
+"""PyTorchProfiler: the operators and kernels that each step runs, by torch.profiler."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerAction, ProfilerActivity
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.profilers.base import Profiler
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: steps that the schedule without settings looks at: one waits, one warms up, three are recorded
+DEFAULT_STEPS = 5
+FLAME_GRAPH = ("export_to_flame_graph", "metric")
+
+
+class PyTorchProfiler(Profiler):
+    """Records the operators of some steps with torch's profiler, and shows them as a table.
+
+    The schedule counts the steps of training, validation, test and prediction each by itself and is gone through
+    once for each; while one of them is being recorded, the steps of others do not count. Where a stage has fewer
+    than five steps and no ``schedule`` is given, all of its steps are recorded.
+
+    Args:
+        dirpath: see `Profiler`; traces for Chrome and TensorBoard go there too.
+        filename: see `Profiler`.
+        group_by_input_shapes: a row for each shape of inputs; needs ``record_shapes=True``.
+        emit_nvtx: emit NVTX ranges for ``nsys`` in place of recording; needs a CUDA device.
+        export_to_chrome: write a trace (``*.pt.trace.json``) for ``chrome://tracing`` and TensorBoard.
+        row_limit: rows of the table; -1 for all.
+        sort_by_key: one of ``AVAILABLE_SORT_KEYS``; None: by time on the CUDA device, or on the CPU without one.
+        record_module_names: label the forward of every submodule.
+        table_kwargs: further arguments of torch's ``EventList.table``.
+        **profiler_kwargs: arguments of ``torch.profiler.profile`` (``schedule``, ``activities``, ``profile_memory``
+            ...), and ``export_to_flame_graph=True`` with ``metric="self_cpu_time_total"``, to write stacks.
+
+    Raises:
+        MisconfigurationException: an argument that torch does not know, or has no such value.
+
+    Example::
+
+        schedule = torch.profiler.schedule(wait=2, warmup=2, active=6)
+        trainer = Trainer(profiler=PyTorchProfiler(dirpath="traces", schedule=schedule, profile_memory=True))
+    """
+
+    STEP_FUNCTIONS = set(STEPS)
+    AVAILABLE_SORT_KEYS = {
+        "count",
+        "cpu_memory_usage",
+        "cpu_time",
+        "cpu_time_total",
+        "cuda_memory_usage",
+        "cuda_time",
+        "cuda_time_total",
+        "self_cpu_memory_usage",
+        "self_cuda_memory_usage",
+    }
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: dict[str, Any] | None = None,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        activities = list(profiler_kwargs.get("activities") or default_activities())
+        on_cuda = ProfilerActivity.CUDA in activities
+        self._flame_graph = profiler_kwargs.pop("export_to_flame_graph", False)
+        self._metric = profiler_kwargs.pop("metric", "self_cpu_time_total")
+        self._sort_by_key = sort_by_key or f"{'cuda' if on_cuda else 'cpu'}_time_total"
+        self._table_kwargs = dict(table_kwargs or {})
+        _check(self._sort_by_key, self.AVAILABLE_SORT_KEYS, self._table_kwargs, profiler_kwargs, emit_nvtx)
+        self._group_by_input_shapes = group_by_input_shapes and bool(profiler_kwargs.get("record_shapes"))
+        self._emit_nvtx = emit_nvtx
+        self._export_to_chrome = export_to_chrome
+        self._row_limit = row_limit
+        self._record_module_names = record_module_names
+        self._on_trace_ready = profiler_kwargs.get("on_trace_ready")
+        self._asked_schedule = profiler_kwargs.get("schedule")
+        self._profiler_kwargs = {**profiler_kwargs, "activities": activities}
+        if self._flame_graph:
+            self._profiler_kwargs["with_stack"] = True
+        #: torch's profiler while it is on
+        self.profiler: Any = None
+        #: the events that were recorded last
+        self.function_events: EventList | None = None
+        self._module: Callable[[], Any] = _nothing
+        self._labels: RegisterRecordFunction | None = None
+        self._ranges: Any = None
+        self._schedule: StepSchedule | None = None
+        self._open: dict[str, record_function] = {}
+        self._tables: dict[str, str] = {}
+
+    def observe(self, module: nn.Module | None) -> None:
+        """The LightningModule whose submodules are labelled and whose steps are counted; the Trainer's call."""
+        self._module = _nothing if module is None else weakref.ref(module)
+
+    # -- actions -------------------------------------------------------------------------------------------
+
+    def start(self, action_name: str) -> None:
+        """An action begins; with the first one torch's profiler."""
+        if self.profiler is None:
+            self._switch_on()
+        if action_name not in self._open:
+            label = self._open[action_name] = record_function(f"[pl][profile]{action_name}")
+            label.__enter__()
+
+    def stop(self, action_name: str) -> None:
+        """An action has ended; with a step function's the schedule goes on."""
+        label = self._open.pop(action_name, None)
+        if label is not None:
+            label.__exit__(None, None, None)
+        step = action_name.rpartition(".")[2]
+        schedule = self._schedule
+        if step in STEPS and schedule is not None and schedule.heeds(step) and not self._is_sanity_check():
+            schedule.current = step
+            if self._asked_schedule is None and self._steps_ahead(step) < DEFAULT_STEPS:
+                schedule.given = _always
+            self.profiler.step()
+
+    def _switch_on(self) -> None:
+        self._tables = {}
+        module = self._module()
+        if module is not None and self._record_module_names:
+            self._labels = RegisterRecordFunction(module)
+            self._labels.__enter__()
+        if self._emit_nvtx:
+            self._ranges = torch.cuda.profiler.profile()
+            self.profiler = torch.autograd.profiler.emit_nvtx()
+            self._ranges.__enter__()
+        else:
+            asked = self._asked_schedule or torch.profiler.schedule(wait=1, warmup=1, active=3)
+            self._schedule = StepSchedule(asked)
+            settings = {**self._profiler_kwargs, "schedule": self._schedule, "on_trace_ready": self._ready}
+            self.profiler = torch.profiler.profile(**settings)
+        self.profiler.__enter__()
+
+    def _steps_ahead(self, step: str) -> float:
+        """How many steps of this kind a pass of the run has; infinite without a Trainer."""
+        trainer = getattr(self._module(), "_trainer", None)
+        if trainer is None:
+            return float("inf")
+        stage = {"training_step": "training", "validation_step": "val", "test_step": "test"}.get(step, "predict")
+        found: Any = getattr(trainer, f"num_{stage}_batches")
+        return float(sum(found) if isinstance(found, Sequence) else found)
+
+    def _is_sanity_check(self) -> bool:
+        trainer = getattr(self._module(), "_trainer", None)
+        return trainer is not None and bool(trainer.sanity_checking)
+
+    # -- what was recorded ---------------------------------------------------------------------------------
+
+    def _ready(self, profiler: Any) -> None:
+        """Torch's profiler has recorded the steps that the schedule wanted."""
+        step = (self._schedule.current if self._schedule is not None else None) or "records"
+        self.function_events = profiler.events()
+        averages = self.function_events.key_averages(group_by_input_shapes=self._group_by_input_shapes)
+        self._tables[step] = averages.table(self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs)
+        if self._on_trace_ready is not None:
+            self._on_trace_ready(profiler)
+        elif self.dirpath is None:
+            if self._export_to_chrome or self._flame_graph:
+                warn_once("PyTorchProfiler wrote no trace: give it a `dirpath`, or the Trainer a logger with a folder.")
+        else:
+            os.makedirs(self.dirpath, exist_ok=True)
+            if self._export_to_chrome:
+                torch.profiler.tensorboard_trace_handler(self.dirpath, self.file_name(step, ""))(profiler)
+            if self._flame_graph:
+                profiler.export_stacks(os.path.join(self.dirpath, self.file_name(step, ".stack")), self._metric)
+
+    def summary(self) -> str:
+        """A table of operators for each stage that was recorded."""
+        self._switch_off()
+        return self.report(self._tables) if self._tables else ""
+
+    def _switch_off(self) -> None:
+        for action in list(self._open):
+            self._open.pop(action).__exit__(None, None, None)
+        if self.profiler is not None:
+            profiler, self.profiler = self.profiler, None
+            profiler.__exit__(None, None, None)
+        if self._ranges is not None:
+            self._ranges.__exit__(None, None, None)
+        if self._labels is not None:
+            self._labels.__exit__()
+        self._ranges = self._labels = self._schedule = None
+
+    def teardown(self, stage: str | None) -> None:
+        """Switch torch's profiler off."""
+        self._switch_off()
+        self._module = _nothing
+
+    def __getstate__(self) -> dict[str, Any]:  # torch's profiler and its events stay in their process
+        gone = {"profiler", "function_events", "_labels", "_ranges", "_schedule"}
+        return {
+            **{name: None if name in gone else value for name, value in self.__dict__.items()},
+            "_module": _nothing,
+            "_open": {},
+        }
+
+
+class StepSchedule:
+    """The given schedule, for each kind of step by its own count, and once.
+
+    Args:
+        given: step number -> what the profiler is to do in it.
+    """
+
+    def __init__(self, given: Callable[[int], ProfilerAction]) -> None:
+        self.given = given
+        #: the kind of step that has just ended
+        self.current: str | None = None
+        self.counts: dict[str, int] = {}
+        self._finished: set[str] = set()
+        self._busy: str | None = None  # the kind of step whose recording is under way
+        self._last = ProfilerAction.NONE
+
+    def heeds(self, step: str) -> bool:
+        """Whether a step of this kind counts now: none of another kind is being recorded."""
+        return self._busy in (None, step)
+
+    def __call__(self, number: int) -> ProfilerAction:
+        """What the profiler is to do next; ``number`` is torch's count, over all kinds of steps."""
+        step = self.current
+        if step is None:
+            return self.given(0)
+        if self._busy == step and self._last is ProfilerAction.RECORD_AND_SAVE:
+            self._finished.add(step)
+        if step in self._finished:
+            self._busy = None
+            return ProfilerAction.NONE
+        self.counts[step] = self.counts.get(step, 0) + 1
+        self._last = self.given(self.counts[step])
+        self._busy = None if self._last is ProfilerAction.NONE else step
+        return self._last
+
+
+class RegisterRecordFunction:
+    """Labels the forward of every submodule in what torch's profiler records, for the length of a ``with`` block.
+
+    Args:
+        model: the module whose submodules are labelled, by class and name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._open: list[record_function] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RegisterRecordFunction:
+        for name, module in self._model.named_modules():
+            if name:
+                kind = type(module)
+                before, after = self._hooks(f"[pl][module]{kind.__module__}.{kind.__name__}: {name}")
+                self._handles.append(module.register_forward_pre_hook(before))
+                self._handles.append(module.register_forward_hook(after, always_call=True))
+        return self
+
+    def _hooks(self, label: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: nn.Module, inputs: Any) -> None:
+            record = record_function(label)
+            record.__enter__()
+            self._open.append(record)
+
+        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if self._open:
+                self._open.pop().__exit__(None, None, None)
+
+        return before, after
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def default_activities() -> list[ProfilerActivity]:
+    """What this machine can record: the CPU, and the CUDA device where there is one."""
+    return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+
+
+def _check(sort_by: str, keys: set[str], table: dict[str, Any], settings: dict[str, Any], emit_nvtx: bool) -> None:
+    """Refuse what torch's profiler would fall over in the middle of a run."""
+    if sort_by not in keys:
+        raise MisconfigurationException(f"PyTorchProfiler(sort_by_key={sort_by!r}): choose one of {sorted(keys)}.")
+    columns = set(inspect.signature(EventList.table).parameters) - {"self", "sort_by", "row_limit"}
+    if not columns.issuperset(table):
+        raise MisconfigurationException(
+            f"PyTorchProfiler(table_kwargs={table!r}): choose among {sorted(columns)}; `sort_by_key` and `row_limit` "
+            "are arguments of the profiler itself."
+        )
+    known = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise MisconfigurationException(
+            f"PyTorchProfiler({unknown[0]}=...): torch.profiler.profile takes {sorted({*known, *FLAME_GRAPH})}."
+        )
+    schedule = settings.get("schedule")
+    if schedule is not None and not (callable(schedule) and isinstance(schedule(0), ProfilerAction)):
+        raise MisconfigurationException(
+            f"PyTorchProfiler(schedule={schedule!r}): give a function of the step number that returns a "
+            "torch.profiler.ProfilerAction, such as torch.profiler.schedule(wait=1, warmup=1, active=3)."
+        )
+    if emit_nvtx and not torch.cuda.is_available():
+        raise MisconfigurationException(
+            "PyTorchProfiler(emit_nvtx=True): NVTX ranges are for a CUDA device, and there is none; leave it out."
+        )
+
+
+def _always(number: int) -> ProfilerAction:
+    return ProfilerAction.RECORD
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,194 @@
+"""Everything that can be imported from Lightning's public packages can be from lockstep, or says why not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.aliases.table import MODULES, Refused
+from tests.aliases.surface import lightning, surface
+
+ROWS = [
+    (path, name) for path, rows in sorted(MODULES.items()) if isinstance(rows, dict) for name in sorted(rows) if name
+]
+REFUSED_MODULES = sorted(path for path, rows in MODULES.items() if isinstance(rows, Refused))
+
+
+def lockstep_path(path: str) -> str:
+    return f"lockstep.{path}".rstrip(".")
+
+
+def outcome(path: str, name: str | None = None) -> str:
+    """What becomes of an import: "works", or the text of the ImportError."""
+    try:
+        module = importlib.import_module(lockstep_path(path))
+        if name is not None:
+            getattr(module, name)
+    except ImportError as error:
+        return str(error)
+    return "works"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_name_of_lightnings_can_be_imported_or_says_why_not() -> None:
+    if lightning() is None:
+        pytest.skip("lightning is not installed")
+    mute = []
+    for path, names in surface().items():
+        for name in [None, *names]:
+            said = outcome(path, name)
+            if said != "works" and not (said.startswith("lockstep") and len(said.partition(": ")[2]) > 20):
+                mute.append(f"{path}.{name}: {said}")
+    assert mute == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_has_no_rows_that_lightning_does_not_have() -> None:
+    if lightning() is None:
+        pytest.skip("lightning is not installed")
+    known = surface()
+    extra = [f"{path}.{name}" for path, name in ROWS if name not in known.get(path, [])]
+    # what one imports in Lightning from the sister package, or from modules that import it by chance
+    assert set(extra) <= {
+        ".Fabric",
+        "cli.LRSchedulerType",
+        "loggers.NeptuneLogger",
+        "loggers.logger.rank_zero_experiment",
+        "utilities.data.suggested_max_num_workers",
+        "utilities.enums.GradClipAlgorithmType",
+        "utilities.warnings.PossibleUserWarning",
+        "utilities.rank_zero.rank_zero_module",
+        "utilities.rank_zero.LightningDeprecationWarning",
+    }
+    assert [path for path in MODULES if path not in known and path != "fabric" and path != "utilities.apply_func"] == []
+
+
+@pytest.mark.parametrize(("path", "name"), ROWS)
+def test_a_row_leads_home_or_says_why_not(path: str, name: str) -> None:
+    row = MODULES[path][name]  # type: ignore[index]
+    said = outcome(path, name)
+    # a face may refuse a name itself, by a sentence of its own
+    faced = said.startswith("lockstep has no") and row in ("callbacks", "loggers")
+    assert faced or said == (f"{lockstep_path(path)}.{name}: {row}" if isinstance(row, Refused) else "works")
+
+
+@pytest.mark.parametrize("path", REFUSED_MODULES)
+def test_a_refused_module_says_why(path: str) -> None:
+    with pytest.raises(ModuleNotFoundError) as error:
+        importlib.import_module(lockstep_path(path))
+    parent = path.rpartition(".")[0]
+    assert str(error.value).endswith(str(MODULES[parent] if parent in REFUSED_MODULES else MODULES[path]))
+
+
+def test_reasons_are_sentences_of_one_kind() -> None:
+    from lockstep.aliases import reasons
+
+    for name, reason in vars(reasons).items():
+        if isinstance(reason, str) and name.isupper():
+            assert reason.endswith("."), name
+            assert not reason.startswith("Lockstep"), name
+
+
+# -- the mechanism --------------------------------------------------------------------------------------------
+
+
+def test_an_object_is_the_same_by_every_path() -> None:
+    from lockstep.callbacks.base import Callback
+    from lockstep.callbacks.callback import Callback as by_alias
+    from lockstep.pytorch.callbacks import Callback as by_long_path
+
+    assert lockstep.Callback is Callback is by_alias is by_long_path
+    assert by_alias.__module__ == "lockstep.callbacks.base"
+
+
+def test_lockstep_pytorch_is_lockstep() -> None:
+    import lockstep.pytorch
+    import lockstep.pytorch.callbacks.early_stopping as stopping
+    from lockstep.pytorch import Trainer
+
+    assert lockstep.pytorch is lockstep
+    assert stopping is sys.modules["lockstep.callbacks.early_stopping"]
+    assert Trainer is lockstep.Trainer
+    assert lockstep.__spec__.name == "lockstep"
+    assert stopping.__spec__ is not None
+    assert stopping.__spec__.name == stopping.__name__ == "lockstep.callbacks.early_stopping"
+
+
+def test_a_file_can_have_modules_below_it() -> None:
+    import lockstep.trainer.states
+    from lockstep.ground.states import TrainerFn
+    from lockstep.trainer import seed_everything
+    from lockstep.trainer.trainer import Trainer
+
+    assert Trainer is lockstep.Trainer is sys.modules["lockstep.trainer"].Trainer  # type: ignore[attr-defined]
+    assert lockstep.trainer.states.TrainerFn is TrainerFn
+    assert seed_everything is lockstep.seed_everything
+
+
+def test_an_alias_lists_what_it_has() -> None:
+    import lockstep.plugins.environments as environments
+
+    assert "TorchElasticEnvironment" in environments.__all__
+    assert "TorchElasticEnvironment" in dir(environments)
+    assert "XLAEnvironment" not in dir(environments)
+    assert "plugins.environments" in str(environments.__doc__)
+
+
+def test_a_name_that_nobody_has() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from lockstep.callbacks.callback import nothing  # type: ignore[import-not-found]  # noqa: F401
+    with pytest.raises(AttributeError, match="'lockstep' has no attribute 'nothing'"):
+        _ = lockstep.nothing
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'lockstep\.nothing'"):
+        importlib.import_module("lockstep.nothing")
+    assert not hasattr(lockstep.utilities, "nothing")
+
+
+def test_fabric_is_refused_with_what_to_take() -> None:
+    with pytest.raises(ImportError, match=r"lockstep has no Fabric\. .*DistributedDataParallel"):
+        from lockstep import Fabric  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="lockstep has no Fabric"):
+        importlib.import_module("lockstep.fabric.utilities")
+
+
+def test_an_alias_hides_nothing_of_a_files_own() -> None:
+    for path in MODULES:
+        parent, _, last = path.rpartition(".")
+        file = Path(lockstep.__file__).parent.joinpath(*parent.split("."), "__init__.py") if parent else None
+        if file is not None and file.exists():
+            body = ast.parse(file.read_text()).body
+            defined = {getattr(node, "name", "") for node in body}
+            assert last not in defined, path
+
+
+PROGRAM = """
+import sys
+import lockstep as pl
+before = set(sys.modules)
+assert not [name for name in before if name.startswith(("lockstep.testing", "lockstep.cli", "lockstep.tuner"))]
+pl.callbacks.EarlyStopping
+pl.utilities.model_helpers.is_overridden
+pl.demos.boring_classes.BoringModel
+pl.strategies.DDPStrategy
+pl.profilers.SimpleProfiler
+from lockstep.utilities.types import STEP_OUTPUT
+print("ok")
+"""
+
+
+def test_parts_of_the_face_come_when_they_are_asked_for() -> None:
+    found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert found.stdout == "ok\n", found.stderr
+
+
+def test_what_is_asked_for_once_is_kept() -> None:
+    import lockstep.core.module as module
+
+    assert module.LightningModule is lockstep.LightningModule
+    assert vars(module)["LightningModule"] is lockstep.LightningModule

@@ -1,0 +1,190 @@
+"""Timer: what it measures, when it stops, and that all ranks stop together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep.callbacks.timer as timer_file
+from lockstep import Callback
+from lockstep.callbacks import Timer
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing.pool import RankPool
+from tests.callbacks.side_by_side import OURS, theirs, trainer
+from tests.loop.pieces import Slope, Validated, numbers, on_ranks, quiet
+
+
+class Clock(Callback):
+    """A clock that a training batch moves by a second, in place of the machine's."""
+
+    def __init__(self, file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(file, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1.0
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [
+        ("01:02:03:04", 93784.0),
+        (" 00:00:00:05 ", 5.0),
+        (timedelta(minutes=2), 120.0),
+        ({"hours": 1, "seconds": 1}, 3601.0),
+        (None, None),
+    ],
+)
+def test_the_forms_of_a_duration(duration: Any, seconds: float | None) -> None:
+    timer = Timer(duration)
+    assert timer.time_remaining() == seconds
+    assert timer.time_elapsed() == 0.0
+    assert timer.start_time() is None
+    assert timer.end_time("test") is None
+
+
+@pytest.mark.parametrize("duration", ["1:2:3:4", "12 hours", {"years": 1}, 12])
+def test_a_duration_that_is_none(duration: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"Timer\(duration="):
+        Timer(duration)
+
+
+def test_an_interval_or_a_stage_that_is_none() -> None:
+    with pytest.raises(MisconfigurationException, match="interval='batch'"):
+        Timer(interval="batch")
+    with pytest.raises(ValueError, match="fit"):
+        Timer().time_elapsed("fit")
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_it_stops_where_lightnings_stops(interval: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    found = []
+    for kit in (OURS, theirs(monkeypatch)):
+        file = timer_file if kit is OURS else importlib.import_module("lightning.pytorch.callbacks.timer")
+
+        class Ticks(kit.Callback):  # type: ignore[name-defined,misc]
+            now = 50.0
+
+            def on_train_batch_start(self, *_: Any) -> None:
+                self.now += 1.0
+
+        ticks = Ticks()
+        monkeypatch.setattr(file, "time", SimpleNamespace(monotonic=lambda ticks=ticks: ticks.now))
+
+        class Model(kit.LightningModule):  # type: ignore[name-defined,misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = torch.nn.Parameter(torch.zeros(()))
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return (self.w * batch).mean()
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                ticks.now += 10.0  # noqa: B023
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        timer = kit.callbacks.Timer(duration=timedelta(seconds=40), interval=interval)
+        run = trainer(kit, callbacks=[ticks, timer], max_epochs=9)
+        data = torch.utils.data.DataLoader(torch.ones(4))
+        run.fit(Model(), data, torch.utils.data.DataLoader(torch.ones(1)))
+        state = timer.state_dict()["time_elapsed"]
+        ends = [(timer.start_time(stage), timer.end_time(stage)) for stage in ("train", "validate", "test")]
+        found.append((run.global_step, timer.time_elapsed(), timer.time_remaining(), state, ends))
+    assert found[0] == found[1]
+    assert found[0][0] == (13 if interval == "step" else 12)
+
+
+def test_each_stage_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(timer_file, monkeypatch)
+
+    class Tested(Validated):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            clock.now += 3.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            clock.now += 2.0
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            clock.now += 4.0
+
+    timer = Timer()
+    run, module = quiet(callbacks=[clock, timer], max_epochs=1, num_sanity_val_steps=0), Tested()
+    run.fit(module, numbers(5), numbers(1))
+    run.test(module, numbers(2))
+    run.predict(module, numbers(3))
+    assert [timer.time_elapsed(s) for s in ("train", "validate", "test", "predict")] == [7.0, 2.0, 6.0, 12.0]
+    assert timer.start_time("train") == 100.0
+    assert timer.end_time("train") == 107.0
+
+
+def test_a_resumed_run_has_used_up_the_time_of_its_earlier_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.ckpt"
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(path)
+
+    clock = Clock(timer_file, monkeypatch)
+    quiet(callbacks=[clock, Timer(), Save()], max_epochs=1).fit(Slope(), numbers(5))
+
+    timer = Timer(timedelta(seconds=7))
+    result = quiet(callbacks=[clock, timer], max_epochs=9).fit(Slope(), numbers(5), ckpt_path=path)
+    assert result.global_step == 7
+    assert result.stopped == "Timer: duration=7 s reached after 7.0 s"
+    assert timer.time_elapsed() == 7.0
+
+    spent = Timer(timedelta(seconds=3))
+    result = quiet(callbacks=[clock, spent], max_epochs=9).fit(Slope(), numbers(5), ckpt_path=path)
+    assert result.global_step == 3
+    assert spent.time_remaining() == 0.0
+
+
+def test_a_second_fit_has_the_whole_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, timer = Clock(timer_file, monkeypatch), Timer(timedelta(seconds=4))
+    steps = [quiet(callbacks=[clock, timer], max_epochs=9).fit(Slope(), numbers(5)).global_step for _ in range(2)]
+    assert steps == [4, 4]
+
+
+def test_the_least_that_was_asked_for_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, timer = Clock(timer_file, monkeypatch), Timer(timedelta(seconds=2))
+    run = quiet(callbacks=[clock, timer], max_epochs=9, min_steps=6)
+    assert run.fit(Slope(), numbers(5)).global_step == 6
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_it_says_so_once(verbose: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock, timer = Clock(timer_file, monkeypatch), Timer("00:00:00:02", verbose=verbose)
+    with caplog.at_level("INFO", logger="lockstep"):
+        quiet(callbacks=[clock, timer], max_epochs=9, min_steps=5).fit(Slope(), numbers(5))
+    said = [record.message for record in caplog.records if "is stopped" in record.message]
+    assert said == (["Timer: training has taken 0:00:02 and is stopped, as its time is used up."] if verbose else [])
+
+
+def stop_by_one_clock(fast: int) -> Any:
+    """The clock of rank ``fast`` moves, the other's stands still; a wish to stop is known at the next boundary."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(timer_file, patch)
+        if dist.get_rank() != fast:
+            patch.setattr(timer_file, "time", SimpleNamespace(monotonic=lambda: 0.0))
+        result = on_ranks(callbacks=[clock, Timer(timedelta(seconds=3))], max_epochs=2).fit(Slope(), numbers(10))
+    return result.global_step, result.stopped
+
+
+@pytest.mark.parametrize(("fast", "steps"), [(0, 4), (1, 10)])
+def test_the_clock_of_rank_0_stops_all_ranks(ranks: RankPool, fast: int, steps: int) -> None:
+    found = ranks(2).run(stop_by_one_clock, fast, timeout=40)
+    assert found[0] == found[1]
+    assert found[0][0] == steps

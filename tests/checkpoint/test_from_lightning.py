@@ -1,0 +1,121 @@
+"""Checkpoints that the installed Lightning has written, and hyperparameters as it keeps them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep import LightningModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import AttributeDict
+
+pl = pytest.importorskip("lightning.pytorch")
+
+
+class Body:
+    """What the module is under either library."""
+
+    def __init__(self, lr: float, model: Any = None, root: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()  # type: ignore[attr-defined]
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)  # type: ignore[attr-defined]
+
+
+class Theirs(Body, pl.LightningModule): ...  # type: ignore[misc, name-defined]
+
+
+class Ours(Body, LightningModule): ...
+
+
+def written(folder: Path, **hparams: Any) -> tuple[Any, Path]:
+    """A module that Lightning has trained, and its checkpoint."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(max_steps=1, accelerator="cpu", enable_checkpointing=False, **quiet)
+        trainer.fit(net := Theirs(**hparams), DataLoader(torch.ones(2, 2)))  # type: ignore[arg-type]
+        trainer.save_checkpoint(folder / "theirs.ckpt")
+    return net, folder / "theirs.ckpt"
+
+
+def test_weights_and_hyperparameters_of_every_plain_kind(tmp_path: Path) -> None:
+    hparams = {"lr": 0.5, "model": {"depth": 3, "sizes": [1, (2, 3)], "act": None}, "root": "data"}
+    net, path = written(tmp_path, **hparams)
+    back = Ours.load_from_checkpoint(path)
+    assert back.hparams == hparams == net.hparams
+    assert torch.equal(back.layer.weight, net.layer.weight)
+    assert Ours.load_from_checkpoint(path, lr=0.1).hparams.lr == 0.1
+
+
+def test_attribute_dicts_inside_come_back_as_dicts(tmp_path: Path) -> None:
+    from lightning.pytorch.utilities.parsing import AttributeDict as TheirDict
+
+    _, path = written(tmp_path, lr=0.5, model=TheirDict(depth=3))
+    assert Ours.load_from_checkpoint(path).hparams.model == {"depth": 3}
+
+
+def test_objects_in_them_need_weights_only_false(tmp_path: Path) -> None:
+    _, path = written(tmp_path, lr=0.5, model=Namespace(depth=3), root=Path("data"))
+    with pytest.raises(MisconfigurationException, match=r"argparse\.Namespace.*weights_only=False"):
+        Ours.load_from_checkpoint(path)
+    assert Ours.load_from_checkpoint(path, weights_only=False).hparams.model.depth == 3
+
+
+@pytest.mark.parametrize("value", [{}, {"lr": 0.1, "depth": 3}, {"a": {"b": 1}, "long_name": "x"}])
+def test_attribute_dict_is_as_lightnings(value: dict[str, Any]) -> None:
+    from lightning.pytorch.utilities.parsing import AttributeDict as TheirDict
+
+    ours, theirs = AttributeDict(value), TheirDict(value)
+    for each in (ours, theirs):
+        each.update(more=1)
+        each.later = 2
+    assert repr(ours) == repr(theirs)
+    assert ours == theirs
+    assert type(ours.copy()) is type(theirs.copy())
+    assert (type(copy.copy(ours)), type(copy.deepcopy(ours))) == (AttributeDict, AttributeDict)
+    assert hasattr(ours, "nothing") == hasattr(theirs, "nothing")
+
+
+def test_hyperparameters_are_collected_as_lightning_collects_them() -> None:
+    def kinds(base: Any) -> list[Any]:
+        class Base(base):  # type: ignore[misc]
+            def __init__(self, a: int, b: int = 2, *rest: int, c: str = "c", **more: Any) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        class Child(Base):
+            def __init__(self, d: int, **kwargs: Any) -> None:
+                super().__init__(d + 1, **kwargs)
+
+        class Outer(base):  # type: ignore[misc]
+            def __init__(self, a: int, e: int) -> None:
+                super().__init__()
+                self.inner = Base(a * 10)
+                self.save_hyperparameters(ignore=["e"], logger=False)
+
+        class Contained(base):  # type: ignore[misc]
+            def __init__(self, config: Any) -> None:
+                super().__init__()
+                self.save_hyperparameters(config)
+
+        # outer.inner is left out: there Lightning takes the outer module's arguments for the inner one's
+        made = [Base(1, 3, 4, c="x", z=6), Child(1, b=7, z=8), Outer(1, 5), Contained(Namespace(q=1))]
+        return [(dict(m.hparams), dict(m.hparams_initial), m._hparams_name, m._log_hyperparams) for m in made]
+
+    assert kinds(LightningModule) == kinds(pl.LightningModule)

@@ -1,0 +1,102 @@
+"""The names and defaults of the Trainer's flags, held against Lightning's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from lockstep import Trainer
+from lockstep.config.names import DEFAULTS
+from lockstep.config.run import RunConfig
+from lockstep.ground.errors import MisconfigurationException
+from tests.loop.pieces import QUIET, quiet
+
+
+def parameters(function: Any) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def test_the_table_of_defaults_is_the_signature() -> None:
+    signature = parameters(Trainer.__init__)
+    signature.pop("self")
+    assert signature.pop("others").kind is inspect.Parameter.VAR_KEYWORD
+    assert {name: parameter.default for name, parameter in signature.items()} == DEFAULTS
+    assert list(signature) == list(DEFAULTS)
+    assert RunConfig.__dataclass_fields__.keys() <= DEFAULTS.keys()
+
+
+def test_names_order_and_defaults_are_lightnings(lightning: Any) -> None:
+    theirs = parameters(lightning.Trainer)
+    ours = {name: value for name, value in DEFAULTS.items() if name != "order"}
+    assert list(ours) == list(theirs)
+    assert ours == {name: parameter.default for name, parameter in theirs.items()}
+    assert all(
+        p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters(Trainer.__init__).values() if p.name in ours
+    )
+
+
+@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict", "save_checkpoint", "init_module"])
+def test_calls_take_what_lightnings_take(lightning: Any, call: str) -> None:
+    ours, theirs = (parameters(getattr(kind, call)) for kind in (Trainer, lightning.Trainer))
+    assert [(name, p.default) for name, p in ours.items()] == [(name, p.default) for name, p in theirs.items()]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_flag_may_be_given_at_its_default(name: str) -> None:
+    Trainer(**{**QUIET, name: DEFAULTS[name]})
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"max_epoch": 3}, "no flag `max_epoch`.*`max_epochs`"),
+        ({"overfit_batch": 3}, "no flag `overfit_batch`.*`overfit_batches`"),
+        ({"zzz": 1}, "no flag `zzz`.*The flags are: .*max_epochs"),
+        ({"sync_batchnorm": "yes"}, "sync_batchnorm='yes'.*True or False"),
+        ({"model_registry": "me/model"}, "model_registry='me/model'.*ModelCheckpoint"),
+    ],
+)
+def test_what_a_trainer_does_not_have(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(MisconfigurationException, match=said):
+        quiet(**flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_epochs", "x"),
+        ("limit_val_batches", 1.5),
+        ("val_check_interval", "soon"),
+        ("min_epochs", 9),
+        ("check_val_every_n_epoch", None),
+        ("deterministic", "maybe"),
+        ("fast_dev_run", -1),
+    ],
+)
+def test_a_flag_set_later_is_checked_as_at_construction(name: str, value: Any) -> None:
+    trainer = quiet(max_epochs=3, val_check_interval=0.5)
+    before = trainer.config
+    with pytest.raises(MisconfigurationException, match=name):
+        setattr(trainer, name, value)
+    assert trainer.config is before
+
+
+def test_flags_set_later_mean_what_they_mean_at_construction() -> None:
+    trainer = quiet(max_epochs=3, max_steps=9)
+    trainer.limit_train_batches = 10.0
+    trainer.max_time = "00:00:01:00"
+    trainer.min_steps = 4
+    trainer.val_check_interval = 7
+    trainer.check_val_every_n_epoch = None
+    assert (trainer.limit_train_batches, trainer.max_time, trainer.min_steps) == (10, 60.0, 4)
+    assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (7, None)
+    assert (trainer.max_epochs, trainer.max_steps) == (3, 9)
+    trainer.overfit_batches = 2
+    assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (2, 2, 1.0)
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit_loop.max_steps = 20
+    assert (trainer.max_epochs, trainer.fit_loop.max_epochs, trainer.max_steps) == (5, 5, 20)
+    with pytest.raises(MisconfigurationException, match="max_epochs='x'"):
+        trainer.fit_loop.max_epochs = "x"

@@ -1,0 +1,130 @@
+"""`Trainer(plugins=...)`: what has a place, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.io import TorchCheckpointIO
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.precision.base import Precision
+from lockstep.precision.true import TruePrecision
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, quiet
+
+
+class Grid:
+    """A cluster that this process knows all about."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def main_port(self) -> int:
+        return 29500
+
+    def world_size(self) -> int:
+        return self.size
+
+    def global_rank(self) -> int:
+        return self.rank
+
+    def local_rank(self) -> int:
+        return self.rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class LightningEnvironment(Grid):
+    creates_processes_externally = False
+
+
+class Starts(Grid):
+    creates_processes_externally = False
+
+
+class CheckpointIO:
+    """Stands for Lightning's."""
+
+
+class Files(TorchCheckpointIO):
+    """Stands for a user's."""
+
+
+def test_a_precision() -> None:
+    class Seen(TruePrecision):
+        pass
+
+    trainer = quiet(plugins=[Seen("64-true")], max_epochs=1)
+    assert type(trainer.precision_plugin) is Seen
+    assert trainer.precision == "64-true"
+    trainer.fit(Slope(), numbers(2))
+
+
+def test_a_checkpoint_io_beside_other_plugins() -> None:
+    io = Files()
+    trainer = quiet(plugins=[TruePrecision("64-true"), io])
+    assert trainer.strategy.checkpoint_io is io
+    assert trainer.precision == "64-true"
+
+
+def on_a_grid(rank: int) -> tuple[int, int, list[float]]:
+    trainer, module = quiet(plugins=Grid(rank, 2), strategy="ddp", devices=2, max_epochs=1), Slope()
+    trainer.fit(module, numbers(4))
+    return trainer.global_rank, trainer.world_size, module.gradients
+
+
+def rank_on_a_grid() -> tuple[int, int, list[float]]:
+    import torch.distributed as dist
+
+    return on_a_grid(dist.get_rank())
+
+
+def test_a_cluster_tells_which_rank_this_is(ranks: RankPool) -> None:
+    assert ranks(2).run(rank_on_a_grid) == [(0, 2, [1.5, 3.5]), (1, 2, [1.5, 3.5])]
+
+
+def test_the_environment_of_one_machine_is_what_lockstep_does_by_itself() -> None:
+    assert quiet(plugins=LightningEnvironment(3, 8)).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"plugins": "ddp_sharded"}, "plugins='ddp_sharded'.*no longer given by name"),
+        ({"plugins": [CheckpointIO()]}, "CheckpointIO.*import that from lockstep.plugins.io"),
+        ({"plugins": [Files]}, r"is a class; give an instance, Files\("),
+        (
+            {"plugins": [Files(), TorchCheckpointIO()]},
+            r"\[Files\(\), TorchCheckpointIO\(\)\]\): there is one checkpoint_io",
+        ),
+        ({"plugins": [Precision]}, r"is a class; give an instance, Precision\("),
+        ({"plugins": 3}, "plugins=3.*lockstep Precision, a ClusterEnvironment or a CheckpointIO"),
+        ({"plugins": [Precision(), Precision()]}, "there is one precision"),
+        ({"plugins": Precision(), "precision": 64}, "precision=64, plugins=Precision.*leave one out"),
+        ({"plugins": Starts()}, r"Starts\(\)\): its creates_processes_externally is False"),
+        ({"plugins": Grid(0, 3), "num_nodes": 2}, r"Grid\(\), num_nodes=2\): its world_size\(\) of 3 does not divide"),
+        ({"plugins": Grid(0, 4), "devices": 2}, r"devices=2, num_nodes=1 make 2 rank.*world_size\(\) is 4"),
+    ],
+)
+def test_what_has_no_place(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(MisconfigurationException, match=said):
+        quiet(**flags)
+
+
+def test_lightnings_own_plugins_are_refused_by_name(lightning: Any) -> None:
+    from lightning.pytorch.plugins import HalfPrecision, TorchSyncBatchNorm
+    from lightning.pytorch.plugins import TorchCheckpointIO as LightningsIO
+
+    for made, said in (
+        (HalfPrecision("bf16-true"), r"Trainer\(precision=...\)"),
+        (LightningsIO(), "derives from Lightning's CheckpointIO; import that from lockstep.plugins.io"),
+        (TorchSyncBatchNorm(), "BatchNorm"),
+    ):
+        with pytest.raises(MisconfigurationException, match=said):
+            quiet(plugins=made)

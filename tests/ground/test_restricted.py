@@ -1,0 +1,43 @@
+"""A class method that is not for instances."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from lockstep import LightningDataModule, LightningModule
+from lockstep.ground.restricted import restricted_classmethod
+from tests.loop.pieces import Slope, numbers, quiet
+
+
+class Base:
+    @restricted_classmethod
+    def make(cls, number: int = 1) -> str:
+        """Makes one."""
+        return f"{cls.__name__} {number}"
+
+
+class Derived(Base): ...
+
+
+def test_it_is_called_on_classes_only() -> None:
+    assert (Base.make(2), Derived.make()) == ("Base 2", "Derived 1")
+    with pytest.raises(TypeError, match=r"Derived.make makes a new object.*`object = Derived.make\(...\)`"):
+        Derived().make()
+    assert list(inspect.signature(Base.make).parameters) == ["number"]
+    assert Base.make.__doc__ == "Makes one."
+
+
+@pytest.mark.parametrize("kind", [LightningModule, LightningDataModule])
+def test_a_checkpoint_is_loaded_by_the_class(kind: type) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__}.load_from_checkpoint makes a new object"):
+        kind().load_from_checkpoint("any.ckpt")
+
+
+def test_a_checkpoint_loaded_by_the_class_is_of_that_class(tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Slope(lr=0.5), numbers(2))
+    trainer.save_checkpoint(tmp_path / "slope.ckpt")
+    assert type(Slope.load_from_checkpoint(tmp_path / "slope.ckpt")) is Slope

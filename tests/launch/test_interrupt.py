@@ -1,0 +1,121 @@
+"""Ctrl-C, heard once by every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing import get_context
+
+import pytest
+
+from lockstep.launch.interrupt import PASS, Ear, hear, interruptible, pass_on
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.asked = self.ended = 0
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_asks_and_the_second_raises() -> None:
+    loop, before = Loop(), signal.getsignal(signal.SIGINT)
+
+    def run() -> None:
+        with interruptible(loop.ask, loop.end):
+            press()
+            assert (loop.asked, loop.ended) == (1, 0)
+            press()
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert (loop.asked, loop.ended) == (1, 1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(PASS is None, reason="needs signals of Linux")
+def test_one_that_comes_twice_over_is_one() -> None:
+    """A terminal tells the ranks too: what their parent passed on counted as a second Ctrl-C, and ended them."""
+    loop = Loop()
+    with interruptible(loop.ask, loop.end):
+        pass_on(os.getpid())
+        press()
+        pass_on(os.getpid())
+        assert loop.ended == 0
+        assert loop.asked == 3  # the loop itself knows that it was asked before
+
+
+@pytest.mark.skipif(PASS is None, reason="needs signals of Linux")
+def test_one_that_is_passed_on_between_calls_has_no_effect() -> None:
+    assert PASS is not None
+    before = signal.getsignal(PASS)
+    try:
+        hear()
+        pass_on(os.getpid())
+    finally:
+        signal.signal(PASS, before)
+
+
+def press_in_worker() -> None:
+    press()
+    os._exit(7)
+
+
+def test_a_loader_worker_takes_no_notice() -> None:
+    """A terminal's Ctrl-C ended the workers, and the run failed for want of them before it came to its boundary."""
+    loop = Loop()
+    with interruptible(loop.ask, loop.end):
+        worker = get_context("fork").Process(target=press_in_worker, daemon=True)
+        worker.start()
+        worker.join(20)
+    assert (worker.exitcode, loop.asked) == (7, 0)
+
+
+def test_the_ear_hears_what_the_main_thread_cannot_handle() -> None:
+    loop, ear, heard = Loop(), Ear(), []
+
+    def listen() -> None:
+        press()
+        while not heard or not heard[-1]:
+            heard.append(ear.heard())
+
+    listener = threading.Thread(target=listen)
+    try:
+        with interruptible(loop.ask, loop.end), ear.listening():
+            listener.start()
+            listener.join(20)
+            assert ear.heard() == 0
+        press_in_silence(ear)
+    finally:
+        ear.close()
+    assert heard[-1] == 1
+
+
+def press_in_silence(ear: Ear) -> None:
+    """After listening, nothing is heard."""
+    with interruptible(lambda: None, lambda: None):
+        press()
+    assert ear.heard() == 0
+
+
+def test_an_ear_leaves_another_listener_alone() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    ear, before = Ear(), signal.set_wakeup_fd(write)
+    try:
+        with ear.listening():
+            assert signal.set_wakeup_fd(write) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        ear.close()
+        os.close(read)
+        os.close(write)

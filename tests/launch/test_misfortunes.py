@@ -1,0 +1,187 @@
+"""A rank fails or strays, or Ctrl-C comes: all ends within seconds, and the last line is the first cause."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("misfortunes.py")
+SECONDS = 15.0
+"""From the misfortune to the end of the last process: 5 where nobody else needs the processors."""
+
+
+def line(word: str) -> str:
+    """The place in the script that a comment marks."""
+    numbers = [at for at, text in enumerate(SCRIPT.read_text().splitlines(), 1) if re.search(rf"# .*\b{word}\b", text)]
+    return rf"{re.escape(str(SCRIPT))}:{numbers[-1]}"
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session that are not yet gone."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+class Run:
+    """The script, from its start to the end of its last process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        what: str,
+        strategy: str = "ddp",
+        workers: int = 0,
+        press: Callable[[int], None] | None = None,
+        presses: int = 1,
+    ) -> None:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            [sys.executable, str(SCRIPT), what, strategy, str(workers)],
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                seen = ""
+                if press is not None:
+                    assert process.stdout is not None
+                    while seen.count("now") < 2:  # on both ranks
+                        more = process.stdout.readline()
+                        assert more, process.communicate()[1]
+                        seen += more
+                    for number in range(presses):
+                        time.sleep(0.5 if number else 0.0)
+                        press(process.pid)
+                out, err = process.communicate(timeout=90)
+                self.left = members(process.pid)
+            finally:
+                for member in members(process.pid):
+                    os.kill(member, signal.SIGKILL)
+        self.code, self.out = process.returncode, seen + out
+        self.errors = [text for text in err.splitlines() if text.strip()]
+        moments = re.findall(r"now ([\d.]+)", self.out)
+        assert moments, err
+        self.seconds = time.monotonic() - float(moments[-1])
+
+    def ends_with(self, last: str, code: int = 1) -> None:
+        """All is gone in time, and the last line says why."""
+        told = "\n".join(self.errors)
+        assert re.search(last, self.errors[-1]), told
+        assert (self.code, self.left) == (code, []), told
+        assert self.seconds < SECONDS
+        others = [text for text in self.errors[:-1] if "closed by peer" in text or "reset by peer" in text]
+        assert not others, told
+
+
+@pytest.mark.parametrize(
+    ("what", "last", "strategy", "workers"),
+    [
+        ("exit", r"rank 1 failed first, at {}: sys.exit\(0\) in the middle", "ddp", 2),
+        pytest.param("exit", r"rank 1 failed first, at {}: sys.exit\(0\)", "ddp_spawn", 0, marks=pytest.mark.slow),
+        pytest.param(
+            "hard exit", r"rank 1 .*in the middle of the run with exit code 0", "ddp", 2, marks=pytest.mark.slow
+        ),
+        pytest.param("bad sample", "rank 0 failed first, at {}: ValueError: no such", "ddp", 0, marks=pytest.mark.slow),
+        pytest.param(
+            "bad sample", "rank 0 failed first, at {}: ValueError: .* worker", "ddp", 2, marks=pytest.mark.slow
+        ),
+        pytest.param("raise", "rank 1 failed first, at {}: KeyError", "ddp_spawn", 2, marks=pytest.mark.slow),
+        pytest.param("killed", r"rank 1 .*killed by SIGKILL", "ddp", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_leaves_in_the_middle(tmp_path: Path, what: str, last: str, strategy: str, workers: int) -> None:
+    """With exit code 0 the other one was blamed, for the connection that it had lost; workers lived on for seconds."""
+    where = line(what) if "{}" in last else ""
+    Run(tmp_path, what, strategy, workers).ends_with(last.format(where))
+
+
+@pytest.mark.parametrize(
+    ("what", "last", "strategy"),
+    [
+        ("save", "rank 0 in saving a checkpoint .{}.; rank 1 in reducing gradients in backward", "ddp"),
+        pytest.param("barrier", "rank 1 in strategy.barrier .{}.", "ddp", marks=pytest.mark.slow),
+        pytest.param("save", "rank 0 in saving a checkpoint .{}.; rank 1", "ddp_spawn", marks=pytest.mark.slow),
+        pytest.param(
+            "early", "(?=.*rank 1 in)(?=.*rank 0 in reducing gradients in backward .{}.)", "ddp", marks=pytest.mark.slow
+        ),
+        pytest.param("caught", "rank 1 failed first, at {}: KeyError: 'no such column'", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_that_only_one_rank_makes(tmp_path: Path, what: str, last: str, strategy: str) -> None:
+    """Both ranks waited in different collectives, for half an hour, and nothing told why."""
+    Run(tmp_path, what, strategy).ends_with(last.format(line(what)))
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------
+
+
+def to_all(session: int) -> None:
+    """As a terminal does: loader workers, too."""
+    os.killpg(session, signal.SIGINT)
+
+
+def to_first(process: int) -> None:
+    """As ``kill -INT`` does."""
+    os.kill(process, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "press"),
+    [
+        ("ddp_spawn", 2, to_first),
+        pytest.param("ddp_spawn", 2, to_all, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, to_all, marks=pytest.mark.slow),
+        pytest.param("ddp", 0, to_first, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_ends_a_fit_with_its_result(
+    tmp_path: Path, strategy: str, workers: int, press: Callable[[int], None]
+) -> None:
+    """One that only the parent got killed the ranks of ddp_spawn after 10 s; from a terminal, workers died of it."""
+    run = Run(tmp_path, "nothing", strategy, workers, press)
+    assert run.code == 0, run.errors
+    assert run.out.count("result interrupted by Ctrl-C") == (1 if strategy == "ddp_spawn" else 2)
+    assert sum("a second Ctrl-C ends it at once" in text for text in run.errors) == 1
+    assert (run.left, run.seconds < SECONDS) == ([], True)
+
+
+def test_ctrl_c_ends_ranks_that_wait_for_one_another_for_ever(tmp_path: Path) -> None:
+    """No handler of Python's runs in a process that waits in a collective: Ctrl-C had no effect, however often."""
+    run = Run(tmp_path, "deadlock", press=to_all)
+    run.ends_with(f"lockstep: interrupted by Ctrl-C: ranks 0, 1 waited in recv .{line('deadlock')}.", code=130)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_ranks_that_wait_for_one_another_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, "deadlock", press=to_all, presses=2)
+    run.ends_with("lockstep: interrupted by Ctrl-C", code=130)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+@pytest.mark.parametrize("press", [to_all, to_first])
+def test_ctrl_c_ends_an_evaluation_on_all_ranks(tmp_path: Path, strategy: str, press: Callable[[int], None]) -> None:
+    run = Run(tmp_path, "validate", strategy, press=press)
+    assert (run.code, run.left) == (-signal.SIGINT, []), run.errors
+    assert run.errors[-1].split()[-1] == "KeyboardInterrupt"
+    assert "result" not in run.out

@@ -1,0 +1,112 @@
+"""Where a rank is, read off a stack."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.launch import sample
+from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack, calling, dumped, reason_of, stack_of
+from lockstep.testing import BoringModel
+
+C10D = Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "all_reduce")
+STOP = Frame(f"{LOCKSTEP}loop/fit.py", 8, "_agree_on_stopping")
+USERS = Frame("/home/me/train.py", 3, "main")
+
+
+def test_the_line_of_the_user_is_named_not_that_of_a_library() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        BoringModel()(torch.zeros(3))
+    first = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    assert stack_of(caught.value).place() == f"{__file__}:{first}"
+
+
+class Broken(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        raise ValueError("no such label")
+
+
+def test_an_exception_in_a_loader_worker_is_placed_in_the_worker() -> None:
+    """It was placed in torch's `reraise`, and its reason was the worker's whole traceback."""
+    found = ("", "")
+    batches = iter(DataLoader(Broken(), num_workers=1))
+    try:
+        next(batches)
+    except ValueError as error:
+        found = (stack_of(error).place(), reason_of(error))
+    batches._shutdown_workers()  # type: ignore[attr-defined]
+    line = inspect.getsourcelines(Broken.__getitem__)[1] + 1
+    assert found == (f"{__file__}:{line}", "ValueError: no such label (in a loader worker)")
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits", "doing"),
+    [
+        ((C10D, STOP, USERS), True, "asking who wants to stop"),
+        ((C10D, USERS), True, "all_reduce"),
+        ((USERS, C10D, STOP), False, ""),  # a hook of the user's, called by lockstep
+        ((STOP, USERS), False, "asking who wants to stop"),
+        ((), False, ""),
+    ],
+)
+def test_what_a_rank_does_and_whether_it_waits(frames: tuple[Frame, ...], waits: bool, doing: str) -> None:
+    assert (Stack(frames).waits, Stack(frames).doing) == (waits, doing)
+
+
+def test_what_lies_outside_a_spawned_call_is_nobodys() -> None:
+    boot = f'  File "{LOCKSTEP}launch/spawn.py", line 9 in work\n  File "<string>", line 6 in <module>\n'
+    text = f'Stack (most recent call first):\n  File "{C10D.file}", line 9 in all_reduce\n{boot}'
+    assert dumped(text) == Stack((C10D,))
+    assert dumped(text).described("train.py:3") == "all_reduce (train.py:3)"
+
+
+def test_a_sys_exit_says_so() -> None:
+    assert reason_of(SystemExit(0)) == "sys.exit(0) in the middle of the run"
+    assert reason_of(SystemExit()) == "sys.exit() in the middle of the run"
+
+
+def test_calling_begins_with_the_caller() -> None:
+    assert calling().frames[0].function == "test_calling_begins_with_the_caller"
+
+
+# -- asked for from outside
+
+
+WAITS = """
+import threading
+from lockstep.launch import sample
+print(sample.offer(), flush=True)
+lock = threading.Lock(); lock.acquire()
+def waits(): lock.acquire()
+waits()
+"""
+
+
+@pytest.mark.skipif(sample.ASK is None, reason="needs signals of Linux")
+def test_a_process_that_runs_no_python_answers() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            answers = process.stdout.readline().strip()
+            time.sleep(0.2)
+            for _ in range(2):
+                stack = sample.ask(process.pid, answers)
+                assert stack is not None
+                assert [frame.function for frame in stack.frames] == ["waits", "<module>"]
+        finally:
+            process.kill()
+    assert sample.ask(process.pid, answers) is None  # it is gone
+
+
+def test_nobody_is_asked_who_made_no_offer() -> None:
+    assert sample.ask(os.getpid(), "") is None

@@ -1,0 +1,134 @@
+"""The watch over ranks: whom it lets be, whom it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.launch import sample, watch
+from lockstep.launch.causes import Cause, Stand, Stray
+from lockstep.launch.notes import Notes, leave_note
+from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.launch.watch import Verdict, Watch
+
+IN_BARRIER = Stack(
+    (
+        Frame(f"{TORCH}distributed/distributed_c10d.py", 1, "barrier"),
+        Frame(f"{LOCKSTEP}strategies/ddp.py", 2, "barrier"),
+    )
+)
+WORKING = Stack((Frame("train.py", 3, "training_step"),))
+
+pytestmark = pytest.mark.skipif(sample.ASK is None, reason="needs /proc")
+
+
+class Scene:
+    """Two ranks, played: where they stand, what they answer, whether they work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.notes = Notes()
+        self.verdicts: list[Verdict] = []
+        self.answers = {0: WORKING, 1: WORKING}
+        self.still = {0, 1}
+        self.ended: dict[int, float] = {}
+        self.watch = Watch(self.notes, True, self.verdicts.append, lambda: self.ended)
+        monkeypatch.setattr(watch, "ask", lambda process, answers: self.answers[process])
+        monkeypatch.setattr(watch, "_runs", lambda process: process not in self.still)
+        monkeypatch.setattr(self.watch, "_is_still", lambda stand, now: stand.rank in self.still)
+        for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE"):
+            monkeypatch.setattr(watch, name, 0.05)
+
+    def stand(self, rank: int, call: int = 1, inside: bool = True) -> None:
+        leave_note(self.notes.address, Stand(rank, time.monotonic(), call, inside, f"fit.py:{call}", rank))
+
+    def verdict(self, seconds: float = 2.0) -> Verdict | None:
+        """What the watch says, in that time."""
+        until = time.monotonic() + seconds
+        while not self.verdicts and time.monotonic() < until:
+            time.sleep(0.02)
+        return self.verdicts[0] if self.verdicts else None
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    made = Scene(monkeypatch)
+    monkeypatch.setattr(watch.interrupt, "pass_on", lambda process: None)
+    made.stand(0)
+    made.stand(1)
+    made.watch.start()
+    yield made
+    made.watch.stop()
+    made.notes.close()
+
+
+def test_a_rank_that_waits_for_one_that_works_is_let_be(scene: Scene) -> None:
+    scene.answers[0] = IN_BARRIER
+    scene.still = {0}
+    assert scene.verdict(0.5) is None
+
+
+def test_all_that_wait_at_the_same_place_are_let_be_until_ctrl_c(scene: Scene) -> None:
+    scene.answers = {0: IN_BARRIER, 1: IN_BARRIER}
+    assert scene.verdict(0.5) is None
+    scene.watch.interrupt()
+    found = scene.verdict()
+    assert found is not None
+    assert found.interrupted
+    assert "ranks 0, 1 waited in strategy.barrier (fit.py:1)" in str(found.cause)
+
+
+def test_ctrl_c_lets_a_rank_come_to_its_boundary(scene: Scene) -> None:
+    scene.answers[0] = IN_BARRIER
+    scene.still = {0}
+    scene.watch.interrupt()
+    assert scene.verdict(0.5) is None
+    scene.watch.interrupt()
+    found = scene.verdict()
+    assert found == Verdict(None, interrupted=True)
+
+
+@pytest.mark.parametrize("how", ["left", "ended"])
+def test_who_waits_for_one_that_left_is_ended(scene: Scene, how: str) -> None:
+    scene.answers[0] = IN_BARRIER
+    scene.stand(1, inside=False)
+    if how == "ended":
+        scene.ended[1] = time.monotonic()
+    found = scene.verdict()
+    assert found is not None
+    assert isinstance(found.cause, Stray)
+    assert "rank 1 left the call at fit.py:1" in str(found.cause)
+
+
+def failed(scene: Scene, rank: int) -> Cause:
+    cause = Cause(rank, time.monotonic(), "ValueError: no", "train.py:3", "trace", call=1)
+    leave_note(scene.notes.address, cause)
+    return cause
+
+
+def test_a_rank_that_failed_and_waits_in_a_hook_is_ended(scene: Scene) -> None:
+    """A barrier in ``on_exception`` waited for ranks that waited for the one that had failed."""
+    scene.answers = {0: IN_BARRIER, 1: IN_BARRIER}
+    cause = failed(scene, 1)
+    assert scene.verdict() == Verdict(cause)
+
+
+def test_a_rank_that_failed_may_save_what_it_has(scene: Scene) -> None:
+    scene.still = set()
+    failed(scene, 1)
+    assert scene.verdict(0.5) is None
+
+
+def test_an_exception_that_was_caught_is_why_another_waits(scene: Scene) -> None:
+    cause = failed(scene, 1)
+    scene.answers[0] = IN_BARRIER
+    scene.stand(1, inside=False)
+    assert scene.verdict() == Verdict(cause)
+
+
+def test_this_process_works_and_one_that_is_gone_cannot_be_told() -> None:
+    stillness = watch._Stillness()
+    assert stillness.seconds(os.getpid(), time.monotonic()) == 0
+    assert watch._Stillness().seconds(2**22 + 1, 5.0) == 0

@@ -1,0 +1,333 @@
+"""What decides by logged values decides alike on all ranks: saving, stopping, learning rates, users' callbacks."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Callback
+from lockstep.callbacks import EarlyStopping, ModelCheckpoint
+from lockstep.loop.results import Results
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
+
+VALUES = {0: [6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 1: [1.0, 3.0, 2.0, 8.0, 7.0, 9.0]}
+MEANS = [3.5, 4.0, 3.0, 5.5, 4.5, 5.0]  # rank 0 alone would keep the last ones, rank 1 the first
+
+
+class Parts(Validated):
+    """Logs another value on each rank in each step; where ``only`` is given, on that rank alone."""
+
+    def __init__(self, only: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self.only, self.options = only, options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.only in (None, self.global_rank):
+            self.log("loss", VALUES[self.global_rank][batch_idx], **self.options)
+        return super().training_step(batch, batch_idx)
+
+
+# -- ModelCheckpoint ---------------------------------------------------------------------------------------
+
+
+def keep(folder: Path, only: int | None, **settings: Any) -> tuple[list[tuple[str, float]], str, list[Any]]:
+    callback = ModelCheckpoint(
+        folder, "{step}-{loss:.2f}", monitor="loss", **{"every_n_train_steps": 1, "save_top_k": 2, **settings}
+    )
+    recorder = Recorder()
+    on_ranks(max_epochs=1, enable_checkpointing=True, callbacks=[callback], logger=recorder, log_every_n_steps=1).fit(
+        Parts(only), numbers(12)
+    )
+    kept = sorted((Path(path).name, float(score)) for path, score in callback.best_k_models.items())
+    return kept, Path(callback.best_model_path).name, [metrics["loss"] for _, metrics in recorder.sent]
+
+
+@pytest.mark.parametrize(("only", "values"), [(None, MEANS), (0, VALUES[0]), (1, VALUES[1])])
+def test_checkpoints_are_ranked_by_the_value_of_all_ranks_and_not_by_each_rank_s_own(
+    ranks: RankPool, tmp_path: Path, only: int | None, values: list[float]
+) -> None:
+    """By their own values one rank saved where the other did not, and waited for it without end."""
+    first, second = ranks(2).run(keep, tmp_path, only, timeout=40)
+    assert first == second
+    best = sorted(values)[:2]
+    expected = sorted((f"step={values.index(value) + 1}-loss={value:.2f}.ckpt", value) for value in best)
+    assert first[0] == expected
+    assert {path.name for path in tmp_path.iterdir()} == {name for name, _ in expected}
+    assert first[1] == f"step={values.index(best[0]) + 1}-loss={best[0]:.2f}.ckpt"
+    assert first[2] == values  # a decision takes nothing away from the loggers
+
+
+def keep_by_time(folder: Path) -> tuple[list[tuple[str, float]], str, list[Any]]:
+    clock = time.monotonic
+    hours = torch.distributed.get_rank()  # rank 0's clock stands still
+    time.monotonic = lambda: clock() + 3600 * hours * Parts.count  # type: ignore[method-assign, attr-defined]
+
+    class Counts(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            Parts.count = batch_idx  # type: ignore[attr-defined]
+
+    Parts.count = 0  # type: ignore[attr-defined]
+    callback = ModelCheckpoint(
+        folder, "{step}", monitor="loss", train_time_interval=timedelta(hours=0.9), save_top_k=-1
+    )
+    try:
+        trainer = on_ranks(max_epochs=1, enable_checkpointing=True, callbacks=[Counts(), callback])
+        trainer.fit(Parts(), numbers(12))
+    finally:
+        time.monotonic = clock  # type: ignore[method-assign]
+        del Parts.count  # type: ignore[attr-defined]
+    kept = sorted((Path(path).name, float(score)) for path, score in callback.best_k_models.items())
+    return kept, Path(callback.best_model_path).name, []
+
+
+def test_one_rank_s_clock_saves_on_all_ranks_and_by_the_value_of_all(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(2).run(keep_by_time, tmp_path, timeout=40)
+    assert first == second
+    assert len(first[0]) > 1
+    assert all(value == MEANS[int(name[5]) - 1] for name, value in first[0])
+    assert {path.name for path in tmp_path.iterdir()} == {name for name, _ in first[0]}
+
+
+def keep_by_hand(folder: Path) -> list[float]:
+    class Writes(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.is_global_zero:
+                trainer.callback_metrics["mine"] = torch.tensor(float(batch_idx))
+
+    callback = ModelCheckpoint(folder, "{step}", monitor="mine", every_n_train_steps=2, save_top_k=-1)
+    on_ranks(max_epochs=1, enable_checkpointing=True, callbacks=[Writes(), callback]).fit(Slope(), numbers(12))
+    return sorted(float(score) for score in callback.best_k_models.values())
+
+
+def test_a_value_that_a_callback_wrote_on_rank_zero_alone_ranks_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(keep_by_hand, tmp_path, timeout=40) == [[1.0, 3.0, 5.0]] * 2
+
+
+# -- EarlyStopping, ReduceLROnPlateau ----------------------------------------------------------------------
+
+
+class InEpoch(EarlyStopping):
+    """Checks after every batch, as users make it do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._check(trainer)
+
+
+def stop_early(kind: type[EarlyStopping], only: int | None) -> tuple[int, float, str]:
+    stopper = kind("loss", patience=99, stopping_threshold=3.2, check_on_train_epoch_end=False)
+    trainer = on_ranks(max_epochs=1, callbacks=[stopper], val_check_interval=1, num_sanity_val_steps=0)
+    module = Parts(only)
+    result = trainer.fit(module, numbers(12), numbers(2))
+    return len(module.batches), float(stopper.best_score), result.stopped
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, InEpoch])
+def test_early_stopping_judges_a_value_of_a_step_by_all_ranks(ranks: RankPool, kind: type[EarlyStopping]) -> None:
+    """Rank 0's own value decided for all."""
+    steps = MEANS.index(3.0) + 1
+    for ran, best, stopped in ranks(2).run(stop_early, kind, None, timeout=40):
+        assert (ran, best) == (steps, 3.5)
+        assert stopped == f"{kind.__name__}: loss = 3 has passed the stopping threshold 3.2"
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_early_stopping_by_a_value_that_one_rank_logs(ranks: RankPool, only: int) -> None:
+    steps = next(i for i, value in enumerate(VALUES[only]) if value < 3.2) + 1
+    found = ranks(2).run(stop_early, EarlyStopping, only, timeout=40)
+    assert [ran for ran, _, _ in found] == [steps] * 2
+
+
+def plateau(only: int | None) -> list[float]:
+    class Watched(Parts):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            rates.append(self.optimizers().param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=64.0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            config = {"scheduler": scheduler, "monitor": "loss", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    rates: list[float] = []
+    on_ranks(max_epochs=1).fit(Watched(only), numbers(12))
+    return rates
+
+
+@pytest.mark.parametrize(("only", "values"), [(None, MEANS), (1, VALUES[1])])
+def test_a_plateau_by_steps_reads_what_any_rank_logged(ranks: RankPool, only: int | None, values: list[float]) -> None:
+    """A rank that had not logged the name refused the fit, and the other waited for it."""
+    rate, expected = 64.0, [64.0]
+    for i in range(1, 6):
+        if i > 1 and values[i - 1] >= min(values[: i - 1]):
+            rate /= 2
+        expected.append(rate)
+    assert ranks(2).run(plateau, only, timeout=40) == [expected] * 2
+
+
+# -- sync_dist ---------------------------------------------------------------------------------------------
+
+
+class Stops(Callback):
+    """Stops where the value in ``callback_metrics`` is over a bound; notes what it saw."""
+
+    def __init__(self, bound: float, name: str = "loss") -> None:
+        self.bound, self.name = bound, name
+        self.seen: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        value = trainer.callback_metrics.get(self.name)
+        self.seen.append(None if value is None else float(value))
+        if value is not None and value > self.bound:
+            trainer.should_stop = True
+
+
+def stop_by(bound: float, only: int | None = None, **options: Any) -> tuple[list[float | None], int, list[int]]:
+    stops, module = Stops(bound), Parts(only, sync_dist=True, **options)
+    trainer = on_ranks(max_epochs=1, callbacks=[stops], num_sanity_val_steps=0)
+    trainer.fit(module, numbers(12), numbers(2))
+    return stops.seen, trainer.global_step, module.validated
+
+
+def test_sync_dist_reduces_the_value_that_a_callback_reads_in_the_step(ranks: RankPool) -> None:
+    """Each rank saw its own value until the next logging interval, and stopped by that."""
+    seen = MEANS[: MEANS.index(5.5) + 1]
+    assert ranks(2).run(stop_by, 5.2) == [(seen, len(seen), [len(seen)])] * 2
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_sync_dist_on_one_rank_hangs_nobody(ranks: RankPool, only: int) -> None:
+    assert ranks(2).run(stop_by, 99.0, only, timeout=40) == [(VALUES[only], 6, [6])] * 2
+
+
+def stop_by_both() -> Any:
+    return stop_by(99.0, on_epoch=True)
+
+
+def test_sync_dist_of_a_value_that_is_kept_by_step_and_by_epoch(ranks: RankPool) -> None:
+    assert ranks(2).run(stop_by_both) == [(MEANS, 6, [6])] * 2
+
+
+def one_process() -> tuple[list[float | None], int]:
+    class Whole(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", MEANS[batch_idx], sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    stops = Stops(5.2)
+    trainer = quiet(max_epochs=1, callbacks=[stops])
+    trainer.fit(Whole(), numbers(12, 2))
+    return stops.seen, trainer.global_step
+
+
+def test_one_process_stops_at_the_same_step() -> None:
+    assert one_process() == (MEANS[: MEANS.index(5.5) + 1], MEANS.index(5.5) + 1)
+
+
+def micro_batches() -> list[float | None]:
+    stops = Stops(99.0)
+    on_ranks(max_epochs=1, accumulate_grad_batches=3, callbacks=[stops]).fit(Parts(sync_dist=True), numbers(12))
+    return stops.seen
+
+
+def test_sync_dist_holds_for_every_micro_batch_of_a_window(ranks: RankPool) -> None:
+    assert ranks(2).run(micro_batches) == [MEANS] * 2
+
+
+def by_hand() -> list[float | None]:
+    class ByHand(Parts):
+        def __init__(self) -> None:
+            super().__init__(sync_dist=True)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    stops = Stops(99.0)
+    on_ranks(max_epochs=1, callbacks=[stops]).fit(ByHand(), numbers(12))
+    return stops.seen
+
+
+def test_sync_dist_holds_in_manual_optimization(ranks: RankPool) -> None:
+    assert ranks(2).run(by_hand) == [MEANS] * 2
+
+
+def begin_late() -> list[float | None]:
+    """Rank 1 alone begins with sync_dist in its third step; values are logged every second step."""
+
+    class Late(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_rank == 1 and batch_idx >= 2:
+                self.log("loss", VALUES[1][batch_idx], sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    stops = Stops(99.0)
+    on_ranks(max_epochs=1, log_every_n_steps=2, callbacks=[stops]).fit(Late(), numbers(12))
+    return stops.seen
+
+
+def test_a_rank_that_begins_with_sync_dist_later_joins_at_the_next_logging_interval(ranks: RankPool) -> None:
+    first, second = ranks(2).run(begin_late, timeout=40)
+    assert first == [None, None, None, None, *VALUES[1][4:]]
+    assert second == [None, None, *VALUES[1][2:]]
+
+
+def reductions(sync_dist: bool, start: Any = on_ranks) -> tuple[int, list[float | None]]:
+    """How often single steps were reduced in six of them, and what rank 0 could read."""
+    calls = []
+    real = Results.agree_on_step
+
+    def counted(self: Results) -> Any:
+        calls.append(1)
+        return real(self)
+
+    Results.agree_on_step = counted  # type: ignore[method-assign]
+    stops = Stops(99.0)
+    try:
+        start(max_epochs=1, log_every_n_steps=3, callbacks=[stops]).fit(
+            Parts(sync_dist=sync_dist), numbers(12 if start is on_ranks else 6)
+        )
+    finally:
+        Results.agree_on_step = real  # type: ignore[method-assign]
+    return len(calls), stops.seen
+
+
+def test_who_does_not_ask_for_sync_dist_pays_for_the_first_step_alone(ranks: RankPool) -> None:
+    (first, seen), (second, others) = ranks(2).run(reductions, False)
+    assert first == second == 1 + 2 + 1  # the first step, two logging intervals, the epoch's end
+    assert seen == [MEANS[0], *VALUES[0][1:]]
+    assert others == [MEANS[0], *VALUES[1][1:]]
+    (synced, _), _ = ranks(2).run(reductions, True)
+    assert synced == 6 + 2 + 1
+    assert reductions(True, quiet) == (0, VALUES[0])
+
+
+def resume(folder: Path) -> tuple[list[float | None], list[float | None]]:
+    """Values are logged with sync_dist in even steps only; the second half begins with an odd one."""
+
+    class Even(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx % 2 == 0:
+                self.log("loss", VALUES[self.global_rank][batch_idx], sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    path = folder / "half.ckpt"
+    first = Stops(99.0)
+    trainer = on_ranks(max_steps=3, callbacks=[first])
+    trainer.fit(Even(), numbers(12))
+    trainer.save_checkpoint(path)
+    second = Stops(99.0)
+    on_ranks(max_steps=6, callbacks=[second]).fit(Even(), numbers(12), ckpt_path=path)
+    return first.seen, second.seen
+
+
+def test_a_resumed_fit_goes_on_reducing_every_step(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(2).run(resume, tmp_path, timeout=40)
+    assert first == second
+    assert first[0] + first[1] == [MEANS[0], MEANS[0], MEANS[2], MEANS[2], MEANS[4], MEANS[4]]

@@ -1,0 +1,115 @@
+"""The table of Lightning 2.6's public surface: what works here, what differs, what is refused, and the test of each.
+
+``rows/*.json`` hold the rows; ``python -m tests.surface.table`` writes docs/lightning.md from them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tests.surface import matrix
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+PAGE = ROOT / "docs" / "lightning.md"
+
+KINDS = {
+    "flag": "Flags of Trainer",
+    "flag of 2019": "Flags of 2019 and of the years after",
+    "accelerator": "Accelerators",
+    "registry": "Names of strategies",
+    "attribute": "Public attributes and methods of Trainer",
+    "hook": "Hooks of LightningModule and LightningDataModule",
+    "callback hook": "Hooks of Callback",
+    "module attribute": "Public attributes and methods of LightningModule",
+    "datamodule attribute": "Public attributes and methods of LightningDataModule",
+    "callback": "Callbacks",
+    "logger": "Loggers and hyperparameters",
+    "profiler": "Profilers",
+    "tuner": "Tuner",
+    "cli": "LightningCLI",
+    "name": "Names that can be imported",
+}
+VERDICTS = ("works", "differs", "refused")
+
+
+def rows() -> list[dict[str, Any]]:
+    """All rows: kind, name, verdict, reason (of what differs or is refused) and test, by kind and name."""
+    found = [row for file in sorted((FOLDER / "rows").glob("*.json")) for row in json.loads(file.read_text())]
+    return sorted(found, key=lambda row: (list(KINDS).index(row["kind"]), row["name"].lower(), row["name"]))
+
+
+def is_test(name: str) -> bool:
+    """Whether ``tests/file.py::test_name`` or ``tests/file.py::Class::test_name`` is in the file."""
+    file, *path = name.split("::")
+    names = _tests(file)
+    return bool(path) and "::".join(part.partition("[")[0] for part in path) in names
+
+
+@lru_cache
+def _tests(file: str) -> frozenset[str]:
+    path = ROOT / file
+    if not path.is_file():
+        return frozenset()
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found.update(f"{node.name}::{part.name}" for part in node.body if isinstance(part, ast.FunctionDef))
+    return frozenset(found)
+
+
+def page() -> str:
+    """The page as Markdown."""
+    everything = rows()
+    counts = {verdict: sum(row["verdict"] == verdict for row in everything) for verdict in VERDICTS}
+    lines = [
+        "# Lightning 2.6 in lockstep",
+        "",
+        "What of Lightning 2.6.6's public surface works here, what works otherwise and how, what is refused and why.",
+        "Each row names the test that fails when the thing is ignored. Written by `python -m tests.surface.table`;",
+        "a test holds the page to the code, and to Lightning where that is installed.",
+        "",
+        f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
+    ]
+    lines += [
+        "",
+        "## Support matrix",
+        "",
+        "That of 2019, printed from what the tests run (`tests/config/test_support_matrix.py`, on CPU devices and in",
+        "bf16 in place of GPUs and 16 bit). Its last row is new: dp and 16 bit excluded each other.",
+        "",
+        *matrix.lines(),
+    ]
+    for kind, title in KINDS.items():
+        of_kind = [row for row in everything if row["kind"] == kind]
+        if of_kind:
+            lines += [
+                "",
+                f"## {title}",
+                "",
+                "| name | verdict | what differs, or why not | test |",
+                "|---|---|---|---|",
+            ]
+            lines += [_line(row) for row in of_kind]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    reason = " ".join((row.get("reason") or "as there").split()).replace("|", "\\|")
+    test = row["test"].removeprefix("tests/")
+    return f"| `{row['name']}` | {row['verdict']} | {reason} | `{test}` |"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
