@@ -28,6 +28,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.place import directly, here, launcher
+from lockstep.launch.variables import flags_of
 from lockstep.loggers.base import Logger
 from lockstep.loop import handover, state
 from lockstep.loop.compiled import unwrapped
@@ -158,6 +159,7 @@ class Trainer(Attributes):
     ) -> None:
         variables = locals()
         flags = {name: variables[name] for name in DEFAULTS}
+        flags.update(flags_of(flags, DEFAULTS))
         old = old_flags_of(flags, others)
         unknown_flags(others)
         callbacks, self._resume_from = flags["callbacks"], None
@@ -168,8 +170,8 @@ class Trainer(Attributes):
         self.barebones = strip(flags)
         refuse_what_is_not_there(flags["model_registry"])
         self.config = config_of(flags)
-        self.profiler = make_profiler(profiler) or PassThroughProfiler()
-        found = sort_plugins(plugins, flags["precision"])
+        self.profiler = make_profiler(flags["profiler"]) or PassThroughProfiler()
+        found = sort_plugins(flags["plugins"], flags["precision"])
         self._cluster = found.cluster
         self.state = TrainerState()
         strategy, devices = flags["strategy"], flags["devices"]
