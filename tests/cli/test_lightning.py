@@ -282,14 +282,19 @@ def test_callbacks_and_loggers_by_class_path() -> None:
 
 
 def test_subclasses_of_model_and_data() -> None:
-    words = ["--model=Other", "--model.lr=0.25", "--data=Data", "--data.batch_size=2"]
+    words = [
+        f"--model={__name__}.Other",
+        "--model.lr=0.25",
+        f"--data={__name__}.Data",
+        "--data.batch_size=2",
+    ]  # as others have names like these
     for model, data, options in (
         (Net, Data, {"subclass_mode_model": True, "subclass_mode_data": True}),
         (None, None, {}),
     ):
         cli = made(words, model, data, **options)
         assert (type(cli.model), cli.model.lr, cli.datamodule.batch_size) == (Other, 0.25, 2)
-    assert made(["--model=Other"], None, None).datamodule is None
+    assert made([f"--model={__name__}.Other"], None, None).datamodule is None
 
 
 def make_net(width: int = 3) -> Net:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
 from lockstep.data.workers import opened
@@ -86,6 +87,12 @@ def fails(feed: Any) -> list[str]:
     except RuntimeError as error:
         return messages(error)
     raise AssertionError("the pass went well")
+
+
+@pytest.fixture(autouse=True)
+def torch_hears_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sets its handler of SIGCHLD once a process; a fit of Lightning's, in another test, puts the old one back."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
 
 
 @pytest.mark.timeout(60)
