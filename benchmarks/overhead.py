@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -161,6 +162,7 @@ def interleaved(variants: dict[str, Callable[[], float]], runs: int, steps: int)
     for run in range(runs):
         for name, measure in variants.items():
             torch.manual_seed(0)
+            gc.collect()  # what one leaves behind is not cleared away in another's time
             best[name] = min(best[name], measure() / steps * 1e6)
         print(f"round {run + 1} of {runs} done", file=sys.stderr)
     return best
