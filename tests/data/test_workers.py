@@ -91,7 +91,7 @@ def fails(feed: Any) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def torch_hears_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch sets its handler of SIGCHLD once a process; a fit of Lightning's, in another test, puts the old one back."""
+    """Torch sets its handler of SIGCHLD once; a fit of Lightning's, in another test, puts the old one back."""
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
 
 
