@@ -38,7 +38,7 @@ LATE = (
     "yaml",
 )
 SECONDS = 0.15
-TRIES = 4
+TRIES = 8
 
 PROGRAM = """
 import json, sys, time

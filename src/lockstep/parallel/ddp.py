@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 from lockstep.ground import comm
 from lockstep.ground.device import move_data_to_device
+from lockstep.ground.fork import protect_forks
 from lockstep.ground.tree import tree_leaves
 from lockstep.parallel.reducer import Reducer
 
@@ -75,6 +76,7 @@ class DistributedDataParallel(nn.Module):
                 f"device_ids={list(device_ids)}: a process drives one device; start one process per device "
                 "and give each its own, or device_ids=None"
             )
+        protect_forks()  # of loader workers, beside the group's threads
         self.module = module
         self.device = None if device_ids is None else _as_device(device_ids[0])
         self.process_group = process_group

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.ground.fork import protect_forks
 from lockstep.testing import leaks
 
 # A signal that neither clusters nor training programs use, so that no handler of theirs hides the stacks.
@@ -92,6 +93,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
     try:
         if call.store is not None:
             world = int(call.environ["WORLD_SIZE"])
+            protect_forks()
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(call.store, world),
