@@ -408,9 +408,9 @@ Written by `python benchmarks/overhead.py --runs {args.runs} --steps {args.steps
 One linear layer, SGD, batches of {BATCH} from a shuffled `TensorDataset`, one computing thread. A figure is
 the difference of the smallest CPU times of {args.runs} interleaved runs of {args.steps} steps. The Trainers
 run without logger, callbacks, progress bar and checkpoints but where a row names them, and their set-up is
-not counted. Accelerate reduces no logged values, so only its bare step is compared. torch's own shuffle keeps every index in memory,
-so it is shown for a hundredth of the samples. With two processes it is the CPU time of the training thread, the
-mean of both.
+not counted. Accelerate reduces no logged values, so only its bare step is compared. torch's own shuffle keeps
+every index in memory, so it is shown for a hundredth of the samples. With two processes it is the CPU time of
+the training thread, the mean of both.
 
 {text}
 
