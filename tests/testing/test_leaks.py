@@ -41,6 +41,15 @@ def test_a_child_process_is_named(before: leaks.Snapshot) -> None:
     assert child.wait(5) in (0, -signal.SIGKILL)  # 0: the guard was faster to collect it
 
 
+def test_a_child_that_is_just_starting_is_named_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between the exec and the copying of the arguments the kernel shows an empty command.
+    answers = [b"", b"", b"sleep\x00600\x00"]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: answers.pop(0))
+    assert leaks.command_line(1) == "sleep 600"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"")
+    assert leaks.command_line(1) == ""
+
+
 def test_a_thread_is_named(before: leaks.Snapshot) -> None:
     wake = threading.Event()
     thread = threading.Thread(target=wake.wait, args=(30,), name="dreamer", daemon=True)

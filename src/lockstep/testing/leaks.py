@@ -102,11 +102,17 @@ def _reap(pid: int) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """The command of process ``pid``, shortened; empty when it has ended."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return ""
+    """The command of process ``pid``, shortened; empty when it has ended, or has none for 0.1 s."""
+    deadline = time.monotonic() + 0.1
+    words: list[bytes] = []
+    # subprocess.Popen returns while the kernel still sets up the new program, whose arguments come last.
+    while not any(words) and time.monotonic() < deadline:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return ""
+        if not any(words):
+            time.sleep(0.001)
     text = " ".join(word.decode(errors="replace") for word in words if word)
     return text if len(text) <= 100 else text[:97] + "..."
 
