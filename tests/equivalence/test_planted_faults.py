@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from lockstep.loop import data
 from lockstep.loop.data import Window
+from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.shared import SharedReduction
 from lockstep.strategies import DDPStrategy, ddp
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
@@ -54,18 +56,20 @@ def names(report: EquivalenceReport) -> set[str]:
 # -- a dropped bucket
 
 
-class Done:
-    def wait(self) -> None: ...
-
-
 def bucket_1_is_not_reduced() -> AbstractContextManager[Any]:
-    launch = Reducer._launch
+    start, wait = SharedReduction.start, SharedReduction.wait
 
-    def launched(self: Reducer, bucket: Any) -> None:
-        with patch.object(dist, "all_reduce", lambda *_, **__: Done()) if bucket.index == 1 else nullcontext():
-            launch(self, bucket)
+    def started(self: SharedReduction, bucket: Bucket, scale: float) -> None:
+        if bucket.index == 1:
+            bucket.flat.mul_(scale)
+        else:
+            start(self, bucket, scale)
 
-    return patch.object(Reducer, "_launch", launched)
+    def waited(self: SharedReduction, bucket: Bucket) -> None:
+        if bucket.index != 1:
+            wait(self, bucket)
+
+    return patch.multiple(SharedReduction, start=started, wait=waited)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

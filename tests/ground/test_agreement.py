@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import timeit
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import agreement as module
+from lockstep.ground import pages
 from lockstep.ground.agreement import Agreement
 from lockstep.testing.pool import RankPool
 
@@ -155,10 +155,10 @@ def test_now_answers_at_once_and_is_not_answered_again(ranks: RankPool, mode: st
 def _kind(hidden: bool) -> str:
     """The channel that is chosen; ``hidden``: as if rank 1 were on another host."""
     if hidden and dist.get_rank() == 1:
-        original, module._host = module._host, lambda: "elsewhere"
+        original, pages.host = pages.host, lambda: "elsewhere"
     agreement = Agreement()
     if hidden and dist.get_rank() == 1:
-        module._host = original
+        pages.host = original
     kind = type(agreement._channel).__name__
     agreement.close()
     return kind
@@ -171,10 +171,10 @@ def test_memory_on_one_host_messages_between_hosts(ranks: RankPool) -> None:
 
 def _unmapped() -> str:
     if dist.get_rank() == 1:
-        original, module._map = module._map, lambda path: None
+        original, pages._map = pages._map, lambda handle, size, part: None
     agreement = Agreement()
     if dist.get_rank() == 1:
-        module._map = original
+        pages._map = original
     kind = type(agreement._channel).__name__
     agreement.close()
     return kind
@@ -183,24 +183,6 @@ def _unmapped() -> str:
 def test_a_rank_that_cannot_map_the_page_moves_all_to_messages(ranks: RankPool) -> None:
     assert ranks(2).run(_unmapped) == ["_Messages"] * 2
     assert not list(Path("/dev/shm").glob("lockstep-*"))
-
-
-def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    reserve = os.posix_fallocate
-    calls = []
-
-    def full_once(handle: int, offset: int, length: int) -> None:
-        calls.append(length)
-        if len(calls) == 1:
-            raise OSError(28, "No space left on device")
-        reserve(handle, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", full_once)
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
-    path = module._new_file()
-    assert path is not None
-    assert Path(path).parent == tmp_path
-    assert Path(path).read_bytes() == bytes(4096)
 
 
 def test_one_rank_sees_its_own_request_at_the_boundary() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lockstep.parallel import bucket
 from lockstep.parallel.reducer import Reducer
 from lockstep.testing.pool import RankPool
 
@@ -30,6 +32,8 @@ class Case:
     used: list[list[list[set[int]]]]  # [step][rank][micro-batch] -> parameters in the loss
     muted: list[list[list[bool]]]
     cap: float  # bytes
+    big: int  # elements from which on gradients are put into the buffer, not added there
+    shared: bool  # memory, or TCP
     views: bool
     set_to_none: bool
 
@@ -63,17 +67,26 @@ def cases(draw: st.DrawFn) -> Case:
         [draw(of_ranks) for _ in range(STEPS)],
         [draw(mutes) for _ in range(STEPS)],
         draw(st.sampled_from([1.0, 40.0, 100.0, 1e6])),
+        draw(st.sampled_from([0, 4, 100])),
+        draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),
     )
 
 
 def _on_rank(case: Case) -> tuple[list[Gradients], int, int]:
+    with patch.object(bucket, "BIG", case.big):
+        return _trained(case)
+
+
+def _trained(case: Case) -> tuple[list[Gradients], int, int]:
     rank = dist.get_rank()
     parameters = case.parameters()
     named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
     cap = case.cap / 2**20
-    reducer = Reducer(named, bucket_cap_mb=cap, first_bucket_mb=cap, gradient_as_bucket_view=case.views)
+    reducer = Reducer(
+        named, bucket_cap_mb=cap, first_bucket_mb=cap, gradient_as_bucket_view=case.views, shared_memory=case.shared
+    )
     optimizer = torch.optim.SGD(parameters, 0.1)
     found: list[Gradients] = []
     for step in range(STEPS):
@@ -216,11 +229,11 @@ def test_a_negative_zero_stays_one(ranks: RankPool) -> None:
         assert signs.tolist() == [True, False]
 
 
-def _restored_plan(cap: float, restore: bool) -> tuple[list[list[str]], list[Tensor]]:
-    plan = Reducer(_net().named_parameters(), bucket_cap_mb=0.0005).plan()
+def _restored_plan(cap: float, plan: list[list[str]] | None) -> tuple[list[list[str]], list[Tensor]]:
     net = _net()
-    reducer = Reducer(net.named_parameters(), bucket_cap_mb=cap, plan=plan if restore else None)
+    reducer = Reducer(net.named_parameters(), bucket_cap_mb=cap, plan=plan, shared_memory=False)
     for step in range(2):
+        net.zero_grad()
         reducer.prepare()
         _loss(net, step, dist.get_rank()).backward()
         reducer.finish()
@@ -228,9 +241,9 @@ def _restored_plan(cap: float, restore: bool) -> tuple[list[list[str]], list[Ten
 
 
 def test_a_restored_plan_gives_the_bits_of_its_run(ranks: RankPool) -> None:
-    ((plan, first), *_) = ranks(3).run(_restored_plan, 0.0005, False)
-    ((again, second), *_) = ranks(3).run(_restored_plan, 25, True)
-    ((default, _), *_) = ranks(3).run(_restored_plan, 25, False)
+    ((plan, first), *_) = ranks(3).run(_restored_plan, 0.0005, None)
+    ((again, second), *_) = ranks(3).run(_restored_plan, 25, plan)
+    ((default, _), *_) = ranks(3).run(_restored_plan, 25, None)
     assert len(plan) > len(default)
     assert again == plan
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -35,9 +35,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
-import socket
-import tempfile
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -46,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
+from lockstep.ground.pages import common_pages, on_one_host
 
 BITS = 63
 """How many flags can be registered."""
@@ -280,59 +278,10 @@ class _Messages:
 
 def _shared_page(group: comm.Group) -> mmap.mmap | None:
     """A page of zeros that all ranks of ``group`` have mapped, or None on all where that cannot be."""
-    host = _host()
-    if len(set(comm.all_gather_object(host, group))) > 1:
+    if not on_one_host(group):
         return None
-    leader = comm.rank(group) == 0
-    path = comm.broadcast_object(_new_file() if leader else None, 0, group)
-    page = _map(path) if path else None
-    mapped = comm.all_gather_object(page is not None, group)
-    if leader and path:
-        os.unlink(path)
-    if all(mapped):
-        return page
-    if page is not None:
-        page.close()
-    return None
-
-
-def _host() -> str:
-    """What two processes have in common that run on one host and one boot of it."""
-    boot = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{socket.gethostname()} {boot}"
-
-
-def _new_file() -> str | None:
-    """The path of a new page of zeros: in memory if there is room, else in the temporary folder."""
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        path = os.path.join(folder, f"lockstep-{os.getpid()}-{secrets.token_hex(8)}")
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError:
-            continue
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, 0, _PAGE)  # a full /dev/shm is an error here, not a SIGBUS later
-            else:
-                os.write(handle, bytes(_PAGE))
-            return path
-        except OSError:
-            os.unlink(path)
-        finally:
-            os.close(handle)
-    return None
-
-
-def _map(path: str) -> mmap.mmap | None:
-    try:
-        handle = os.open(path, os.O_RDWR)
-    except OSError:
+    pages = common_pages(group, _PAGE, on_disk=True)
+    if pages is None:
         return None
-    try:
-        return mmap.mmap(handle, _PAGE)
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
+    os.close(pages.handle)
+    return pages.memory

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import Parameter, UninitializedParameter
 
 Plan = list[list[str]]
 
@@ -30,6 +31,31 @@ class ParameterInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def distinct(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:
+    """Each parameter once, by its first name.
+
+    Raises:
+        ValueError: one belongs to a lazy module that has not seen a batch.
+    """
+    found: dict[str, Parameter] = {}
+    seen: set[int] = set()
+    for name, parameter in named_parameters:
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} belongs to a lazy module and has no shape yet: "
+                "run one batch through the model before gradients are reduced"
+            )
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            found[name] = parameter
+    return found
+
+
+def infos_of(parameters: Iterable[tuple[str, Parameter]]) -> list[ParameterInfo]:
+    """What a plan needs to know of these parameters."""
+    return [ParameterInfo(name, p.numel(), p.dtype, p.device) for name, p in parameters]
 
 
 def plan_buckets(parameters: Sequence[ParameterInfo], cap_bytes: float, first_bytes: float) -> Plan:
@@ -113,14 +139,41 @@ def fit_plan(
     return fitted + plan_buckets(rest, cap_bytes, first_bytes)
 
 
-def offsets(numels: Iterable[int], itemsize: int) -> tuple[list[int], int]:
+def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[str]) -> list[ParameterInfo]:
+    """``parameters`` as `plan_buckets` wants them, for a backward whose gradients came in another order.
+
+    Args:
+        parameters: in order of registration.
+        arrived: names in the order in which their gradients came; a parameter that is not among them (nothing
+            used it) is taken to come where its neighbour in registration comes.
+
+    Returns:
+        The same parameters: the one whose gradient came first stands last.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> infos = [ParameterInfo(name, 1, torch.float32, cpu) for name in "abcd"]
+        >>> [info.name for info in in_order_of_arrival(infos, ["a", "d", "b"])]
+        ['b', 'c', 'd', 'a']
+    """
+    moment = {name: index for index, name in enumerate(arrived)}
+    key = 0
+    keys: dict[str, tuple[int, int]] = {}
+    for place, parameter in enumerate(parameters):
+        key = moment.get(parameter.name, key)
+        keys[parameter.name] = (-key, place)
+    return sorted(parameters, key=lambda parameter: keys[parameter.name])
+
+
+def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) -> tuple[list[int], int]:
     """Where each gradient starts in its buffer, in elements, and how long they are together.
 
     Args:
         numels: elements of each gradient.
         itemsize: bytes of an element.
+        alignment: bytes at whose multiples a gradient starts.
     """
-    step = max(1, ALIGNMENT // itemsize)
+    step = max(1, alignment // itemsize)
     starts = []
     end = 0
     for numel in numels:

@@ -12,30 +12,47 @@ Attached to parameters, not to a module: whoever runs the backward says when it 
         optimizer.step()
 
 Words: a *bucket* is a flat buffer in which some gradients lie one after another; a parameter's ``.grad`` is a
-*view* of it. *Marks* at the buffer's end, one for each parameter, say which were *used* (got a gradient). A
-*round* is one reduction of all buckets.
+*view* of it. *Marks* say which parameters were *used* (got a gradient); they travel at the buffer's end, or,
+where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
+round. A *round* is one reduction of all buckets; a `lockstep.parallel.transport.Transport` makes it.
 
 Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
 halves. For that, fresh buffers are filled with -0.0, which leaves every summand as it is (0.0 would turn -0.0
-into 0.0), and gradients are divided by the world size before they are summed. With three and more ranks gloo
-sums in an order that moves with the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint.
+into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
+sums in an order that moves with the bucket layout, so the layout (`Reducer.plan`) is part of a checkpoint; in
+shared memory ranks are summed in their order, whatever the layout.
+
+Learning: the first backwards show whether backwards nest (until then no bucket travels before its backward has
+ended), and the first round in which order gradients come: buckets are laid out anew by it, as rank 0 saw it.
+With ``static_graph`` they show what every later backward does, so that one autograd hook a bucket is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parameter import Parameter, UninitializedParameter
+from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
-from lockstep.parallel.buckets import ParameterInfo, Plan, fit_plan, offsets, plan_buckets
+from lockstep.parallel.bucket import Bucket, SparseBucket
+from lockstep.parallel.buckets import Plan, distinct, fit_plan, in_order_of_arrival, infos_of, plan_buckets
+from lockstep.parallel.marks import Marks
+from lockstep.parallel.record import Record
+from lockstep.parallel.shared import SharedReduction
+from lockstep.parallel.transport import AllReduce, Hooked, Transport
 
 MIB = 2**20
+
+NESTED = (
+    "a parameter of {names} got another gradient after its bucket was reduced: this backward ran others inside, unlike "
+    "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
+)
+
+MarksGroup = Callable[[], "comm.Group | Literal[False]"]
 
 
 class Reducer:
@@ -45,10 +62,10 @@ class Reducer:
     of the ranks' losses. A parameter that no rank used has ``.grad`` None, one that any rank used has its
     averaged gradient on all of them: unused parameters need no flag, and a rank whose loss touches no
     parameter at all holds up nobody. Shared parameters, gradient checkpointing of both kinds, several
-    backwards and ``zero_grad`` of both kinds are fine. With one rank, parameters are left alone.
+    backwards and ``zero_grad`` of both kinds are fine. With one rank and no hook, parameters are left alone.
 
-    Every rank must call `finish` equally often with `sync` on. A parameter that is thawed later
-    (``requires_grad`` set) is taken in at the next `prepare`.
+    Every rank must construct it, and call `finish` equally often with `sync` on. A parameter that is thawed
+    later (``requires_grad`` set) is taken in at the next `prepare`.
 
     Args:
         named_parameters: names and parameters in order of registration, the same on every rank
@@ -59,16 +76,24 @@ class Reducer:
         first_bucket_mb: size in MiB of the bucket that is reduced last.
         gradient_as_bucket_view: let ``.grad`` be a view of the bucket. If False, gradients are tensors of
             their own, copied in and out, at the price of a copy and of the memory.
-        plan: bucket layout of an earlier run (`plan`), to get its bits with three and more ranks.
+        plan: bucket layout of an earlier run (`plan`), to get its bits with three and more ranks. It is kept
+            until a parameter thaws; without it the layout follows the order in which the first gradients come.
+        static_graph: every backward gives gradients to the same parameters, equally often, in the same order:
+            after the first ones this costs one autograd hook a bucket, and no marks travel.
+        sparse: names of parameters whose gradients are sparse.
+        shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
+        transport: what carries the buckets, in place of all-reduces.
 
     Attributes:
         sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
             round. Set it before `prepare` to have the reduction overlap the backward.
         muted: for one backward, drop the gradients that it makes: this rank's share of the batch is empty.
             What was accumulated before counts, and the collectives run as always.
+        divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
+        stray: called, inside a backward that was not prepared, when a gradient comes; it may `prepare` then.
         rounds: completed rounds.
-        collectives: all_reduce calls so far.
-        bytes: bytes that this rank handed to them.
+        collectives: reductions of buckets and of marks so far.
+        bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
 
     Raises:
         ValueError: for parameters of a lazy module that has not seen a batch, or a plan of another model.
@@ -83,6 +108,10 @@ class Reducer:
         first_bucket_mb: float = 1,
         gradient_as_bucket_view: bool = True,
         plan: Plan | None = None,
+        static_graph: bool = False,
+        sparse: Collection[str] = (),
+        shared_memory: bool = True,
+        transport: Transport | None = None,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
             raise ValueError(
@@ -90,37 +119,68 @@ class Reducer:
             )
         self.sync = True
         self.muted = False
+        self.stray: Callable[[], None] | None = None
         self.rounds = 0
         self.collectives = 0
         self.bytes = 0
         self._group = process_group
         self._world = comm.world_size(process_group)
+        self.divisor: float = self._world
+        self._idle = self._world == 1 and transport is None
         self._views = gradient_as_bucket_view
+        self._static = static_graph
         self._limits = (bucket_cap_mb * MIB, min(first_bucket_mb, bucket_cap_mb) * MIB)
-        self._parameters: dict[str, Parameter] = {}
-        seen: set[int] = set()
-        for name, parameter in named_parameters:
-            if isinstance(parameter, UninitializedParameter):
-                raise ValueError(
-                    f"parameter {name!r} belongs to a lazy module and has no shape yet: "
-                    "run one batch through the model before gradients are reduced"
-                )
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                self._parameters[name] = parameter
+        self._parameters = distinct(named_parameters)
+        self._sparse = frozenset(sparse)
         self._wanted = plan
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
-        self._armed = False
+        self._armed = self._started = self._pours = False
+        self._scale = 1.0
         self._hooks: list[Any] = []
         self._hidden: list[tuple[Parameter, Tensor | None]] = []
-        # Until backwards have shown that they do not nest, no bucket is launched before its backward has
-        # ended.
-        self._overlap = False
-        self._nested = False
+        # What the first backwards teach.
+        self._overlap = self._nested = self._learned = False
+        self._remade = plan is not None
+        self._arrived: dict[str, int] = {}  # how often, in the order of the last time in this backward
         self._tasks: set[int] = set()
-        self._untouched: set[int] = set()
+        self._untouched: set[str] = set()
         self._probes: list[Any] = []
+        self._record: Record | None = None
+        self._marks_group: MarksGroup = lambda: process_group
+        self._transport = transport or self._choose_transport(shared_memory)
+        self._build()
+
+    def _choose_transport(self, shared_memory: bool) -> Transport:
+        on_cpu = all(p.device.type == "cpu" for p in self._parameters.values())
+        if shared_memory and on_cpu and self._world > 1:
+            shared = SharedReduction.open(self._group)
+            if shared is not None:
+                return shared
+        return AllReduce(self._group)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
+        """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
+
+        Args:
+            state: the hook's first argument.
+            hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.parallel.grad_bucket.GradBucket`, whose
+                gradients are not divided by anything; the future holds what takes the buffer's place.
+            marks: asked once a round for the group over which it is agreed who used which parameters: None is
+                the reducer's group, False leaves it to each rank (steps that reduce nothing).
+
+        Raises:
+            RuntimeError: if there is a hook, or a backward was prepared.
+        """
+        if isinstance(self._transport, Hooked):
+            raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
+        if self._started:
+            raise RuntimeError("register_comm_hook: register the hook before the first backward")
+        self._transport.close()
+        self._idle = False
+        if marks is not None:
+            self._marks_group = marks
+        self._transport = Hooked(self._group, state, hook, lambda: len(self._buckets))
         self._build()
 
     # -- layout
@@ -136,35 +196,63 @@ class Reducer:
         """
         assert not self._armed, "replan between prepare and finish"
         self._wanted = plan
+        self._remade = plan is not None
         self._build()
 
     def _build(self) -> None:
         """Lay out the buckets for the parameters that require gradients now."""
         awake = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        infos = [ParameterInfo(name, p.numel(), p.dtype, p.device) for name, p in awake.items()]
         self._frozen = [p for p in self._parameters.values() if not p.requires_grad]
+        infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
         if self._wanted is None:
             self._plan = plan_buckets(infos, *self._limits)
         else:
-            self._plan = fit_plan(self._wanted, infos, *self._limits, frozen=self._parameters)
-        if self._world == 1:
+            dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
+            self._plan = fit_plan(dense, infos, *self._limits, frozen=self._parameters)
+        self._plan += [[name] for name in awake if name in self._sparse]
+        if self._idle:
             return
         self._remove_hooks()
-        self._buckets = [_Bucket(i, names, [awake[n] for n in names]) for i, names in enumerate(self._plan)]
+        self._fill_buckets(awake)
+        self._record = None
+        self._overlap, self._learned = False, self._nested
+        self._untouched = {name for bucket in self._plan for name in bucket}
+        self._add_hooks()
+
+    def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
+        """Make the buckets of the plan, with memory from the transport."""
+        for _ in range(2):
+            self._inline = self._transport.inline_marks and not self._sparse and not self._static
+            made: list[Bucket] = []
+            for index, names in enumerate(self._plan):
+                kind = SparseBucket if names[0] in self._sparse else Bucket
+                parameters = [awake[name] for name in names]
+                made.append(kind(index, names, parameters, self._inline, self._transport.alignment))
+            buffers = self._transport.buffers([bucket.size for bucket in made])
+            if buffers is not None:
+                break
+            self._transport.close()
+            self._transport = AllReduce(self._group)
+        assert buffers is not None
+        for bucket, flat in zip(made, buffers, strict=True):
+            bucket.lay_out(flat)
+            bucket.waiting.clear()  # outside of prepare and finish each gradient completes: see `_complete`
+        self._buckets = made
+
+    def _add_hooks(self) -> None:
         for bucket in self._buckets:
-            for index, (parameter, _) in enumerate(bucket.pairs):
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
-                if not self._nested:
-                    probe = partial(self._probe, bucket.index)
+            for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
+                if self._is_learning():
+                    probe = partial(self._probe, name)
                     self._probes.append(parameter.register_post_accumulate_grad_hook(probe))
-        self._untouched = set(range(len(self._buckets)))
-        self._overlap = False
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
 
     def detach(self) -> None:
         """Remove the autograd hooks. Gradients stay as they are; they are no longer reduced."""
         self._remove_hooks()
+        self._transport.close()
         self._buckets = []
-        self._world = 1
+        self._idle = True
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks + self._probes:
@@ -180,7 +268,7 @@ class Reducer:
         Raises:
             RuntimeError: if the last backward did not reach `finish`.
         """
-        if self._world == 1:
+        if self._idle:
             if self.muted:
                 self._hide(self._parameters.values())
             return
@@ -190,39 +278,86 @@ class Reducer:
                 "agree on what comes next; start again from a checkpoint"
             )
         if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
+            # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
+            # that got its layout from a checkpoint
+            self._wanted, self._remade = self._plan, False
             self._build()
-        self._armed = True
+        self._armed = self._started = True
+        self._arrived.clear()
         early = self.sync and self._overlap
+        self._pours = early  # where gradients come once each, they can be scaled as they come
+        self._scale = 1 / self.divisor if self._transport.divides else 1.0
+        record = self._record
         for bucket in self._buckets:
-            bucket.arm(self._views, early)
+            bucket.arm(self._views, early and record is None)
+            if early and record is None:
+                bucket.skip_frozen()
+        if record is not None:
+            record.arm(early)
         if self.muted:
             for bucket in self._buckets:
                 bucket.hide()
 
     def finish(self) -> None:
         """After a backward: reduce what is not yet reduced, and wait. With `sync` off, only tidy up."""
-        if self._world == 1:
+        if self._idle:
             if self.muted:
                 self._show()
             self.rounds += self.sync
             return
         assert self._armed, "finish without prepare"
-        self._armed = False
+        self._pours = False
         if self._probes:
             self._conclude()
+        anywhere: list[Sequence[Any] | None] = [None] * len(self._buckets)
+        settled = False
         if self.sync:
             for bucket in self._buckets[self._next :]:
                 self._launch(bucket)
-            for bucket in self._buckets:
-                assert bucket.work is not None
-                bucket.work.wait()
-                bucket.work = None
+            anywhere, settled = self._wait()
             self._next = 0
             self.rounds += 1
-        for bucket in self._buckets:
+        if self._record is not None and not self.muted:
+            for bucket in self._buckets:
+                self._record.check(bucket)
+        for bucket, marks in zip(self._buckets, anywhere, strict=True):
             bucket.show()
-            bucket.give_back(self._views, self.sync)
+            bucket.give_back(self._views, marks)
+            bucket.waiting.clear()
+        self._armed = False
+        if settled:
+            self._start_record(anywhere)
+        elif self.sync and not self._remade:
+            self._remake()
         self.muted = False
+
+    def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
+        """Wait for all buckets: who got a gradient on any rank, and whether all ranks can start a record."""
+        message = None
+        group = self._marks_group() if self._record is None and not self._inline else False
+        if group is not False:
+            if isinstance(self._transport, Hooked):
+                self._transport.flush()
+            willing = self._static and not self.muted and bool(self._arrived)
+            message = Marks(self._buckets, willing, group)
+            self.collectives += message.work is not None
+            self.bytes += message.nbytes
+        for bucket in self._buckets:
+            self._transport.wait(bucket)
+            bucket.work = None
+        if message is not None:
+            return message.wait()
+        if self._record is not None:
+            return list(self._record.anywhere), False
+        if self._inline:
+            return [bucket.used_anywhere() for bucket in self._buckets], False
+        return [bytes(bucket.used) for bucket in self._buckets], False
+
+    def missing(self) -> list[str]:
+        """The parameters whose gradients the last backward left unreduced, by name; none after a `finish`."""
+        if not self._armed:
+            return []
+        return [name for bucket in self._buckets[self._next :] for name in bucket.names]
 
     def _hide(self, parameters: Iterable[Parameter]) -> None:
         self._hidden = [(parameter, parameter.grad) for parameter in parameters]
@@ -237,7 +372,7 @@ class Reducer:
 
     # -- inside the backward
 
-    def _make_hook(self, bucket: _Bucket, index: int) -> Callable[[Parameter], None]:
+    def _make_hook(self, bucket: Bucket, index: int) -> Callable[[Parameter], None]:
         used, waiting, complete = bucket.used, bucket.waiting, self._complete
 
         def accumulated(parameter: Tensor) -> None:
@@ -249,156 +384,94 @@ class Reducer:
             if not waiting:
                 complete(bucket)
 
-        return accumulated
+        if index not in bucket.big or not self._views:
+            return accumulated
+        view, poured = bucket.views[index], bucket.poured
 
-    def _complete(self, bucket: _Bucket) -> None:
+        def accumulated_big(parameter: Tensor) -> None:
+            if self._pours and bucket.kept is None:
+                if index in poured:
+                    raise RuntimeError(NESTED.format(names=[bucket.names[index]]))
+                if parameter.grad is not view:
+                    bucket.pour(index, self._scale)
+            accumulated(parameter)
+
+        return accumulated_big
+
+    def _complete(self, bucket: Bucket) -> None:
+        if not self._armed:
+            if self.stray is not None:
+                self.stray()
+            return
         if bucket.work is not None:
-            raise RuntimeError(
-                f"a parameter of {bucket.names} got another gradient after its bucket was reduced: this "
-                "backward ran others inside, unlike the first ones (checkpoint(use_reentrant=True)?); "
-                "use_reentrant=False does not"
-            )
+            raise RuntimeError(NESTED.format(names=bucket.names))
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             self._launch(self._buckets[self._next])
 
-    def _launch(self, bucket: _Bucket) -> None:
-        bucket.collect(self._views)
-        bucket.flat.div_(self._world)
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+    def _launch(self, bucket: Bucket) -> None:
+        record = None if self.muted else self._record
+        there = record is not None and record.launch(bucket)
+        scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)
+        if record is not None:
+            record.launched(bucket)
         self._next = bucket.index + 1
         self.collectives += 1
-        self.bytes += bucket.flat.nbytes
+        self.bytes += bucket.nbytes
+        bucket.work = True  # until the transport puts its own there
+        self._transport.start(bucket, scale)
 
-    # -- do backwards nest? A re-entrant checkpoint runs a backward inside the backward, and a parameter that
-    #    several of them use gets a gradient from each: its bucket is complete only when the outermost has
-    #    ended.
+    # -- learning. A re-entrant checkpoint runs a backward inside the backward, and a parameter that several of
+    #    them use gets a gradient from each: its bucket is complete only when the outermost has ended.
 
-    def _probe(self, index: int, parameter: Tensor) -> None:
-        self._untouched.discard(index)
+    def _is_learning(self) -> bool:
+        return not (self._learned and self._remade) or self._static
+
+    def _probe(self, name: str, parameter: Tensor) -> None:
+        self._arrived[name] = self._arrived.pop(name, 0) + 1
         self._tasks.add(torch._C._current_graph_task_id())
 
     def _conclude(self) -> None:
         """Buckets may be launched early once each was seen in a backward and none had others inside."""
-        self._nested = len(self._tasks) > 1
+        self._nested = self._nested or len(self._tasks) > 1
         self._tasks.clear()
-        if self._nested or not self._untouched:
-            self._overlap = not self._nested
-            for probe in self._probes:
-                probe.remove()
-            self._probes = []
+        self._untouched.difference_update(self._arrived)
+        self._learned = self._nested or not any(self._untouched.issuperset(names) for names in self._plan)
+        self._overlap = self._learned and not self._nested
+        if not self._is_learning():
+            self._drop_probes()
 
+    def _drop_probes(self) -> None:
+        for probe in self._probes:
+            probe.remove()
+        self._probes = []
 
-class _Bucket:
-    """Some parameters' gradients in one buffer, followed by their marks."""
+    def _remake(self) -> None:
+        """After a round: lay the buckets out in the order in which gradients came on rank 0."""
+        order = comm.broadcast_object(list(self._arrived), 0, self._group)
+        present = {name for bucket in self._plan for name in bucket} - self._sparse
+        infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
+        plan = plan_buckets(in_order_of_arrival(infos, order), *self._limits)
+        plan += [bucket for bucket in self._plan if bucket[0] in self._sparse]
+        self._wanted, self._remade = plan, True
+        if plan != self._plan:
+            self._plan = plan
+            self._remove_hooks()
+            self._fill_buckets(self._parameters)
+            self._add_hooks()
+        elif not self._is_learning():
+            self._drop_probes()
 
-    __slots__ = ("flat", "index", "kept", "marks", "names", "pairs", "tail", "used", "waiting", "work")
-
-    HELD = -1
-    """Stands in ``waiting`` while the bucket must not be launched from a hook."""
-
-    def __init__(self, index: int, names: list[str], parameters: list[Parameter]) -> None:
-        self.index = index
-        self.names = names
-        count = len(parameters)
-        first = parameters[0]
-        starts, end = offsets((p.numel() for p in parameters), first.element_size())
-        with torch.no_grad():
-            buffer = torch.zeros(end + count, dtype=first.dtype, device=first.device)
-            # as real numbers, which -0.0 fills whole
-            self.flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-            self.tail = buffer[end:]
-            self.pairs = [
-                # strides as the parameter's (channels_last, say), for optimizers that go through both
-                # together
-                (p, buffer.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start))
-                for p, start in zip(parameters, starts, strict=True)
-            ]
-        self.used = bytearray(count)
-        self.marks = torch.frombuffer(self.used, dtype=torch.uint8)
-        self.waiting = {self.HELD}
-        self.kept: list[Tensor | None] | None = None  # gradients from before a muted backward
-        self.work: Any = None
-
-    def arm(self, views: bool, early: bool) -> None:
-        """Note which parameters have gradients by now; with ``views``, lay the others' into the buffer."""
-        count = len(self.pairs)
-        self.kept = None  # a muted backward that raised leaves some; its window starts again with zero_grad
-        with_grad = [index for index, (parameter, _) in enumerate(self.pairs) if parameter.grad is not None]
-        if not with_grad:
-            self.used[:] = bytes(count)
-            if views:
-                self.flat.fill_(-0.0)
-                for parameter, view in self.pairs:
-                    parameter.grad = view
-        else:
-            self.used[:] = b"\1" * count if len(with_grad) == count else _marks(with_grad, count)
-            if views:
-                for parameter, view in self.pairs:
-                    if parameter.grad is not view:
-                        _fill(view, parameter.grad)
-                        parameter.grad = view
-        self.waiting.clear()
-        if early:
-            self.waiting.update(range(count))
-        else:
-            self.waiting.add(self.HELD)
-
-    def hide(self) -> None:
-        """Set gradients aside, so that a muted backward does not touch them."""
-        self.kept = [parameter.grad for parameter, _ in self.pairs]
-        for parameter, _ in self.pairs:
-            parameter.grad = None
-
-    def show(self) -> None:
-        """Put back what was set aside, in place of what a muted backward made."""
-        if self.kept is not None:
-            for (parameter, _), grad in zip(self.pairs, self.kept, strict=True):
-                parameter.grad = grad
-            self.kept = None
-
-    def collect(self, views: bool) -> None:
-        """Bring into the buffer what is not there, and the marks."""
-        for index, (parameter, view) in enumerate(self.pairs):
-            grad = parameter.grad if self.kept is None else self.kept[index]
-            if grad is not view:
-                # no views; or somebody put another tensor there: backward(create_graph=True), a user's hook
-                _fill(view, grad)
-                self.used[index] = grad is not None
-                if views:
-                    parameter.grad = view
-        if 0 in self.used:
-            self.tail.copy_(self.marks, non_blocking=True)
-        else:
-            self.tail.fill_(1)
-
-    def give_back(self, views: bool, reduced: bool) -> None:
-        """Leave each parameter with its gradient, or None where there is none."""
-        if 0 in self.used:
-            # Only a rank that lacks gradients has to look at the marks: a GPU waits here, and seldom has to.
-            anywhere = self.tail.tolist() if reduced else self.used
-            for index, (parameter, view) in enumerate(self.pairs):
-                if not self.used[index]:
-                    self.used[index] = anywhere[index] != 0
-                    parameter.grad = view if views and self.used[index] else None
-        if reduced and not views:
-            for index, (parameter, view) in enumerate(self.pairs):
-                if not self.used[index]:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = view.clone()
-                else:
-                    parameter.grad.detach().copy_(view)
-
-
-def _marks(indices: Iterable[int], count: int) -> bytearray:
-    marks = bytearray(count)
-    for index in indices:
-        marks[index] = 1
-    return marks
-
-
-def _fill(view: Tensor, grad: Tensor | None) -> None:
-    if grad is None:
-        (torch.view_as_real(view) if view.is_complex() else view).fill_(-0.0)
-    else:
-        view.copy_(grad.detach())
+    def _start_record(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
+        """From now on, hold every backward to what this one did."""
+        marks = {
+            name: mark
+            for bucket, found in zip(self._buckets, anywhere, strict=True)
+            for name, mark in zip(bucket.names, found or (), strict=True)
+        }
+        if not self._remade:
+            self._remake()
+        self._remove_hooks()
+        by_bucket = [[marks[name] for name in bucket.names] for bucket in self._buckets]
+        self._record = Record(self._buckets, self._arrived, by_bucket, self._complete, self._views)
+        self._hooks = self._record.hooks
+        self._overlap = True

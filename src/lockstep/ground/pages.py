@@ -1,0 +1,157 @@
+"""Memory that all ranks of a group have in common: pages without a name, or of a file that is unlinked at once."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lockstep.ground import comm
+
+FOLDER = "/dev/shm"
+"""Where files lie in memory."""
+
+
+class Pages(NamedTuple):
+    """Pages of zeros that several processes have mapped."""
+
+    memory: mmap.mmap
+    handle: int  #: the open file. Locks on it are this process's; they go when any handle on the file is closed.
+
+
+class _Place(NamedTuple):
+    """Where other processes find the pages."""
+
+    path: str
+    space: str  #: the space of process ids in which the path is right, "" for any
+    identity: tuple[int, int]  #: device and inode
+
+
+def on_one_host(group: comm.Group) -> bool:
+    """Whether all ranks of ``group`` run on one host; a collective."""
+    return len(set(comm.all_gather_object(host(), group))) == 1
+
+
+def host() -> str:
+    """What two processes have in common that run on one host and one boot of it."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def common_pages(
+    group: comm.Group, size: int, *, part: tuple[int, int] | None = None, on_disk: bool = False
+) -> Pages | None:
+    """Pages of zeros that all ranks of ``group``, on one host, have mapped; or None on all where that cannot be.
+
+    A collective. Whoever gets pages closes their handle, and lets go of their memory: neither leaves a file.
+
+    Args:
+        group: the ranks.
+        size: bytes.
+        part: start and length, in bytes, of what this rank reserves, so that a lack of memory shows here and not
+            as a SIGBUS later; the parts of all ranks cover the whole. ``None``: all of it.
+        on_disk: whether a file of the temporary folder will do where memory cannot be had: for a few pages.
+    """
+    leader = comm.rank(group) == 0
+    for make in (_unnamed, _in_memory, _in_temporary_folder)[: 3 if on_disk else 2]:
+        made = _make(make, size) if leader else None
+        handle, place = made or (None, None)
+        try:
+            place = comm.broadcast_object(place, 0, group)
+            if place is None:
+                continue
+            if handle is None:
+                handle = _open(place)
+            memory = None if handle is None else _map(handle, size, part or (0, size))
+            everyone = all(comm.all_gather_object(memory is not None, group))
+        finally:
+            if made and not made[1].space:
+                os.unlink(made[1].path)
+        if everyone:
+            assert memory is not None
+            assert handle is not None
+            return Pages(memory, handle)
+        if handle is not None:
+            os.close(handle)
+    return None
+
+
+def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _Place] | None:
+    """A new file of ``size`` bytes, open, and where the others find it."""
+    try:
+        handle, path = make()
+    except OSError:
+        return None
+    valid_in = space() if make is _unnamed else ""
+    try:
+        os.ftruncate(handle, size)
+        status = os.fstat(handle)
+    except OSError:
+        os.close(handle)
+        if not valid_in:
+            os.unlink(path)
+        return None
+    return handle, _Place(path, valid_in, (status.st_dev, status.st_ino))
+
+
+def _unnamed() -> tuple[int, str]:
+    """Memory that is no file: nothing is left of it whenever a rank dies, and the size of /dev/shm is no limit."""
+    if not hasattr(os, "memfd_create") or not space():
+        raise OSError("this system has no memory without a name")
+    handle = os.memfd_create("lockstep")
+    return handle, f"/proc/{os.getpid()}/fd/{handle}"
+
+
+def _in_memory() -> tuple[int, str]:
+    return _new_file(FOLDER)
+
+
+def _in_temporary_folder() -> tuple[int, str]:
+    return _new_file(tempfile.gettempdir())
+
+
+def _new_file(folder: str) -> tuple[int, str]:
+    path = os.path.join(folder, f"lockstep-{os.getpid()}-{secrets.token_hex(8)}")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), path
+
+
+def space() -> str:
+    """The space in which this process's id means something: containers have their own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _open(place: _Place) -> int | None:
+    if place.space and place.space != space():
+        return None
+    try:
+        handle = os.open(place.path, os.O_RDWR)
+    except OSError:
+        return None
+    status = os.fstat(handle)
+    if (status.st_dev, status.st_ino) == place.identity:
+        return handle
+    os.close(handle)
+    return None
+
+
+def _map(handle: int, size: int, part: tuple[int, int]) -> mmap.mmap | None:
+    start, length = part
+    try:
+        if length:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, start, length)  # a full /dev/shm is an error here, not a SIGBUS later
+            else:
+                os.pwrite(handle, bytes(length), start)
+        return mmap.mmap(handle, size)
+    except OSError:
+        return None

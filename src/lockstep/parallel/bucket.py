@@ -1,0 +1,297 @@
+"""One bucket: some parameters' gradients in one flat buffer, and who of them has got one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from lockstep.parallel.buckets import offsets
+
+
+BIG = 2**12
+"""Elements from which on a gradient is not added to its place in the buffer but put there, scaled on the way: that
+spares three passes over memory, and costs an operation."""
+
+
+class Bucket:
+    """Some parameters' gradients in one buffer, followed by their marks where those travel with them.
+
+    Args:
+        index: place in the round.
+        names, parameters: in the order of the buffer; of one dtype and device.
+        marked: whether the marks stand at the buffer's end.
+        alignment: bytes at whose multiples a gradient starts.
+
+    Attributes:
+        flat: what travels, 1-D and real, of this rank.
+        buffer: the same memory in the parameters' dtype.
+        views: each parameter's part of it, with the parameter's shape and strides. They count their changes
+            apart from each other (``_version``).
+        starts: where each begins in ``buffer``, in elements.
+        big: indices of the parameters of `BIG` and more elements.
+        poured: of those, the ones whose gradients lie in the buffer, scaled.
+        used: a mark for each parameter: 1 where it has a gradient.
+        waiting: indices of the parameters whose gradients must come before the bucket may travel.
+        kept: gradients from before a muted backward.
+        work: what is under way; whoever put it there waits for it.
+    """
+
+    HELD = -1
+    """Stands in ``waiting`` while the bucket must not be launched from a hook."""
+
+    is_sparse = False
+
+    def __init__(
+        self, index: int, names: Sequence[str], parameters: Sequence[Parameter], marked: bool, alignment: int
+    ) -> None:
+        self.index = index
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.used = bytearray(len(self.parameters))
+        self.waiting = {self.HELD}
+        self.kept: list[Tensor | None] | None = None
+        self.work: Any = None
+        self.views: list[Tensor] = []
+        self.big = [index for index, p in enumerate(self.parameters) if p.numel() >= BIG]
+        self.poured: set[int] = set()
+        self._marks = torch.frombuffer(self.used, dtype=torch.uint8)
+        self._everyone = range(len(self.parameters))
+        self._marked = marked
+        first = self.parameters[0]
+        self.dtype, self.device = first.dtype, first.device
+        self.starts, self.end = offsets((p.numel() for p in self.parameters), first.element_size(), alignment)
+
+    @property
+    def size(self) -> tuple[int, torch.dtype, torch.device]:
+        """Length, dtype and device of the flat buffer that it wants (two real numbers for a complex one)."""
+        length = self.end + len(self.parameters) * self._marked
+        if self.dtype.is_complex:
+            return 2 * length, self.dtype.to_real(), self.device
+        return length, self.dtype, self.device
+
+    @property
+    def nbytes(self) -> int:
+        """How much this rank gives away in a round."""
+        return self.flat.nbytes
+
+    def lay_out(self, flat: Tensor) -> None:
+        """Take ``flat`` for the buffer."""
+        with torch.no_grad():
+            self.flat = flat
+            self.buffer = torch.view_as_complex(flat.view(-1, 2)) if self.dtype.is_complex else flat
+            self._tail = self.buffer[self.end :]
+            # Strides as the parameter's (channels_last, say), for optimizers that go through both together.
+            # `.data`: it may be detached in place, and it counts its own changes, which a view does not.
+            self.views = [
+                self.buffer.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start).data
+                for p, start in zip(self.parameters, self.starts, strict=True)
+            ]
+        self._pairs = list(zip(self.parameters, self.views, strict=True))
+        self._small = [pair for index, pair in enumerate(self._pairs) if index not in self.big]
+        # the stretches of the buffer between the big ones
+        ends = [0]
+        for index in self.big:
+            ends += [self.starts[index], self.starts[index] + self.parameters[index].numel()]
+        ends.append(self.end)
+        self._runs = [self.buffer[a:b] for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
+        self._clean = [torch.view_as_real(run) if run.is_complex() else run for run in self._runs]
+
+    # -- a round
+
+    def arm(self, views: bool, early: bool) -> None:
+        """Note which parameters have gradients by now; with ``views``, lay the others' into the buffer."""
+        self.kept = None  # a muted backward that raised leaves some; its window starts again with zero_grad
+        self.poured.clear()
+        self.waiting.clear()
+        if early:
+            self.waiting.update(self._everyone)
+        else:
+            self.waiting.add(self.HELD)
+        count = len(self._pairs)
+        with_grad = [index for index, p in enumerate(self.parameters) if p.grad is not None]
+        if not with_grad:
+            self.used[:] = bytes(count)
+            if views:
+                for run in self._clean:
+                    run.fill_(-0.0)
+                for parameter, view in self._small:
+                    parameter.grad = view
+            return
+        self.used[:] = b"\1" * count if len(with_grad) == count else _marks(with_grad, count)
+        if views:
+            for index, (parameter, view) in enumerate(self._pairs):
+                grad = parameter.grad
+                if grad is not view and (grad is not None or index not in self.big):
+                    _fill(view, grad)
+                    parameter.grad = view
+
+    def skip_frozen(self) -> None:
+        """Do not wait for parameters whose ``requires_grad`` has been switched off."""
+        self.waiting.difference_update([i for i, p in enumerate(self.parameters) if not p.requires_grad])
+
+    def hide(self) -> None:
+        """Set gradients aside, so that a muted backward does not touch them."""
+        self.kept = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def show(self) -> None:
+        """Put back what was set aside, in place of what a muted backward made."""
+        if self.kept is not None:
+            for parameter, grad in zip(self.parameters, self.kept, strict=True):
+                parameter.grad = grad
+            self.kept = None
+
+    def pour(self, index: int, scale: float) -> None:
+        """Put the gradient of a big parameter that had none into the buffer, times ``scale``."""
+        parameter, view = self._pairs[index]
+        torch.mul(parameter.grad.detach(), scale, out=view)  # type: ignore[union-attr]
+        parameter.grad = view
+        self.poured.add(index)
+
+    def collect(self, views: bool, scale: float, there: bool = False) -> float:
+        """Bring into the buffer what is not there, and the marks.
+
+        Args:
+            views: whether gradients are views of the buffer.
+            scale: what gradients are to be multiplied by.
+            there: all small gradients are known to be there.
+
+        Returns:
+            the scale by which the whole buffer is still to be multiplied: 1 if that is done.
+        """
+        kept = self.kept
+        for index, (parameter, view) in enumerate(() if there else self._pairs):
+            grad = parameter.grad if kept is None else kept[index]
+            if grad is not view:
+                # no views; a big one; or somebody put another tensor there: backward(create_graph=True), a user's hook
+                self.used[index] = grad is not None
+                if index in self.big and grad is not None:
+                    continue
+                _fill(view, grad)
+                if views and kept is None:
+                    parameter.grad = view
+        if self.big:
+            if scale != 1:
+                for run in self._runs:
+                    run.mul_(scale)
+            for index in self.big:
+                if index not in self.poured:
+                    self._settle(index, views, scale)
+            scale = 1
+        if self._marked:
+            if 0 in self.used:
+                self._tail.copy_(self._marks, non_blocking=True)
+            else:
+                self._tail.fill_(1)
+        return scale
+
+    def _settle(self, index: int, views: bool, scale: float) -> None:
+        """Bring a big gradient into the buffer, times ``scale``."""
+        parameter, view = self._pairs[index]
+        grad = parameter.grad if self.kept is None else self.kept[index]
+        if grad is None or grad is view:
+            if scale != 1:
+                view.mul_(scale)
+            return
+        torch.mul(grad.detach(), scale, out=view)
+        if views and self.kept is None:
+            parameter.grad = view
+
+    def used_anywhere(self) -> Sequence[Any]:
+        """After a round whose marks travelled in the buffer: who got a gradient on any rank."""
+        # Only a rank that lacks gradients has to look at the marks: a GPU waits here, and seldom has to.
+        return self._tail.tolist() if 0 in self.used else self.used
+
+    def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
+        """Leave each parameter with its gradient, or None where there is none.
+
+        Args:
+            views: whether gradients are views of the buffer.
+            anywhere: who got a gradient on any rank; None where nothing was reduced.
+        """
+        if 0 in self.used:
+            for index, (parameter, view) in enumerate(self._pairs):
+                if not self.used[index]:
+                    self.used[index] = anywhere is not None and anywhere[index] != 0
+                    parameter.grad = view if views and self.used[index] else None
+        if anywhere is not None and not views:
+            for index, (parameter, view) in enumerate(self._pairs):
+                if not self.used[index]:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.detach().copy_(view)
+
+
+class SparseBucket(Bucket):
+    """A single parameter whose gradients are sparse (``Embedding(sparse=True)``): they travel as they are."""
+
+    is_sparse = True
+
+    @property
+    def size(self) -> tuple[int, torch.dtype, torch.device]:
+        """Nothing: there is no buffer."""
+        return 0, self.dtype.to_real() if self.dtype.is_complex else self.dtype, self.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows that this rank has, and their numbers."""
+        return self.flat._values().nbytes + self.flat._indices().nbytes
+
+    def lay_out(self, flat: Tensor) -> None:
+        """There is no buffer."""
+        self.flat = flat
+
+    def arm(self, views: bool, early: bool) -> None:
+        """Note whether there is a gradient by now."""
+        self.kept = None
+        self.waiting.clear()
+        self.waiting.add(0 if early else self.HELD)
+        self.used[0] = self.parameters[0].grad is not None
+
+    def collect(self, views: bool, scale: float, there: bool = False) -> float:
+        """Take the gradient for what travels, or an empty one."""
+        parameter = self.parameters[0]
+        grad = parameter.grad if self.kept is None else self.kept[0]
+        self.used[0] = grad is not None
+        if grad is None:
+            places = torch.empty((1, 0), dtype=torch.int64, device=self.device)
+            values = torch.empty((0, *parameter.shape[1:]), dtype=self.dtype, device=self.device)
+            grad = torch.sparse_coo_tensor(places, values, parameter.shape, check_invariants=False)
+        if not grad.is_sparse:
+            raise RuntimeError(
+                f"parameter {self.names[0]!r} belongs to a layer with sparse=True and got a dense gradient "
+                "(a weight that is also used elsewhere?): build the layer with sparse=False"
+            )
+        self.flat = grad.detach().coalesce()
+        return scale
+
+    def used_anywhere(self) -> Sequence[Any]:
+        """A sparse gradient's mark travels apart."""
+        raise AssertionError("marks of sparse gradients travel apart")
+
+    def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
+        """Leave the parameter with the reduced gradient, or None where no rank had one."""
+        if anywhere is not None:
+            self.used[0] = anywhere[0] != 0
+            self.parameters[0].grad = self.flat if self.used[0] else None
+
+
+def _marks(indices: Iterable[int], count: int) -> bytearray:
+    marks = bytearray(count)
+    for index in indices:
+        marks[index] = 1
+    return marks
+
+
+def _fill(view: Tensor, grad: Tensor | None) -> None:
+    if grad is None:
+        (torch.view_as_real(view) if view.is_complex() else view).fill_(-0.0)
+    else:
+        view.copy_(grad.detach())

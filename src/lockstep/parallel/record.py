@@ -1,0 +1,144 @@
+"""What every backward does, as the first ones showed it, for models that promise never to do otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import ne
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.parallel.bucket import Bucket
+
+BROKEN = (
+    "static_graph=True: parameter {name!r} {what}. Every backward has to give gradients to the same parameters in the "
+    "same order; train with static_graph=False where that does not hold"
+)
+
+
+class Record:
+    """Which parameters get gradients, and after which one each bucket is complete.
+
+    One autograd hook a bucket, at the parameter whose gradient came last, takes the place of one a parameter.
+    Whether the others have come is seen by the counts of changes that tensors keep.
+
+    Args:
+        buckets: of the layout that is used from now on.
+        arrived: name -> how many gradients it got in the recorded backward, in the order of the last ones.
+        anywhere: for each bucket, who got a gradient on any rank.
+        complete: called with a bucket when its gradients are there.
+        views: whether gradients are views of the buckets.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        arrived: Mapping[str, int],
+        anywhere: Sequence[Sequence[Any]],
+        complete: Callable[[Bucket], None],
+        views: bool,
+    ) -> None:
+        self.anywhere = anywhere
+        self.hooks: list[Any] = []
+        self._buckets = buckets
+        self._complete = complete
+        self._views = views
+        self._expected = [bytes(name in arrived for name in bucket.names) for bucket in buckets]
+        moments = {name: moment for moment, name in enumerate(arrived)}
+        self._closing: list[str | None] = []
+        self._times: list[int] = []
+        self._left = [0] * len(buckets)
+        self._before: list[list[Any]] = [[] for _ in buckets]
+        self._at_launch: list[list[Any] | None] = [None] * len(buckets)
+        for bucket in buckets:
+            came = [name for name in bucket.names if name in moments]
+            closing = max(came, key=moments.__getitem__) if came else None
+            self._closing.append(closing)
+            self._times.append(arrived[closing] if closing is not None else 0)
+            if closing is not None:
+                parameter = bucket.parameters[bucket.names.index(closing)]
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket)))
+
+    def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
+
+        def accumulated(parameter: Tensor) -> None:
+            left[index] -= 1
+            if left[index] == 0 and 0 in waiting:
+                waiting.clear()
+                complete(bucket)
+            elif left[index] < 0 and not waiting:  # outside of a prepared backward
+                complete(bucket)
+
+        return accumulated
+
+    def arm(self, early: bool) -> None:
+        """Before a backward, when the buckets are armed."""
+        self._left[:] = self._times
+        for index, bucket in enumerate(self._buckets):
+            self._at_launch[index] = None
+            self._before[index] = self._states(bucket)
+            if early:
+                bucket.waiting.clear()
+                if self._closing[index] is not None:
+                    bucket.waiting.add(0)
+
+    def launch(self, bucket: Bucket) -> bool:
+        """When a bucket is to travel; gives whether all of its gradients lie where they should.
+
+        Raises:
+            RuntimeError: if the backward has not given gradients to those to which the recorded one gave some.
+        """
+        now = self._states(bucket)
+        if 0 not in self._expected[bucket.index] and all(map(ne, now, self._before[bucket.index])):
+            bucket.used[:] = b"\1" * len(now)
+            return True
+        self._compare(bucket, now, "had no gradient yet when its bucket was complete at first")
+        return False
+
+    def launched(self, bucket: Bucket) -> None:
+        """When a bucket's gradients have been brought into its buffer: no more may come."""
+        self._at_launch[bucket.index] = self._states(bucket)
+
+    def check(self, bucket: Bucket) -> None:
+        """After the backward.
+
+        Raises:
+            RuntimeError: if it was not what was recorded.
+        """
+        now = self._states(bucket)
+        launched = self._at_launch[bucket.index]
+        if launched is None:
+            self._compare(bucket, now, "got no gradient, which it did at first")
+        elif now != launched:
+            late = next(i for i, (a, b) in enumerate(zip(now, launched, strict=True)) if a != b)
+            raise RuntimeError(
+                BROKEN.format(name=bucket.names[late], what="got another gradient after its bucket was reduced")
+            )
+
+    def _compare(self, bucket: Bucket, now: list[Any], lacking: str) -> None:
+        expected, before = self._expected[bucket.index], self._before[bucket.index]
+        for index, name in enumerate(bucket.names):
+            came = now[index] != before[index]
+            if self._views and not came and not bucket.is_sparse:  # backward(create_graph=True) leaves another tensor
+                grad = bucket.parameters[index].grad
+                came = grad is not None and grad is not bucket.views[index]
+            if came:
+                bucket.used[index] = 1
+            if came != expected[index]:
+                what = "got a gradient, which it did not at first" if came else lacking
+                raise RuntimeError(BROKEN.format(name=name, what=what))
+
+    def _states(self, bucket: Bucket) -> list[Any]:
+        """What changes when a gradient comes: the number of changes of its place, or its tensor and that one's."""
+        if not self._views or bucket.is_sparse:
+            return [_state(parameter) for parameter in bucket.parameters]
+        states: list[Any] = [view._version for view in bucket.views]
+        for index in bucket.big:
+            states[index] = _state(bucket.parameters[index])
+        return states
+
+
+def _state(parameter: Tensor) -> tuple[int, int] | None:
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)

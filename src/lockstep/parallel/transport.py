@@ -1,0 +1,155 @@
+"""How a bucket's mean over the ranks is made: by all-reduces, by a communication hook, or by another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ground import comm
+from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.buckets import ALIGNMENT
+from lockstep.parallel.grad_bucket import GradBucket
+
+Size = tuple[int, torch.dtype, torch.device]
+
+
+class Transport(Protocol):
+    """What the reducer asks of whoever carries its buckets.
+
+    Order of calls, by the reducer, alike on all ranks: `buffers` at each layout; in a round `start` for each
+    bucket in order, from inside the backward, then `wait` for each; `close` at the end.
+
+    Attributes:
+        inline_marks: whether the marks of used parameters may stand at a buffer's end and are summed with it.
+        alignment: bytes at whose multiples a gradient starts in a buffer.
+        divides: whether gradients are divided before they are summed.
+    """
+
+    divides: bool
+    inline_marks: bool
+    alignment: int
+
+    def buffers(self, sizes: list[Size]) -> list[Tensor] | None:
+        """A flat buffer of zeros for each bucket; None, on all ranks, if they cannot be had."""
+        ...
+
+    def start(self, bucket: Bucket, scale: float) -> None:
+        """``bucket.flat`` holds this rank's gradients, or (``scale`` 1) what is left of them after the division; begin
+        to sum ``scale`` times them over the ranks."""
+        ...
+
+    def wait(self, bucket: Bucket) -> None:
+        """Return when ``bucket.flat`` holds that sum."""
+        ...
+
+    def close(self) -> None:
+        """No bucket will come any more."""
+        ...
+
+
+class AllReduce:
+    """One asynchronous all-reduce a bucket."""
+
+    divides = True
+    inline_marks = True
+    alignment = ALIGNMENT
+
+    def __init__(self, group: comm.Group) -> None:
+        self._group = group
+
+    def buffers(self, sizes: list[Size]) -> list[Tensor]:
+        """Tensors of this process."""
+        return [torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in sizes]
+
+    def start(self, bucket: Bucket, scale: float) -> None:
+        """Scale, and hand over to the group."""
+        if scale != 1:
+            bucket.flat.mul_(scale)
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for the group."""
+        bucket.work.wait()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class Hooked(AllReduce):
+    """A communication hook in place of the all-reduce: it gets the gradients as they are, and divides itself.
+
+    On gloo, what a hook does in a future's callback runs in a thread of its own, at a moment of chance; a hook that
+    starts another collective there (torch's PowerSGD) would start those of two buckets in one order here and in
+    another there. So a bucket's hook is called when the last bucket's future is done, unless the hook says
+    ``overlaps = True``: it starts all its collectives before it returns.
+
+    Args:
+        group: the ranks.
+        state: the hook's first argument.
+        hook: ``(state, GradBucket) -> Future`` of a tensor of the buffer's size (or a list of one).
+        buckets: how many buckets a round has at the moment.
+    """
+
+    divides = False
+    inline_marks = False
+    alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
+
+    def __init__(self, group: comm.Group, state: Any, hook: Callable[..., Any], buckets: Callable[[], int]) -> None:
+        super().__init__(group)
+        self._state, self._hook, self._buckets = state, hook, buckets
+        self._one_by_one = comm.world_size(group) > 1 and "gloo" in dist.get_backend_config(group)
+        self._one_by_one = self._one_by_one and not _starts_all_at_once(hook)
+        self._last: Any = None
+
+    def start(self, bucket: Bucket, scale: float) -> None:
+        """Call the hook."""
+        if bucket.is_sparse:
+            super().start(bucket, 1 / comm.world_size(self._group))
+            return
+        self.flush()
+        last = bucket.index + 1 == self._buckets()
+        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last)
+        bucket.work = self._last = self._hook(self._state, shown)
+        if not isinstance(bucket.work, torch._C.Future):
+            raise TypeError(
+                f"rank {comm.rank(self._group)}: the communication hook {_name(self._hook)} returned "
+                f"{type(bucket.work).__name__}; it must return a torch.futures.Future whose value is the reduced "
+                "buffer: `dist.all_reduce(..., async_op=True).get_future().then(...)`"
+            )
+
+    def flush(self) -> None:
+        """Return when the hooks called so far have started all the collectives that they will."""
+        if self._one_by_one and self._last is not None:
+            self._last.wait()
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for what the hook promised, and take it into the buffer."""
+        value = bucket.work.wait()
+        if bucket.is_sparse:
+            return
+        self._last = None
+        result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+        if not isinstance(result, Tensor) or result.numel() != bucket.buffer.numel():
+            what = f"a tensor of {result.numel()} elements" if isinstance(result, Tensor) else repr(type(value).__name__)
+            raise TypeError(
+                f"rank {comm.rank(self._group)}: the future of the communication hook {_name(self._hook)} holds {what} "
+                f"for bucket {bucket.index}, whose buffer has {bucket.buffer.numel()} elements: it must hold the "
+                "reduced buffer"
+            )
+        if result.data_ptr() != bucket.buffer.data_ptr():
+            bucket.buffer.copy_(result.detach().view(-1))
+
+
+def _starts_all_at_once(hook: Any) -> bool:
+    if getattr(hook, "overlaps", False):
+        return True
+    plain = getattr(hook, "__module__", "") == "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    return plain and "<locals>" not in getattr(hook, "__qualname__", "<locals>")  # no wrapper of another hook
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)

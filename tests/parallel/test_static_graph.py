@@ -1,0 +1,168 @@
+"""A promise that all backwards are alike: one autograd hook a bucket, no marks, and an error when it is broken."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel import bucket
+from lockstep.parallel.reducer import Reducer
+from lockstep.testing.pool import RankPool
+
+WORLD = 2
+
+
+class Net(nn.Module):
+    """A layer that is used twice, one that never is, and one inside a gradient checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.never = nn.Linear(2, 2)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        hidden = self.first(x).relu()
+        for _ in range(2):
+            if kind == "plain":
+                hidden = self.twice(hidden).tanh()
+            else:
+                hidden = checkpoint(lambda h: self.twice(h).tanh(), hidden, use_reentrant=kind == "reentrant")
+        return self.last(hidden).sum()
+
+
+def _batch(step: int, rank: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+
+def _train(kind: str, views: bool, micro: int, to_none: bool, ranks: list[int], reducer: bool, muted: int = -1) -> Any:
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    if reducer:
+        attached = Reducer(
+            net.named_parameters(), bucket_cap_mb=0.0002, gradient_as_bucket_view=views, static_graph=True
+        )
+    found = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=to_none)
+        for index in range(micro):
+            for rank in ranks:
+                empty = step == muted and rank == 1
+                if reducer:
+                    attached.sync = index + 1 == micro
+                    attached.muted = empty
+                    attached.prepare()
+                if reducer or not empty:
+                    (net(_batch(step, rank, index), kind) / (1 if reducer else WORLD)).backward()
+                if reducer:
+                    attached.finish()
+        found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        optimizer.step()
+    counts = (len(attached._hooks), len(attached._buckets), attached.collectives) if reducer else None
+    return found, counts
+
+
+@pytest.mark.parametrize("big", [1, 100])
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "anew"])
+@pytest.mark.parametrize(("views", "micro", "to_none"), [(True, 1, True), (False, 2, True), (True, 2, False)])
+def test_gradients_are_those_of_one_process(
+    ranks: RankPool, kind: str, views: bool, micro: int, to_none: bool, big: int
+) -> None:
+    expected, _ = _train(kind, views, micro, to_none, [0, 1], False)
+    jobs = [(kind, views, micro, to_none, [rank], True) for rank in range(WORLD)]
+    for found, (hooks, buckets, collectives) in ranks(WORLD).run(_on_rank, jobs, big):
+        for step, right in zip(found, expected, strict=True):
+            for grad, reference in zip(step, right, strict=True):
+                assert (grad is None) == (reference is None)
+                assert grad is None or torch.allclose(grad, reference, rtol=1e-12, atol=1e-15)
+        assert buckets > 2
+        assert hooks < buckets + 1  # one a bucket, none where nothing is used
+        assert collectives == 4 * buckets + 1  # and the marks of the first round
+
+
+def _on_rank(jobs: list[Any], big: int) -> Any:
+    with patch.object(bucket, "BIG", big):
+        return _train(*jobs[dist.get_rank()])
+
+
+@pytest.mark.parametrize("big", [1, 100])
+@pytest.mark.parametrize("muted", [0, 2])
+def test_an_empty_share_is_no_broken_promise(ranks: RankPool, muted: int, big: int) -> None:
+    expected, _ = _train("plain", True, 1, True, [0, 1], False, muted)
+    jobs = [("plain", True, 1, True, [rank], True, muted) for rank in range(WORLD)]
+    for found, _ in ranks(WORLD).run(_on_rank, jobs, big):
+        for step, right in zip(found, expected, strict=True):
+            for grad, reference in zip(step, right, strict=True):
+                assert (grad is None) == (reference is None)
+                assert grad is None or torch.allclose(grad, reference, rtol=1e-12, atol=1e-15)
+
+
+def _broken(kind: str, big: int) -> str:
+    with patch.object(bucket, "BIG", big):
+        return _broken_promise(kind)
+
+
+def _broken_promise(kind: str) -> str:
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)}).double()
+    reducer = Reducer(net.named_parameters(), static_graph=True)
+    x = torch.ones(1, 2, dtype=torch.float64)
+    error = ""
+    for step in range(3):
+        net.zero_grad()
+        reducer.prepare()
+        used = net["b"](net["a"](x)) if step < 2 or kind == "more" else net["a"](x)
+        if kind == "more" and step == 2:
+            used = net["c"](used)
+        try:
+            used.sum().backward()
+            reducer.finish()
+        except RuntimeError as caught:
+            error = f"{step}: {caught}"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("less", "2: .*parameter 'b.(weight|bias)' (got|had) no gradient"), ("more", "2: .*parameter 'c.bias' got a gradient")],
+)
+@pytest.mark.parametrize("big", [1, 100])
+def test_a_broken_promise_names_the_parameter(ranks: RankPool, kind: str, says: str, big: int) -> None:
+    for error in ranks(WORLD).run(_broken, kind, big):
+        assert re.match(says, error), error
+
+
+def _another_order(big: int) -> str:
+    with patch.object(bucket, "BIG", big):
+        return _in_another_order()
+
+
+def _in_another_order() -> str:
+    """The same parameters, but the one whose gradient closed the bucket now comes first."""
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    reducer = Reducer([("first", first), ("second", second)], static_graph=True)
+    for step in range(3):
+        first.grad = second.grad = None
+        reducer.prepare()
+        inner, outer = (first, second) if step < 2 else (second, first)
+        try:
+            ((torch.ones(2) * inner).sin() * outer).sum().backward()
+            reducer.finish()
+        except RuntimeError as caught:
+            return f"{step}: {caught}"
+    return ""
+
+
+@pytest.mark.parametrize("big", [1, 100])
+def test_another_order_is_named_not_reduced_wrongly(ranks: RankPool, big: int) -> None:
+    for error in ranks(WORLD).run(_another_order, big):
+        assert error.startswith("2: ") and "'second' had no gradient yet" in error, error
