@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.transport import AllReduce
 from lockstep.testing.pool import RankPool
 
 Loss = Callable[[nn.Module, int, int], Tensor]

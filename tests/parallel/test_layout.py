@@ -25,7 +25,7 @@ def _remade(plan: list[list[str]] | None) -> tuple[list[list[list[str]]], list[T
     for step in range(3):
         net.zero_grad()
         hidden = torch.full((1, 4), 1.0 + step + dist.get_rank(), dtype=torch.float64)
-        for name in ("cadb" if dist.get_rank() == 0 else "bda"):
+        for name in "cadb" if dist.get_rank() == 0 else "bda":
             hidden = net[name](hidden).tanh()
         reducer.prepare()
         hidden.sum().backward()
@@ -88,7 +88,8 @@ def test_sparse_gradients_stay_sparse(ranks: RankPool, static: bool, micro: int)
             for _ in range(micro):
                 inner = table(torch.tensor([rank, step, 5])) if rank == 0 or static else torch.ones(3, 2)
                 (head(inner).sum() / 2).backward()
-        assert table.weight.grad is not None and head.weight.grad is not None
+        assert table.weight.grad is not None
+        assert head.weight.grad is not None
         expected += [True, table.weight.grad.clone(), head.weight.grad.clone(), None]
     for found in ranks(2).run(_sparse, static, micro):
         for got, right in zip(found, expected, strict=True):
@@ -148,7 +149,9 @@ def test_a_hook_gets_undivided_gradients_without_gaps(ranks: RankPool) -> None:
 @pytest.mark.parametrize(("kind", "says"), [("tensor", "returned Tensor"), ("length", "a tensor of 1 elements")])
 def test_a_hook_that_returns_the_wrong_thing_is_named(ranks: RankPool, kind: str, says: str) -> None:
     for rank, error in enumerate(ranks(2).run(_hooked, kind)):
-        assert f"rank {rank}: " in error and "halve" in error and says in error
+        assert f"rank {rank}: " in error
+        assert "halve" in error
+        assert says in error
 
 
 def _chained(overlaps: bool) -> list[str]:

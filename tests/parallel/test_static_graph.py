@@ -133,7 +133,10 @@ def _broken_promise(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("less", "2: .*parameter 'b.(weight|bias)' (got|had) no gradient"), ("more", "2: .*parameter 'c.bias' got a gradient")],
+    [
+        ("less", "2: .*parameter 'b.(weight|bias)' (got|had) no gradient"),
+        ("more", "2: .*parameter 'c.bias' got a gradient"),
+    ],
 )
 @pytest.mark.parametrize("big", [1, 100])
 def test_a_broken_promise_names_the_parameter(ranks: RankPool, kind: str, says: str, big: int) -> None:
@@ -165,4 +168,4 @@ def _in_another_order() -> str:
 @pytest.mark.parametrize("big", [1, 100])
 def test_another_order_is_named_not_reduced_wrongly(ranks: RankPool, big: int) -> None:
     for error in ranks(WORLD).run(_another_order, big):
-        assert error.startswith("2: ") and "'second' had no gradient yet" in error, error
+        assert re.match("2: .*'second' had no gradient yet", error), error

@@ -24,7 +24,9 @@ it.
 **Ranks on several hosts**, or whose reductions do not hold up the CPU (NCCL's are only queued when the loop
 goes on, so point 1 does not hold) (`_Messages`) start an asynchronous maximum over the ranks' requests every
 k-th window, on a gloo group of their own, and read it k windows later, when it has long arrived. All ranks
-wait for the same message at the same boundary. A flag is seen k to 2k - 1 windows after its request.
+wait for the same message at the same boundary. A flag is seen k to 2k - 1 windows after its request. By default k
+follows the time of a window on the slowest rank, which travels with the requests: a signal is to be acted on before
+a scheduler's patience ends, also where a window takes seconds.
 
 In both, what is agreed on is the number of the window in which the bit was wanted, so that `Agreement.lower`
 answers every request up to now, on whichever rank, and what was asked for later still counts.
@@ -35,6 +37,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -47,6 +50,10 @@ from lockstep.ground.pages import common_pages, on_one_host
 
 BITS = 63
 """How many flags can be registered."""
+MOST = 8
+"""The windows from one message to the next, where they are short."""
+PACE = 50_000
+"""Microseconds from one message to the next, where windows are long enough; it costs 0.2 ms."""
 _PAGE = 4096
 _ANY = 2 * BITS  # the two cells that say whether any bit at all is wanted in a window
 
@@ -60,7 +67,7 @@ class Agreement:
 
     Args:
         group: the ranks; ``None`` is the default group (or this process alone, if there is none).
-        every: across hosts, the number of windows between two messages.
+        every: across hosts, the number of windows between two messages; None: as many as take `PACE`, at most `MOST`.
         mode: ``"shared"`` or ``"messages"`` to choose by hand; ``None`` takes shared memory where all ranks
             are on one host and ``group`` is a gloo group, messages otherwise. ``"alone"``: this process
             agrees with itself, whatever group there is.
@@ -80,10 +87,10 @@ class Agreement:
         self,
         group: comm.Group = None,
         *,
-        every: int = 8,
+        every: int | None = None,
         mode: Literal["shared", "messages", "alone"] | None = None,
     ) -> None:
-        if every < 1:
+        if every is not None and every < 1:
             raise ValueError(f"Agreement(every={every}): messages are sent every 1 or more windows")
         self._group = group
         self._alone = mode == "alone" or comm.world_size(group) == 1
@@ -92,7 +99,7 @@ class Agreement:
         self._up: set[int] = set()
         self._channel: _Channel = self._open(mode, every)
 
-    def _open(self, mode: str | None, every: int) -> _Channel:
+    def _open(self, mode: str | None, every: int | None) -> _Channel:
         if self._alone:
             return _Alone()
         blocking = dist.get_backend(self._group) == "gloo"
@@ -237,12 +244,16 @@ class _Shared:
 class _Messages:
     """An asynchronous maximum of the ranks' requests, every k-th window, read k windows later."""
 
-    def __init__(self, group: comm.Group, every: int) -> None:
-        self._every = every
+    def __init__(self, group: comm.Group, every: int | None) -> None:
+        self._paced = every is None
+        self._every = every or 1
         self._window = 0  # counts boundaries
+        self._next = self._every  # the boundary of the next message
+        self._at = 0.0  # when the last one was sent
         self._voided = [0] * BITS
         self._work: dist.Work | None = None
-        self._tags = torch.zeros(BITS, dtype=torch.int64)  # per bit: the window in which it was wanted, or 0
+        # per bit: the window in which it was wanted, or 0; and the microseconds of a window
+        self._tags = torch.zeros(BITS + 1, dtype=torch.int64)
         members = None if group is None else dist.get_process_group_ranks(group)
         self._group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
         # a rank that closes the group while another is still connecting to it would break that one's connecting
@@ -253,15 +264,22 @@ class _Messages:
 
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         window = self._window = self._window + 1
-        if window % self._every:
+        if window < self._next:
             return ()
         raised: list[int] = []
+        now, since = time.monotonic(), self._every
         if self._work is not None:
             self._work.wait()
-            raised = [bit for bit, tag in enumerate(self._tags.tolist()) if tag > self._voided[bit]]
-        self._tags = torch.zeros(BITS, dtype=torch.int64)
+            *tags, duration = self._tags.tolist()
+            raised = [bit for bit, tag in enumerate(tags) if tag > self._voided[bit]]
+            if self._paced and duration:
+                self._every = min(MOST, max(1, PACE // duration))
+        self._tags = torch.zeros(BITS + 1, dtype=torch.int64)
         for bit in wanted.difference(raised):
             self._tags[bit] = window
+        if self._at:
+            self._tags[BITS] = max(1, int((now - self._at) * 1e6 / since))
+        self._at, self._next = now, window + self._every
         self._work = dist.all_reduce(self._tags, dist.ReduceOp.MAX, self._group, async_op=True)
         return raised
 

@@ -180,16 +180,19 @@ def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
     return box[0]
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = None) -> None:
+def broadcast_tensors(
+    tensors: Iterable[Tensor], src: int = 0, group: Group = None, *, piece: int | None = None
+) -> None:
     """Overwrite ``tensors`` on every rank with those of rank ``src``, bitwise, many of them in one message.
 
     Args:
         tensors: same shapes, dtypes and order on every rank; strided views and any dtype are fine.
+        piece: bytes of a message (more for a larger tensor); `BROADCAST_BYTES` if None.
     """
     if world_size(group) == 1:
         return
     with torch.no_grad():
-        for chunk in _chunks(tensors):
+        for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece):
             parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in chunk]
             flat = torch.cat(parts).to(carrier(group, chunk[0].device))
             dist.broadcast(flat, _global_rank(src, group), group)
@@ -198,7 +201,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = No
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _chunks(tensors: Iterable[Tensor], piece: int) -> Iterator[list[Tensor]]:
     """Tensors that travel together: of one device, wide dtypes first, so that each starts at a multiple of
     its width and its bytes can be viewed as its dtype again."""
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -209,7 +212,7 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         chunk: list[Tensor] = []
         size = 0
         for tensor in sorted(alike, key=lambda tensor: -tensor.element_size()):
-            if chunk and size + tensor.nbytes > BROADCAST_BYTES:
+            if chunk and size + tensor.nbytes > piece:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(tensor)

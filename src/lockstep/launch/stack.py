@@ -29,6 +29,7 @@ SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
 WAITING = (
     (f"distributed{os.sep}distributed_c10d.py", ""),
     (f"parallel{os.sep}reducer.py", "finish"),
+    (f"parallel{os.sep}shared.py", "wait"),
     (f"ground{os.sep}agreement.py", "settle"),
     (f"ground{os.sep}agreement.py", "close"),
     (f"ground{os.sep}comm.py", ""),

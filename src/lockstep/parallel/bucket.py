@@ -11,7 +11,6 @@ from torch.nn.parameter import Parameter
 
 from lockstep.parallel.buckets import offsets
 
-
 BIG = 2**12
 """Elements from which on a gradient is not added to its place in the buffer but put there, scaled on the way: that
 spares three passes over memory, and costs an operation."""

@@ -148,6 +148,7 @@ class Reducer:
         self._probes: list[Any] = []
         self._record: Record | None = None
         self._marks_group: MarksGroup = lambda: process_group
+        self._over: comm.Group | Literal[False] = process_group
         self._transport = transport or self._choose_transport(shared_memory)
         self._build()
 
@@ -200,9 +201,10 @@ class Reducer:
         self._build()
 
     def _build(self) -> None:
-        """Lay out the buckets for the parameters that require gradients now."""
-        awake = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._frozen = [p for p in self._parameters.values() if not p.requires_grad]
+        """Lay out the buckets for the parameters that require gradients now, or did so before."""
+        placed = {name for bucket in self._buckets for name in bucket.names}  # switched off for a while, as in a GAN
+        awake = {name: p for name, p in self._parameters.items() if p.requires_grad or name in placed}
+        self._frozen = [p for name, p in self._parameters.items() if name not in awake]
         infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
         if self._wanted is None:
             self._plan = plan_buckets(infos, *self._limits)
@@ -242,10 +244,13 @@ class Reducer:
     def _add_hooks(self) -> None:
         for bucket in self._buckets:
             for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
+                asleep = not parameter.requires_grad  # switched off for a while: torch takes no hook then
+                parameter.requires_grad_(True)
                 if self._is_learning():
                     probe = partial(self._probe, name)
                     self._probes.append(parameter.register_post_accumulate_grad_hook(probe))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
+                parameter.requires_grad_(not asleep)
 
     def detach(self) -> None:
         """Remove the autograd hooks. Gradients stay as they are; they are no longer reduced."""
@@ -334,7 +339,7 @@ class Reducer:
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
         """Wait for all buckets: who got a gradient on any rank, and whether all ranks can start a record."""
         message = None
-        group = self._marks_group() if self._record is None and not self._inline else False
+        group = self._over if self._record is None and not self._inline else False
         if group is not False:
             if isinstance(self._transport, Hooked):
                 self._transport.flush()
@@ -409,6 +414,8 @@ class Reducer:
             self._launch(self._buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
+        if bucket.index == 0:  # asked before the hook is called, which counts its rounds
+            self._over = self._marks_group()
         record = None if self.muted else self._record
         there = record is not None and record.launch(bucket)
         scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)

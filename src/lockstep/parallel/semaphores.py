@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
+import weakref
 from collections.abc import Callable
 
 from lockstep.ground import comm
@@ -30,53 +32,48 @@ class Semaphores:
     ends, however it ends and in whichever container, and nobody inherits it.
 
     Args:
-        pages: the memory; zeros.
+        pages: the memory, zeros; this object closes its handle.
         rank: of this process.
-        world: number of ranks.
+        count: of semaphores; their value is 0.
+
+    Raises:
+        OSError, AttributeError, ImportError: on a system that lacks what this needs.
     """
 
-    def __init__(self, pages: Pages, rank: int, world: int) -> None:
+    def __init__(self, pages: Pages, rank: int, count: int) -> None:
+        self._handle = pages.handle
+        self._letting_go = weakref.finalize(self, os.close, pages.handle)
         import fcntl  # not on Windows
 
-        self._lockf, self._own, self._probe = fcntl.lockf, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
-        self._unlock = fcntl.LOCK_UN
-        self._pages: Pages | None = pages
+        self._lockf, self._unlock = fcntl.lockf, fcntl.LOCK_UN
+        self._own, self._probe = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
         self._anchor = ctypes.c_char.from_buffer(pages.memory)  # keeps the memory where it is
         self._begin = ctypes.addressof(self._anchor)
-        self._rank, self._world = rank, world
-        self._init = _function("sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
         self.add = _function("sem_post", ctypes.c_void_p)
         self._try = _function("sem_trywait", ctypes.c_void_p)
         self._until = _Time()
         self._clock, self._sleep = _sleeping()
+        self._lockf(self._handle, self._own, 1, rank)
+        if rank == 0:
+            begin = _function("sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+            for index in range(count):
+                if begin(self[index], 1, 0):
+                    raise OSError("this system has no semaphores that processes share")
 
     @classmethod
     def open(cls, group: comm.Group, count: int) -> Semaphores | None:
-        """``count`` semaphores of value 0 for the ranks of ``group``, on one host; or None on all of them.
-
-        A collective.
-        """
+        """``count`` semaphores for the ranks of ``group``, on one host; or None on all of them. A collective."""
         pages = common_pages(group, count * BYTES)
         if pages is None:
             return None
         opened: Semaphores | None = None
-        try:
-            opened = cls(pages, comm.rank(group), comm.world_size(group))
-            opened._begin_with(count)
-        except (OSError, AttributeError, ImportError):
-            opened = None
+        with contextlib.suppress(OSError, AttributeError, ImportError):
+            opened = cls(pages, comm.rank(group), count)
         if all(comm.all_gather_object(opened is not None, group)):
             return opened
-        os.close(pages.handle)
+        if opened is not None:
+            opened.close()
         return None
-
-    def _begin_with(self, count: int) -> None:
-        assert self._pages is not None
-        self._lockf(self._pages.handle, self._own, 1, self._rank)
-        if self._rank == 0:
-            for index in range(count):
-                if self._init(self[index], 1, 0):
-                    raise OSError("this system has no semaphores that processes share")
 
     def __getitem__(self, index: int) -> ctypes.c_void_p:
         """The semaphore with this number: what `add`, `take` and `wait` are given."""
@@ -94,26 +91,24 @@ class Semaphores:
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of ``rank`` has ended, or let go of these semaphores."""
-        assert self._pages is not None
+        assert self._letting_go.alive
         try:
-            self._lockf(self._pages.handle, self._probe, 1, rank)  # shared: several may look at the same time
+            self._lockf(self._handle, self._probe, 1, rank)  # shared: several may look at the same time
         except OSError:
             return False
-        self._lockf(self._pages.handle, self._unlock, 1, rank)
+        self._lockf(self._handle, self._unlock, 1, rank)
         return True
 
     def close(self) -> None:
-        """Let go; the others see that this rank is gone."""
-        if self._pages is not None:
-            os.close(self._pages.handle)
-            self._pages = None
+        """Let go; the others see that this rank is gone. It also happens when nobody has this object any more."""
+        self._letting_go()
 
 
 def _function(name: str, *arguments: type) -> Callable[..., int]:
     """A function of the C library that does not wait, so that the interpreter need not be let go for it."""
     function = getattr(ctypes.PyDLL(None), name)
     function.argtypes, function.restype = arguments, ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _sleeping() -> tuple[int, Callable[[ctypes.c_void_p, _Time], bool]]:

@@ -56,6 +56,7 @@ class SharedReduction(AllReduce):
         super().__init__(group)
         rank, world = comm.rank(group), comm.world_size(group)
         self._rank, self._world = rank, world
+        self._numbers = dist.get_process_group_ranks(group) if comm.is_distributed() else [0]
         # every rank begins with the one after it, so that not all of them come to one at the same time
         self._others = [(rank + step) % world for step in range(1, world)]
         self._semaphores = semaphores
@@ -103,8 +104,7 @@ class SharedReduction(AllReduce):
         own = []
         for index, ((length, dtype, _), start) in enumerate(zip(sizes, starts, strict=True)):
             # a storage for each buffer: who copies a gradient with its storage copies no more than its bucket
-            copies = [_lay(pages.memory, length, dtype, rank * stride + start) for rank in range(self._world)]
-            own.append(copies[self._rank])
+            own.append(_lay(pages.memory, length, dtype, self._rank * stride + start))
             self._shares.append(self._share(pages.memory, index, length, dtype, start, stride))
         return own
 
@@ -162,6 +162,8 @@ class SharedReduction(AllReduce):
         if bucket.is_sparse:
             super().wait(bucket)
             return
+        if self._failed:
+            raise RuntimeError(self._failed)
         share = self._shares[bucket.index]
         while share.under_way:
             self._sum_what_is_filled()
@@ -176,9 +178,6 @@ class SharedReduction(AllReduce):
         """Let go of the memory. Ranks that still wait for this one are told by an error."""
         self._failed = self._failed or "this reducer is closed"
         self._shares = []
-        self._semaphores.close()
-
-    def __del__(self) -> None:
         self._semaphores.close()
 
     def _sum_what_is_filled(self) -> None:
@@ -203,18 +202,21 @@ class SharedReduction(AllReduce):
         Raises:
             RuntimeError: a rank is gone, or too late.
         """
-        if self._failed:
-            raise RuntimeError(self._failed)
         hear, unheard = self._hear[what], share.unheard
         begun = time.monotonic()
         while not self._semaphores.wait(hear[unheard[0]]):
             # Before all have filled a bucket of which this rank is a summer, nobody can have left with good reason.
             # Later, a rank may have sent its last message, to this one too, and gone.
-            for other in self._others if what == _FILLED else tuple(unheard):
-                if self._semaphores.is_gone(other):
-                    if other not in unheard or not self._take(hear[other]):
-                        self._fail(self._gone(bucket))
-                    unheard.remove(other)
+            needed = self._others if what == _FILLED else list(unheard)
+            gone = [other for other in needed if self._semaphores.is_gone(other)]
+            silent = [other for other in gone if other not in unheard or not self._take(hear[other])]
+            if silent:
+                self._fail(
+                    f"{self._named(silent)} left (the process has ended, or its reducer is closed or has failed) while "
+                    f"{self._named([self._rank])} waited for the reduction of bucket {bucket.index}"
+                )
+            for other in gone:
+                unheard.remove(other)
             if not unheard:
                 return
             limit = _timeout(self._group)
@@ -226,13 +228,6 @@ class SharedReduction(AllReduce):
                 )
         unheard.pop(0)
 
-    def _gone(self, bucket: Bucket) -> str:
-        gone = [other for other in self._others if self._semaphores.is_gone(other)]
-        return (
-            f"{self._named(gone)} left (the process has ended, or its reducer is closed or has failed) while "
-            f"{self._named([self._rank])} waited for the reduction of bucket {bucket.index}"
-        )
-
     def _fail(self, reason: str) -> None:
         self._failed = reason
         self._semaphores.close()  # whoever waits for this rank is told in turn
@@ -240,9 +235,8 @@ class SharedReduction(AllReduce):
 
     def _named(self, members: list[int]) -> str:
         """Members of the group by their ranks: ``"rank 3"``, ``"ranks 0, 2"``."""
-        if self._group is not None:
-            members = [dist.get_global_rank(self._group, member) for member in members]
-        return f"rank{'s' if len(members) > 1 else ''} {', '.join(map(str, sorted(members)))}"
+        numbers = sorted(self._numbers[member] for member in members)
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class _Share:

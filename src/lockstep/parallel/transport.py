@@ -13,6 +13,8 @@ from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.buckets import ALIGNMENT
 from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.hooks.order import in_order, keeps_order
+from lockstep.parallel.hooks.result import future_of, tensor_of
 
 Size = tuple[int, torch.dtype, torch.device]
 
@@ -100,9 +102,10 @@ class Hooked(AllReduce):
 
     def __init__(self, group: comm.Group, state: Any, hook: Callable[..., Any], buckets: Callable[[], int]) -> None:
         super().__init__(group)
-        self._state, self._hook, self._buckets = state, hook, buckets
+        self._state, self._hook, self._buckets = state, in_order(hook, group), buckets
+        self._shown: dict[int, GradBucket] = {}
         self._one_by_one = comm.world_size(group) > 1 and "gloo" in dist.get_backend_config(group)
-        self._one_by_one = self._one_by_one and not _starts_all_at_once(hook)
+        self._one_by_one = self._one_by_one and not keeps_order(self._hook)
         self._last: Any = None
 
     def start(self, bucket: Bucket, scale: float) -> None:
@@ -113,13 +116,8 @@ class Hooked(AllReduce):
         self.flush()
         last = bucket.index + 1 == self._buckets()
         shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last)
-        bucket.work = self._last = self._hook(self._state, shown)
-        if not isinstance(bucket.work, torch._C.Future):
-            raise TypeError(
-                f"rank {comm.rank(self._group)}: the communication hook {_name(self._hook)} returned "
-                f"{type(bucket.work).__name__}; it must return a torch.futures.Future whose value is the reduced "
-                "buffer: `dist.all_reduce(..., async_op=True).get_future().then(...)`"
-            )
+        self._shown[bucket.index] = shown
+        bucket.work = self._last = future_of(self._hook(self._state, shown), self._hook)
 
     def flush(self) -> None:
         """Return when the hooks called so far have started all the collectives that they will."""
@@ -132,24 +130,6 @@ class Hooked(AllReduce):
         if bucket.is_sparse:
             return
         self._last = None
-        result = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
-        if not isinstance(result, Tensor) or result.numel() != bucket.buffer.numel():
-            what = f"a tensor of {result.numel()} elements" if isinstance(result, Tensor) else repr(type(value).__name__)
-            raise TypeError(
-                f"rank {comm.rank(self._group)}: the future of the communication hook {_name(self._hook)} holds {what} "
-                f"for bucket {bucket.index}, whose buffer has {bucket.buffer.numel()} elements: it must hold the "
-                "reduced buffer"
-            )
+        result = tensor_of(value, self._shown.pop(bucket.index), self._hook)
         if result.data_ptr() != bucket.buffer.data_ptr():
-            bucket.buffer.copy_(result.detach().view(-1))
-
-
-def _starts_all_at_once(hook: Any) -> bool:
-    if getattr(hook, "overlaps", False):
-        return True
-    plain = getattr(hook, "__module__", "") == "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-    return plain and "<locals>" not in getattr(hook, "__qualname__", "<locals>")  # no wrapper of another hook
-
-
-def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__)
+            bucket.buffer.copy_(result)

@@ -1,0 +1,112 @@
+"""Common pages: all ranks see what one writes, a lack of memory is known to all, and no file is left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.ground import comm, pages
+from lockstep.testing.pool import RankPool
+
+SIZE = 3 * 4096
+
+
+def _written(named: bool) -> tuple[bytes, str, list[str]]:
+    """What a rank sees when each has written its number, where the pages lie, and what files there are."""
+    unnamed, rank = pages._unnamed, dist.get_rank()
+    if named:
+        pages._unnamed = _refuse
+    try:
+        found = pages.common_pages(None, SIZE, part=(rank * 4096, 4096))
+    finally:
+        pages._unnamed = unnamed
+    assert found is not None
+    comm.barrier()  # now rank 0, too, has returned
+    where = os.readlink(f"/proc/self/fd/{found.handle}")
+    files = sorted(path.name for path in Path(pages.FOLDER).glob("lockstep-*"))
+    assert bytes(found.memory) == bytes(SIZE)
+    comm.barrier()
+    found.memory[rank * 4096] = rank + 1
+    comm.barrier()
+    os.close(found.handle)
+    return bytes(found.memory[index * 4096] for index in range(3)), where, files
+
+
+def _refuse(*arguments: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_all_see_what_one_writes_and_there_is_no_file(ranks: RankPool) -> None:
+    for seen, where, files in ranks(3).run(_written, False):
+        assert seen == bytes([1, 2, 3])
+        assert "memfd:lockstep" in where
+        assert files == []
+
+
+def test_a_file_is_taken_where_memory_needs_a_name_and_unlinked_at_once(ranks: RankPool) -> None:
+    for seen, where, files in ranks(3).run(_written, True):
+        assert seen == bytes([1, 2, 3])
+        assert where.startswith("/dev/shm/lockstep-")
+        assert where.endswith("(deleted)")
+        assert files == []
+
+
+def _elsewhere() -> tuple[bool, bool, list[str]]:
+    """Rank 1 in a container of its own: a process id means nothing to it, a file in common memory does."""
+    original = pages.space
+    if dist.get_rank() == 1:
+        pages.space = lambda: "pid:[1]"
+    try:
+        named = pages.common_pages(None, SIZE)
+        folder, pages.FOLDER = pages.FOLDER, "/dev/no such folder"
+        nothing = pages.common_pages(None, SIZE)
+    finally:
+        pages.space, pages.FOLDER = original, folder
+    assert named is not None
+    os.close(named.handle)
+    return True, nothing is None, sorted(path.name for path in Path("/dev/shm").glob("lockstep-*"))
+
+
+def test_ranks_in_containers_meet_in_a_file_or_not_at_all(ranks: RankPool) -> None:
+    assert ranks(2).run(_elsewhere) == [(True, True, [])] * 2
+
+
+def _full(on: int) -> bool:
+    """Rank ``on`` cannot reserve its part."""
+    reserve = os.posix_fallocate
+    if dist.get_rank() == on:
+        os.posix_fallocate = _refuse
+    try:
+        return pages.common_pages(None, SIZE) is None
+    finally:
+        os.posix_fallocate = reserve
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_one_rank_without_memory_is_enough(ranks: RankPool, on: int) -> None:
+    assert ranks(2).run(_full, on) == [True, True]
+    assert not list(Path("/dev/shm").glob("lockstep-*"))
+
+
+def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reserve = os.posix_fallocate
+    calls = []
+
+    def full_twice(handle: int, offset: int, length: int) -> None:
+        calls.append(os.readlink(f"/proc/self/fd/{handle}"))
+        if len(calls) <= 2:
+            raise OSError(28, "No space left on device")
+        reserve(handle, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_twice)
+    monkeypatch.setattr(pages.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = pages.common_pages(None, 4096, on_disk=True)
+    assert found is not None
+    assert bytes(found.memory) == bytes(4096)
+    os.close(found.handle)
+    assert [Path(path).parent for path in calls] == [Path("/"), Path("/dev/shm"), tmp_path]
+    assert not list(tmp_path.iterdir())
