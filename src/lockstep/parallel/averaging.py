@@ -1,0 +1,236 @@
+"""Averaging of parameters over ranks now and then, for training whose steps are local in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.hooks.exchange import Code, Halves, coded_mean, mean
+from lockstep.parallel.hooks.nodes import group_of
+
+PIECE = 64 * 2**20
+"""At most this many bytes of tensors are copied together for one message (a larger tensor goes alone)."""
+_TORCH_AVERAGERS = "torch.distributed.algorithms.model_averaging."
+
+
+class ParameterAverager:
+    """Averages parameters after every ``period``-th optimizer step from step ``start`` on.
+
+    With `lockstep.parallel.hooks.post_local_sgd` and the same ``start``: the first ``start`` steps average gradients,
+    the others average them within a node only, and the nodes' parameters are averaged here. Steps are counted from 0;
+    those numbered ``start``, ``start + period``, ``start + 2 * period``, ... are followed by an average, as torch's
+    ``PeriodicModelAverager`` has it. Afterwards the ranks' parameters have the same bits.
+
+    All parameters are averaged that ever required a gradient in a step, whether they have one now or not, in few
+    messages: one for each dtype, device and 64 MiB. 16-bit parameters travel in 16 bits and are summed in float32.
+
+    Args:
+        parameters: the same on every rank, in the same order.
+        period: steps from one average to the next. A mapping ``{period: ranks}`` averages in a hierarchy: after a step
+            whose distance from ``start`` is a multiple of several periods, the largest of them counts, and parameters
+            are averaged over that many neighbouring ranks. Larger periods go with more ranks, the last with all. A
+            ``ModelAverager`` of torch's gives its periods, groups and ``warmup_steps``; one of the user's own is
+            called after each step.
+        start: step of the first average.
+        group: the ranks; ``None`` is the default group.
+        buffers: tensors that are averaged along: a BatchNorm's running statistics, which local steps let differ. Whole
+            numbers among them are left alone.
+
+    Attributes:
+        steps: optimizer steps so far.
+        agreed: whether all ranks' parameters are the same now, as far as this averager knows.
+        collectives: messages so far.
+        bytes: bytes that this rank handed to them.
+
+    Raises:
+        MisconfigurationException: for a period below 1, a negative start, or a hierarchy that does not fit the ranks.
+
+    Example::
+
+        averager = ParameterAverager(model.parameters(), period=4, start=100)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+            averager.step()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        period: int | Mapping[int, int] | Any,
+        start: int = 0,
+        group: comm.Group = None,
+        *,
+        buffers: Iterable[Tensor] = (),
+    ) -> None:
+        self._asleep = list(parameters)
+        self._awake: list[Tensor] = []
+        self._buffers = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        self._torchs: Any = None
+        self._every: Callable[[list[Tensor]], Any] | None = None
+        self.steps = 0
+        self.agreed = True
+        self.collectives = 0
+        self.bytes = 0
+        self._start = start
+        self._origin = start  # multiples are counted from here
+        if isinstance(period, (int, Mapping)) and not isinstance(period, bool):
+            periods = period if isinstance(period, Mapping) else {period: comm.world_size(group)}
+            _check_periods(periods, start, comm.world_size(group))
+            self._groups = dict(_groups(periods, group))
+        else:
+            self._groups = self._of_torch(period)
+        self._world = comm.world_size(group if self._torchs is None else self._torchs.process_group)
+
+    def _of_torch(self, averager: Any) -> dict[int, Any]:
+        """The groups of torch's averager by period, smallest first."""
+        if not callable(getattr(averager, "average_parameters", None)):
+            raise MisconfigurationException(
+                f"ParameterAverager(period={averager!r}): a number of steps, a mapping of numbers of steps to numbers "
+                "of ranks, or an averager of torch.distributed.algorithms.model_averaging"
+            )
+        self._torchs = averager
+        self.steps = averager.step
+        known = type(averager).__module__.startswith(_TORCH_AVERAGERS)
+        if known and type(averager).__name__ == "PeriodicModelAverager":
+            self._start = self._origin = averager.warmup_steps
+            return {averager.period: averager.process_group}
+        if known and type(averager).__name__ == "HierarchicalModelAverager":
+            self._start, self._origin = averager.warmup_steps, 0
+            return dict(averager.period_process_group_dict)
+        self._every = averager.average_parameters
+        return {}
+
+    def step(self) -> bool:
+        """After an optimizer step: count it, and average if it is time. Collective then.
+
+        Returns:
+            Whether parameters were averaged, over whatever ranks.
+        """
+        if self._asleep:
+            self._awake += [parameter for parameter in self._asleep if parameter.requires_grad]
+            self._asleep = [parameter for parameter in self._asleep if not parameter.requires_grad]
+        step = self.steps
+        self.steps += 1
+        if self._every is not None:  # it counts by itself
+            self._every(self._awake)
+            return False
+        if self._torchs is not None:
+            self._torchs.step = self.steps
+        if step < self._start:
+            return False
+        self.agreed = False
+        for period, group in reversed(self._groups.items()):
+            if (step - self._origin) % period == 0:
+                self._average(group)
+                return True
+        return False
+
+    def _average(self, group: comm.Group) -> None:
+        collectives, sent = average([*self._awake, *self._buffers], group)
+        self.collectives += collectives
+        self.bytes += sent
+        self.agreed = comm.world_size(group) == self._world
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps."""
+        return {"steps": self.steps, "agreed": self.agreed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was saved."""
+        self.steps = state["steps"]
+        self.agreed = state["agreed"]
+        if self._torchs is not None:
+            self._torchs.step = self.steps
+
+
+def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
+    shown = f"ParameterAverager(period={dict(periods)}, start={start})"
+    if not periods or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in periods) or start < 0:
+        raise MisconfigurationException(f"{shown}: periods are numbers of steps above 0, and start is at least 0")
+    sizes = [size for _, size in sorted(periods.items())]
+    if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):
+        raise MisconfigurationException(
+            f"{shown} for {world} ranks: each number of ranks divides {world}, larger periods go with more ranks, and "
+            f"the largest with all {world}; {{4: 2, 16: {world}}} averages pairs after 4 steps and all after 16"
+        )
+
+
+def _groups(periods: Mapping[int, int], group: comm.Group) -> Iterator[tuple[int, Any]]:
+    """The group of each period, smallest first; they are made here, on all ranks together."""
+    made: dict[int, Any] = {comm.world_size(group): group}
+    rank = comm.rank(group)
+    for period, size in sorted(periods.items()):
+        if size not in made:
+            first = rank // size * size
+            made[size] = group_of(list(range(first, first + size)), group)
+        yield period, made[size]
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], group: comm.Group = None, code: Code | None = None) -> tuple[int, int]:
+    """Overwrite ``tensors`` with their means over the ranks, many of them in one message.
+
+    Args:
+        tensors: floating point or complex, with the same shapes and dtypes in the same order on all ranks; strided ones
+            are fine.
+        group: the ranks; ``None`` is the default group.
+        code: how they travel (`lockstep.parallel.hooks.exchange`); by default in their dtype, 16-bit ones summed in
+            float32.
+
+    Returns:
+        How many messages that took, and how many bytes this rank handed to them.
+    """
+    world = comm.world_size(group)
+    if world == 1:
+        return 0, 0
+    collectives = sent = 0
+    for piece in _pieces(tensors):
+        flat = torch.cat([_numbers(tensor) for tensor in piece])
+        device = comm.carrier(group, flat.device)
+        moved = flat.to(device)
+        coding = Halves(moved.dtype) if code is None and moved.element_size() == 2 else code
+        if coding is None:
+            mean(moved, group)
+            collectives, sent = collectives + 1, sent + moved.nbytes
+        else:
+            coded_mean(moved, coding, group)
+            row = coding.encode(moved.new_zeros(1, -(-moved.numel() // world))).nbytes
+            collectives, sent = collectives + 2, sent + row * (world + 1)
+        start = 0
+        for tensor in piece:
+            numbers = tensor.numel() * (2 if tensor.is_complex() else 1)
+            part = moved[start : start + numbers]
+            start += numbers
+            part = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
+            tensor.detach().copy_(part.view(tensor.shape))
+    return collectives, sent
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that travel together: of one dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        piece: list[Tensor] = []
+        size = 0
+        for tensor in alike:
+            if piece and size + tensor.nbytes > PIECE:
+                yield piece
+                piece, size = [], 0
+            piece.append(tensor)
+            size += tensor.nbytes
+        yield piece

@@ -1,0 +1,148 @@
+"""Means over the ranks of a group: plain, or with fewer bytes on the wire and sums in float32.
+
+A compressed mean takes two messages. The tensor is cut into as many slices as there are ranks, and each rank gets all
+ranks' versions of its slice (all-to-all), sums them in float32 in the order of ranks, and gives its slice of the mean
+to all (all-gather). With W ranks each rank sends (W - 1) / W of the tensor twice: exactly as many numbers as a ring
+all-reduce, each in fewer bytes. All ranks decode the same messages, so they end with the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ground import comm
+
+CHUNK = 256
+"""Numbers that share a scale in `Bytes`."""
+
+
+class Code(Protocol):
+    """How numbers travel: rows of numbers to rows of bytes, and back."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """``rows``: 2-D, floating point. Returns 2-D uint8, a row a row."""
+        ...
+
+    def decode(self, message: Tensor, numbers: int) -> Tensor:
+        """The ``numbers`` numbers of each row, in float32."""
+        ...
+
+
+class Halves:
+    """Two bytes a number.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``. What is too large for it becomes infinite.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rounded to the 16-bit type."""
+        return rows.to(self._dtype).contiguous().view(torch.uint8)
+
+    def decode(self, message: Tensor, numbers: int) -> Tensor:
+        """Exact."""
+        return message.view(self._dtype).to(torch.float32)
+
+
+class Bytes:
+    """One byte a number and a float32 scale for each `CHUNK` of them: 0.254 of float32.
+
+    A chunk's scale is its largest absolute value over 127; numbers are rounded to the nearest of its 255 multiples. A
+    chunk that holds inf or NaN arrives as inf and NaN.
+    """
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Scales first, then the rounded multiples."""
+        count, numbers = rows.shape
+        chunks = _chunks(rows.float())
+        scales = chunks.abs().amax(dim=2) / 127
+        smallest = torch.finfo(torch.float32).tiny
+        codes = (chunks / scales.clamp_min(smallest).unsqueeze(2)).round_().clamp_(-127, 127)
+        codes = codes.nan_to_num_(0).to(torch.int8).view(count, -1)[:, :numbers]
+        return torch.cat([scales.view(torch.uint8), codes.contiguous().view(torch.uint8)], dim=1)
+
+    def decode(self, message: Tensor, numbers: int) -> Tensor:
+        """Multiples times scales."""
+        count = message.shape[0]
+        bytes_of_scales = -(-numbers // CHUNK) * 4
+        scales = message[:, :bytes_of_scales].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        codes = message[:, bytes_of_scales:].contiguous().view(torch.int8).float()
+        return (_chunks(codes) * scales.unsqueeze(2)).view(count, -1)[:, :numbers]
+
+
+def _chunks(rows: Tensor) -> Tensor:
+    """``rows`` in chunks, the last filled up with zeros."""
+    count, numbers = rows.shape
+    lacking = -numbers % CHUNK
+    if lacking:
+        rows = torch.nn.functional.pad(rows, (0, lacking))
+    return rows.reshape(count, -1, CHUNK)
+
+
+def mean(flat: Tensor, group: comm.Group) -> None:
+    """Overwrite ``flat`` (contiguous, real) with its mean over the ranks; one all-reduce in its dtype."""
+    world = comm.world_size(group)
+    if world > 1:
+        flat.mul_(1 / world)
+        dist.all_reduce(flat, group=group)
+
+
+def coded_mean(flat: Tensor, code: Code, group: comm.Group, error: Tensor | None = None) -> None:
+    """Overwrite ``flat`` with its mean over the ranks, which travels as ``code`` says.
+
+    Args:
+        flat: 1-D, real floating point, of the same length on all ranks.
+        code: what is sent.
+        group: the ranks.
+        error: what rounding took away so far and is owed to the mean, of ``flat``'s length, in float32; it is added
+            to ``flat`` first, and holds what is owed now afterwards. The errors of all ranks together make good for
+            both roundings: that of a rank's own numbers, and that of the mean, which the rank that made it keeps.
+            Where the mean is not finite the error stays as it was: nobody will use that mean.
+    """
+    if flat.numel() == 0:
+        return
+    world, rank, length = comm.world_size(group), comm.rank(group), flat.numel()
+    numbers = -(-length // world)
+    if error is not None:
+        flat.add_(error)
+    rows = flat if numbers * world == length else torch.nn.functional.pad(flat, (0, numbers * world - length))
+    rows = rows.view(world, numbers)
+    message = code.encode(rows)
+    owed = None if error is None else rows.float() - code.decode(message, numbers)
+    arrived = message
+    if world > 1:
+        arrived = torch.empty_like(message)
+        dist.all_to_all_single(arrived, message, group=group)
+    total = code.decode(arrived[:1], numbers)
+    for other in range(1, world):
+        total += code.decode(arrived[other : other + 1], numbers)
+    total.mul_(1 / world)
+    message = code.encode(total)
+    if owed is not None:
+        owed[rank] += (total - code.decode(message, numbers)).view(-1) * world
+    if world > 1:
+        arrived = message.new_empty((world, message.shape[1]))
+        _all_gather(arrived, message, group)
+    else:
+        arrived = message
+    flat.copy_(code.decode(arrived, numbers).reshape(-1)[:length])
+    if error is not None and owed is not None:
+        torch.where(flat.isfinite(), owed.view(-1)[:length], error, out=error)
+
+
+def _all_gather(gathered: Tensor, tensor: Tensor, group: comm.Group) -> None:
+    # the second name is deprecated where there is the first
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered.view(-1), tensor.view(-1), group=group)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A 1-D tensor's numbers as real ones, in place: two for each complex one."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)

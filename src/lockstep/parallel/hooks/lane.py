@@ -1,0 +1,182 @@
+"""Lanes: where a communication hook of several messages runs beside the backward, in one order on all ranks.
+
+A group carries its messages in the order in which a rank hands them over, and that order must be the same on every
+rank. A hook that sends a second message when the first has arrived would break it, if it were sent from wherever the
+arrival is noticed. So such hooks are written as plain blocking functions, and a lane runs them one after another:
+
+- gloo: on a thread, over a group of the lane's own, so that nothing else can come between (a synchronized BatchNorm's
+  backward sends messages too). The thread ends as soon as there is nothing to do.
+- NCCL: at once, on a stream of the lane's own: nothing blocks there but the stream.
+- one rank, or another backend: at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ground import comm
+
+Future: TypeAlias = "torch.futures.Future[Tensor]"
+Job: TypeAlias = "Callable[[comm.Group], Tensor]"
+
+THREAD = "lockstep-hook"
+"""Name of a lane's thread."""
+
+
+def submit(group: comm.Group, device: torch.device, job: Job) -> Future:
+    """Run ``job`` in the lane of ``group``, after all that was submitted before.
+
+    The first call for a group is collective: every rank of it makes the lane.
+
+    Args:
+        group: the ranks; ``None`` is the default group.
+        device: where the tensors of ``job`` are; on a GPU it sees what the current stream has been given by now.
+        job: a function of the group over which it is to communicate (the same ranks in the same order); it may
+            block.
+
+    Returns:
+        A future of what ``job`` returns, or raises.
+    """
+    return open_lane(group, device).submit(group, device, job)
+
+
+def open_lane(group: comm.Group, device: torch.device) -> Lane:
+    """The lane of ``group`` for tensors on ``device``; made where there is none, which is collective."""
+    if comm.world_size(group) == 1:
+        return Lane()
+    parent: Any = dist.group.WORLD if group is None else group
+    kinds = _lanes.setdefault(parent, {})
+    kind = carrier(parent, device)
+    if kind not in kinds:
+        if kind == "gloo":
+            kinds[kind] = ThreadLane(_own_group(parent))
+        else:
+            kinds[kind] = StreamLane() if kind == "nccl" else Lane()
+    return kinds[kind]
+
+
+def carrier(group: comm.Group, device: torch.device) -> str:
+    """The backend by which ``group`` carries tensors of ``device``: "gloo", "nccl", ...; empty where it cannot."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return backends.get(device.type, "")
+
+
+def _own_group(group: Any) -> Any:
+    members = dist.get_process_group_ranks(group)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    comm.barrier(own)  # a rank that ends at once must not be gone while another still connects to it
+    return own
+
+
+class Lane:
+    """Runs jobs at once, over the group itself."""
+
+    def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
+        """A future of ``job``'s result."""
+        future = _future(device)
+        _settle(future, job, group)
+        return future
+
+
+class StreamLane(Lane):
+    """Runs jobs at once, with their kernels and messages on a stream beside the backward's."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
+        """A future of ``job``'s result; a stream that waits for it waits for this lane's stream."""
+        future = _future(device)
+        with self._beside(device):
+            _settle(future, job, group)
+        return future
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """A context on this lane's stream, after what the current stream has been given by now."""
+        if device.type != "cuda":
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return _Beside(self._streams[device], torch.cuda.current_stream(device).record_event())
+
+
+class ThreadLane(StreamLane):
+    """Runs jobs on a thread that ends when none are left, over ``group``, which nobody else uses."""
+
+    def __init__(self, group: comm.Group) -> None:
+        super().__init__()
+        self._group = group
+        self._waiting: deque[tuple[Future, Job, AbstractContextManager[Any]]] = deque()
+        self._lock = threading.Lock()
+        self._runs = False
+
+    def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
+        """A future of ``job``'s result."""
+        future = _future(device)
+        with self._lock:
+            self._waiting.append((future, job, self._beside(device)))
+            starts, self._runs = not self._runs, True
+        if starts:
+            threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._runs = False
+                    return
+                future, job, beside = self._waiting.popleft()
+            with beside:
+                _settle(future, job, self._group)
+            del future, job, beside  # nothing is kept until the next one comes
+
+
+class _Beside:
+    """On ``stream``, after ``event``."""
+
+    def __init__(self, stream: Any, event: Any) -> None:
+        self._stream, self._event = stream, event
+
+    def __enter__(self) -> None:
+        self._stream.wait_event(self._event)
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def _future(device: torch.device) -> Future:
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+def _settle(future: Future, job: Job, group: comm.Group) -> None:
+    try:
+        with torch.no_grad():
+            result = job(group)
+    except BaseException as error:  # told to whoever waits: the thread has nobody above it
+        future.set_exception(error)  # type: ignore[arg-type]
+    else:
+        future.set_result(result)
+
+
+def completed(tensor: Tensor) -> Future:
+    """A future that holds ``tensor`` already."""
+    future = _future(tensor.device)
+    future.set_result(tensor)
+    return future
+
+
+_lanes: weakref.WeakKeyDictionary[Any, dict[str, Lane]] = weakref.WeakKeyDictionary()
+"""The lanes of each group, by backend; they go with it."""

@@ -1,0 +1,142 @@
+"""Post-local SGD: the mean over all ranks for some rounds, and over the ranks of a node from then on.
+
+(Lin, Stich, Patel and Jaggi, 2020.) The parameters of different nodes part in the second phase; they are averaged
+now and then by `lockstep.parallel.averaging.ParameterAverager` or `lockstep.parallel.outer.OuterOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.hooks.identity import innermost, torch_name
+from lockstep.parallel.hooks.lane import completed
+from lockstep.parallel.hooks.mean import allreduce
+from lockstep.parallel.hooks.nodes import node_group
+
+Marks = Callable[[], "comm.Group | Literal[False]"]
+
+
+class PostLocalSGDState:
+    """Settings and progress of `post_local_sgd`.
+
+    Args:
+        start: rounds with the mean over all ranks; from round ``start`` (counted from 0) on, steps are local.
+        subgroup: the ranks that go on averaging gradients with this one. ``None``: those on this rank's node, found
+            by `lockstep.parallel.hooks.nodes.node_group`, which all ranks call together when the hook is registered
+            or first called.
+        process_group: all ranks; ``None`` is the default group.
+        local_allreduce: False: every rank goes on by itself, and ``subgroup`` is not used.
+
+    Attributes:
+        iteration: rounds so far.
+
+    Raises:
+        MisconfigurationException: for a negative ``start``.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        subgroup: comm.Group = None,
+        *,
+        process_group: comm.Group = None,
+        local_allreduce: bool = True,
+    ) -> None:
+        if start < 0:
+            raise MisconfigurationException(f"PostLocalSGDState(start={start}): a number of rounds, at least 0")
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start = start
+        self.local_allreduce = local_allreduce
+        self.iteration = 0
+        self._made = False
+
+    @property
+    def start_localSGD_iter(self) -> int:
+        """``start``, by the name that torch's state has for it."""
+        return self.start
+
+    def prepare(self) -> None:
+        """Make the group of this node's ranks, where none was given; collective."""
+        if self.local_allreduce and self.subgroup is None and comm.world_size(self.process_group) > 1:
+            self.subgroup, self._made = node_group(self.process_group), True
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = {"subgroup": None, "_made": False} if self._made else {}  # a group belongs to its process
+        return {**vars(self), **made}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress."""
+        return {"iteration": self.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was saved."""
+        self.iteration = state["iteration"]
+
+
+def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean over all ranks, then over ``state.subgroup``; by itself, a rank keeps its own gradients.
+
+    Args:
+        state: settings and progress.
+        bucket: gradients of any dtype.
+
+    Example::
+
+        state = PostLocalSGDState(start=1000)
+        model.register_comm_hook(state, post_local_sgd)
+        averager = ParameterAverager(model.parameters(), period=16, start=1000)
+        for batch in loader:
+            ...
+            optimizer.step()
+            averager.step()
+    """
+    if state.iteration == 0 and bucket.index() == 0:
+        state.prepare()
+    local = state.iteration >= state.start
+    state.iteration += bucket.is_last()
+    if not local:
+        return allreduce(state.process_group, bucket)
+    if state.local_allreduce and state.subgroup is not None:
+        return allreduce(state.subgroup, bucket)
+    return completed(bucket.buffer())
+
+
+def marks_of(hook: Any, state: Any) -> Marks | None:
+    """Over which group the ranks agree on the parameters that were used, where that changes with a hook's rounds.
+
+    Args:
+        hook: a communication hook, of lockstep or torch, wrapped or not.
+        state: its state.
+
+    Returns:
+        ``None`` for hooks that always go over one group. For post-local SGD, a function to be called at the beginning
+        of each round, before its first bucket: ``None`` for the state's whole group; a group; or False where a rank
+        goes on by itself, and nothing is to be agreed.
+    """
+    inner = innermost(hook)
+    if inner is post_local_sgd:
+        return lambda: _marks(state.iteration < state.start, state.process_group, state.subgroup, state.local_allreduce)
+    if torch_name(inner) == "post_localSGD_hook":
+        return lambda: _marks(
+            state.iter < state.start_localSGD_iter,
+            state.process_group,
+            state.subgroup,
+            state.post_local_gradient_allreduce,
+        )
+    return None
+
+
+def _marks(whole: bool, group: comm.Group, subgroup: comm.Group, together: bool) -> comm.Group | Literal[False]:
+    if whole:
+        return group
+    if not together or subgroup is None or comm.world_size(subgroup) == 1:
+        return False
+    return subgroup
