@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -11,12 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.ddp import (
-    DistributedDataParallel,
-    broadcast_module_state,
-    check_same_module,
-    sync_buffers,
-)
+from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.pool import RankPool
 
 
@@ -136,71 +132,280 @@ def test_a_failed_backward_does_not_silence_the_next(ranks: RankPool) -> None:
     assert torch.allclose(first, alone.left.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
 
 
-def test_one_process_runs_the_module_as_it_is() -> None:
-    net = _branches()
-    model = DistributedDataParallel(net, [torch.device("cpu")])
-    _loss(model(_batch(0, 0)), 0).backward()
-    grad = net.left.weight.grad
-    alone = _branches()
-    _loss(alone(_batch(0, 0)), 0).backward()
-    assert torch.equal(grad, alone.left.weight.grad)  # type: ignore[arg-type]
-    assert set(model.state_dict()) == {f"module.{name}" for name in net.state_dict()}
+def _same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    """Gradients, parameter by parameter."""
+    assert len(found) == len(expected)
+    for mine, right in zip(found, expected, strict=True):
+        assert (mine is None) == (right is None)
+        if mine is not None and right is not None:
+            mine, right = mine.to_dense(), right.to_dense()
+            assert (mine - right).abs().max() <= 1e-12 * right.abs().max().clamp_min(1e-300)
 
 
-def test_settings_that_cannot_work_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Linear\): no parameter requires a gradient"):
-        DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(ValueError, match=r"device_ids=\[0, 1\]: a process drives one device"):
-        DistributedDataParallel(nn.Linear(2, 2), [0, 1])
+def _grads(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in net.parameters()]
 
 
-def _differing(kind: str) -> str:
-    odd = dist.get_rank() == 1
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    if odd and kind == "shape":
-        net[0] = nn.Linear(2, 3)
-    elif odd and kind == "order":
-        net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    elif odd and kind == "frozen":
-        net[1].requires_grad_(False)
-    elif odd and kind == "more":
-        net.append(nn.Linear(2, 2))
-    elif odd and kind == "buffer":
-        net[1].double()
-    with pytest.raises(ValueError) as raised:
-        check_same_module(net)
-    return str(raised.value)
+def _on_ranks(scene: str, world: int) -> list[list[Tensor | None]]:
+    """The scene's gradients, of each step; on one process (world 0) of the mean of two ranks' losses."""
+    torch.manual_seed(4)
+    return SCENES[scene](world)
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("shape", "rank 1 has parameter '0.weight' (torch.float32, shape (3, 2))"),
-        ("order", "rank 0 has parameter '0.weight' (torch.float32, shape (2, 2)), rank 1"),
-        ("frozen", "rank 1 has parameter '1.weight' (torch.float32, shape (2,), frozen)"),
-        ("more", "rank 1 has parameter '2.weight'"),
-        ("buffer", "rank 1 has parameter '1.weight' (torch.float64"),
-    ],
-)
-def test_modules_that_differ_are_refused_on_every_rank(ranks: RankPool, kind: str, said: str) -> None:
-    first, second = ranks(2).run(_differing, kind)
-    assert first == second
-    assert said in first
+def _data(step: int, rank: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def _alike() -> list[Any]:
-    torch.manual_seed(dist.get_rank())
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    check_same_module(net)
-    net[1].num_batches_tracked += dist.get_rank()
-    own = net[0].weight.detach().clone()
-    sync_buffers(net)
-    tracked, kept = int(net[1].num_batches_tracked), torch.equal(own, net[0].weight)
-    broadcast_module_state(net)
-    return [tracked, kept, net[0].weight.detach().clone()]
+def _places(world: int) -> list[int]:
+    return [dist.get_rank()] if world else [0, 1]
 
 
-def test_state_and_buffers_come_from_rank_zero(ranks: RankPool) -> None:
-    first, second = ranks(2).run(_alike)
-    assert first[:2] == second[:2] == [0, True]
-    assert torch.equal(first[2], second[2])
+def _wrap(net: nn.Module, world: int, **settings: Any) -> Any:
+    return DistributedDataParallel(net.double(), bucket_cap_mb=0.0002, **settings) if world else net.double()
+
+
+def _steps(
+    net: nn.Module, model: Any, loss_of: Any, world: int, steps: int = 4, others: tuple[nn.Module, ...] = ()
+) -> list[list[Tensor | None]]:
+    """SGD; the gradients of every step."""
+    optimizer = torch.optim.SGD([p for one in (net, *others) for p in one.parameters()], 0.05)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in _places(world):
+            loss = loss_of(model, step, rank)
+            (loss if world else loss / 2).backward()
+        found.append(_grads(net) + [grad for other in others for grad in _grads(other)])
+        optimizer.step()
+    return found
+
+
+def _mlp(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _several_forwards(world: int) -> Any:
+    net = _mlp(4, 5, 2)
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        outputs = [model(_data(step, 10 * rank + i, 3, 4)).square().mean() for i in range(1 + (step + rank) % 3)]
+        return torch.stack(outputs).sum()
+
+    return _steps(net, _wrap(net, world), loss, world)
+
+
+def _gan(world: int) -> Any:
+    """Two nets and two backwards a step; the second goes through both."""
+    maker, judge = _mlp(3, 5, 4), _mlp(4, 5, 1)
+    made, judged = _wrap(maker, world), _wrap(judge, world)
+    makers, judges = torch.optim.SGD(maker.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
+    found = []
+    for step in range(4):
+        judges.zero_grad()
+        for rank in _places(world):
+            false = made(_data(step, rank, 6, 3)).detach()
+            loss = judged(false).mean() - judged(_data(step, rank + 7, 6, 4)).mean()
+            (loss if world else loss / 2).backward()
+        found.append(_grads(judge))
+        judges.step()
+        makers.zero_grad()
+        for rank in _places(world):
+            loss = -judged(made(_data(step, rank, 6, 3))).mean()
+            (loss if world else loss / 2).backward()
+        found.append(_grads(maker))
+        makers.step()
+    return found
+
+
+def _penalty(world: int) -> Any:
+    """The loss is made of a gradient: its backward goes around the outputs."""
+    net = _mlp(4, 5, 5, 1)
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        x = _data(step, rank, 6, 4).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean() + (model(x).mean() if step % 2 else 0)
+
+    return _steps(net, _wrap(net, world), loss, world)
+
+
+class Kept(nn.Module):
+    """Keeps a part of its loss for itself, and answers in an object of its own."""
+
+    class Answer:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.spare = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.balance = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.trunk(x).tanh()
+        self.balance = x.square().mean()
+        return Kept.Answer(self.head(x))
+
+
+def _around(world: int) -> Any:
+    net = Kept()
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        value = model(_data(step, rank, 3, 4)).value.square().mean()
+        balance = net.balance
+        return (value, balance, value + balance, balance * 2)[step % 4]
+
+    return _steps(net, _wrap(net, world), loss, world)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def _all_checkpointed(world: int, reentrant: bool, static: bool = False) -> Any:
+    """Shared layers, with nothing outside of the checkpoints."""
+    net = Recurrent(reentrant)
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        return model(_data(step, rank, 3, 4).requires_grad_()).square().mean()
+
+    return _steps(net, _wrap(net, world, static_graph=static), loss, world)
+
+
+def _checkpointed_whole(world: int, reentrant: bool) -> Any:
+    """The container itself is in the checkpoint, and its forward runs again inside the backward."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        net.eval()
+        return checkpoint(model, _data(step, rank, 3, 4).requires_grad_(), use_reentrant=reentrant).square().mean()
+
+    return _steps(net, _wrap(net, world), loss, world)
+
+
+def _sparse(world: int) -> Any:
+    net = nn.Sequential(nn.EmbeddingBag(9, 4, mode="sum", sparse=True), nn.Linear(4, 2))
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        return model(torch.arange(6).view(3, 2) + step % 2 + 2 * rank).square().mean()
+
+    return _steps(net, _wrap(net, world), loss, world)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs() * self.scale
+
+
+def _complex(world: int) -> Any:
+    net = Complex()
+    net.scale.data = net.scale.data.double()
+    model = DistributedDataParallel(net) if world else net
+    return _steps(net, model, lambda model, step, rank: model(_data(step, rank, 3, 4)).square().mean(), world)
+
+
+def _toggled(world: int) -> Any:
+    """One half frozen in every other step, and after it the other, as in GANs."""
+    net = _mlp(4, 5, 2)
+    model = _wrap(net, world)
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        net[0].requires_grad_(step % 3 != 1)
+        net[2].requires_grad_(step % 3 != 2)
+        return model(_data(step, rank, 3, 4)).square().mean()
+
+    return _steps(net, model, loss, world, 6)
+
+
+def _outside(world: int) -> Any:
+    """Parameters outside of the container add to the loss, and so do the module's own, past the forward."""
+    net, head = _mlp(4, 5, 5), _mlp(5, 2)
+    model, last = _wrap(net, world), _wrap(head, world)
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        decay = sum((p.square().sum() for p in net.parameters()), torch.zeros(()))
+        return last(model(_data(step, rank, 3, 4))).square().mean() + 0.1 * decay
+
+    return _steps(net, model, loss, world, others=(head,))
+
+
+def _accumulated(world: int) -> Any:
+    """Three micro-batches, two of them under no_sync; the second's backward follows the third's forward."""
+    net = _mlp(4, 5, 2)
+    model = _wrap(net, world)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in _places(world):
+            with model.no_sync() if world else contextlib.nullcontext():
+                model(_data(step, rank, 3, 4)).square().mean().div(1 if world else 2).backward()
+                later = model(_data(step, rank + 20, 3, 4)).square().mean().div(1 if world else 2)
+            last = model(_data(step, rank + 40, 3, 4)).square().mean().div(1 if world else 2)
+            later.backward()
+            last.backward()
+        found.append(_grads(net))
+        optimizer.step()
+    return found
+
+
+def _kept_zeros(world: int) -> Any:
+    """Gradients are set to zero in place, detached, and not dropped."""
+    net = _mlp(4, 5, 2)
+    model = _wrap(net, world)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        for rank in _places(world):
+            model(_data(step, rank, 3, 4)).square().mean().div(1 if world else 2).backward()
+        found.append(_grads(net))
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+        optimizer.step()
+    return found
+
+
+SCENES: dict[str, Any] = {
+    "several forwards": _several_forwards,
+    "two nets, two backwards": _gan,
+    "gradient penalty": _penalty,
+    "losses around the outputs": _around,
+    "all in re-entrant checkpoints": lambda world: _all_checkpointed(world, True),
+    "all in checkpoints": lambda world: _all_checkpointed(world, False),
+    "all in re-entrant checkpoints, static": lambda world: _all_checkpointed(world, True, True),
+    "itself in a checkpoint": lambda world: _checkpointed_whole(world, False),
+    "itself in a re-entrant checkpoint": lambda world: _checkpointed_whole(world, True),
+    "sparse gradients": _sparse,
+    "complex and mixed dtypes": _complex,
+    "frozen and thawed": _toggled,
+    "more than the outputs": _outside,
+    "accumulation": _accumulated,
+    "zeros in place": _kept_zeros,
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_gradients_are_those_of_one_process(ranks: RankPool, scene: str) -> None:
+    expected = _on_ranks(scene, 0)
+    for found in ranks(2).run(_on_ranks, scene, 2):
+        for mine, right in zip(found, expected, strict=True):
+            _same(mine, right)

@@ -1,52 +1,116 @@
-"""DistributedDataParallel for hand-written loops (a thin container over the reducer); how ranks start."""
+"""DistributedDataParallel for hand-written loops: a container over the reducer, in the place of torch's."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Iterator, Sequence
+import os
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.ground import comm
-from lockstep.ground.device import move_data_to_device
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
-from lockstep.ground.tree import tree_leaves
-from lockstep.parallel.reducer import Reducer
+from lockstep.ground.rank import warn_once
+from lockstep.parallel.buckets import Plan
+from lockstep.parallel.caps import plan_by_caps
+from lockstep.parallel.copies import Copies
+from lockstep.parallel.devices import Device, OnDevices
+from lockstep.parallel.join import JoinsUneven
+from lockstep.parallel.newcomers import Newcomers
+from lockstep.parallel.reducer import MIB, Reducer
+from lockstep.parallel.rollcall import RollCall, say_who_is_absent
+from lockstep.parallel.start import broadcast_module_state as broadcast_module_state
+from lockstep.parallel.start import check_same_module as check_same_module
+from lockstep.parallel.start import find_group, find_unusable, sparse_names
+from lockstep.parallel.start import sync_buffers as sync_buffers
+from lockstep.parallel.torch_names import IGNORED, TorchNames
+from lockstep.parallel.watch import Watch
+from lockstep.parallel.weight import Weight, check_weight
+
+SKIPPED = (
+    "rank {rank}: an optimizer steps, and no backward has reached the outputs of the last forward (in training mode, "
+    "with gradients enabled), while the other ranks may wait for this one in theirs. It takes part now, with nothing "
+    "to add. What was done to gradients before the step (clipping, unscaling) was done without the others': call "
+    "skip_backward() in place of the backward, or let the loss depend on the outputs (loss + 0 * outputs.sum()). A "
+    "forward that only looks belongs under torch.no_grad()"
+)
+WHOLE = (
+    "{name} is compiled as a whole: its gradients come all at once, when its backward has ended, so no reduction "
+    "overlaps the computation. Compile its blocks instead: for block in model.blocks: block.compile()"
+)
+LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
+MIXED = (
+    "mixed_precision={value!r}: not offered, since it works with torch's own reducer only; run the forward under "
+    "torch.autocast, and let the gradients travel in 16 bits by a communication hook"
+)
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
     """Trains ``module`` on every rank of a group, each with its own part of the batch, as one.
 
-    At construction every rank takes rank 0's parameters and buffers. A backward from the outputs leaves every
+    Takes the place of ``torch.nn.parallel.DistributedDataParallel`` when the import is changed; ``docs/ddp.md``
+    lists what differs. At construction every rank takes rank 0's parameters and buffers. A backward leaves every
     rank with the mean of the ranks' gradients: they are averaged while it still runs, and are there when
-    ``loss.backward()`` returns. Parameters that a rank, or no rank, uses in a step need no flag (see
-    `lockstep.parallel.reducer.Reducer`), and a bucket's layout never depends on chance.
+    ``loss.backward()`` returns. Parameters that a rank, or no rank, uses in a step need no flag.
 
-    A rank whose loss does not depend on the outputs at all takes no part in the round, and the others wait
-    for it: have it call ``loss = loss + 0 * outputs.sum()``.
+    Construction, a forward with gradients and its backward are points where ranks meet: all must come there equally
+    often. A rank whose loss depends on none of the outputs calls `skip_backward`; if it goes on to its optimizer's
+    step without, it takes part just before it, and is warned.
 
     Args:
         module: on the device where it is to run; at least one parameter requires a gradient.
-        device_ids: ``[device]`` to have tensors among the inputs moved there; ``None`` leaves them where they
-            are.
-        broadcast_buffers: before a forward that follows a synchronised one, take rank 0's buffers
-            (BatchNorm's running statistics).
+        device_ids: ``None`` leaves inputs and module where they are; ``[device]`` moves tensors among the inputs
+            there; several devices (CPUs too: ``["cpu", "cpu"]``) or ``"all"`` cut the batch up among them, with a
+            replica on each (`lockstep.parallel.dp.DataParallel`) and the module on the first.
+        output_device: where outputs of several devices are put together; default: the first of them.
+        dim: along which a batch is cut up.
+        broadcast_buffers: older name of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
+        init_sync: compare the ranks' modules, then give all of them rank 0's parameters and buffers.
         process_group: the ranks; ``None`` is the default group.
-        bucket_cap_mb: size in MiB of the buckets in which gradients travel.
-        find_unused_parameters: unused parameters are found whatever this says; taken for the sake of existing
-            scripts.
+        bucket_cap_mb: size in MiB of the buckets in which gradients travel; default 25.
+        find_unused_parameters: taken and not needed: unused parameters are found whatever this says.
+        check_reduction: at each forward and backward, make sure that all ranks are at the same point, that the last
+            backward reduced everything, and that it left the same gradients everywhere. For finding faults: slow.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy and their memory.
+        static_graph: every backward gives gradients to the same parameters in the same order: costs less.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: taken, both or none; buckets travel when they are
+            full, so there is nothing to delay.
+        mixed_precision: refused; use ``torch.autocast``.
+        device_mesh: a mesh of one dimension whose ranks are the group.
+        skip_all_reduce_unused_params: taken and not needed: who used what is agreed upon in each step.
+        bucket_cap_mb_list: sizes in MiB of the buckets one by one, that of the parameters defined first in front;
+            the last one holds for all that come after.
+        batched_grad_copy: taken and not needed: views are not copied.
+        forward_sync_buffers: before a forward that follows a synchronised one, take rank 0's buffers (BatchNorm's
+            running statistics); default True.
+        shared_memory: on one host, let CPU gradients be summed in memory that the ranks share, not over TCP.
+
+    Attributes:
+        module: the module.
+        reducer: the `lockstep.parallel.reducer.Reducer`.
+        device_ids, output_device, dim, process_group: as given; a GPU by its number.
+        require_backward_grad_sync: whether the next forward's backward is synchronised (`no_sync`).
 
     Raises:
-        ValueError: on every rank, if the ranks' modules differ, or nothing in ``module`` requires a gradient,
-            or ``device_ids`` names more than one device.
+        ValueError: on every rank, if the ranks' modules differ; if nothing in ``module`` requires a gradient; if
+            parameters have no values, or share memory with themselves; if there is no process group, or this rank
+            is not in it.
 
     Example::
 
+        torch.distributed.init_process_group("gloo")
         model = DistributedDataParallel(Net())
         for batch, target in loader:
             optimizer.zero_grad()
@@ -57,57 +121,282 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        *,
-        broadcast_buffers: bool = True,
+        device_ids: Sequence[Device] | str | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: comm.Group = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
+        param_to_hook_all_reduce: Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__()
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError(
-                f"DistributedDataParallel({type(module).__name__}): no parameter requires a gradient, so "
-                "there is nothing to average; use the module as it is"
-            )
-        if device_ids is not None and len(device_ids) != 1:
-            raise ValueError(
-                f"device_ids={list(device_ids)}: a process drives one device; start one process per device "
-                "and give each its own, or device_ids=None"
-            )
+        if mixed_precision is not None:
+            raise MisconfigurationException(MIXED.format(value=mixed_precision))
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
+        self.process_group = find_group(process_group, device_mesh, module)
+        self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         protect_forks()  # of loader workers, beside the group's threads
+        problem = find_unusable(module, self.parameters_to_ignore)
+        if problem is not None and not init_sync:
+            raise MisconfigurationException(problem)
+        if init_sync:
+            check_same_module(module, self.process_group, self.parameters_to_ignore, problem)
         self.module = module
-        self.device = None if device_ids is None else _as_device(device_ids[0])
-        self.process_group = process_group
-        self.broadcast_buffers = broadcast_buffers
-        check_same_module(module, process_group)
-        broadcast_module_state(module, process_group)
-        self.reducer = Reducer(
-            module.named_parameters(),
-            process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
-        self._distributed = comm.world_size(process_group) > 1
-        self._sync = True
-        self._armed = False
-        self._buffers_may_differ = True
-        self._leaf_hooks: list[Any] = []
+        self.dim = dim
+        self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
+        self.device_type = self.device.type
+        self._set_devices(device_ids, output_device)
+        self.forward_sync_buffers = _first(forward_sync_buffers, broadcast_buffers, True)
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.check_reduction = check_reduction
+        self.shared_memory = shared_memory
+        caps = list(bucket_cap_mb_list or ())
+        self.bucket_cap_mb = max(caps) if caps else _first(bucket_cap_mb, 25)
+        if min([self.bucket_cap_mb, *caps]) <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, bucket_cap_mb_list={bucket_cap_mb_list}: sizes above 0")
+        self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
+        self._weight: float | None = None
+        self._comm_hook: tuple[Any, ...] | None = None
+        self._buffer_futures: list[Any] = []
+        self._reducer: Reducer | None = None
+        self._has_skipped = False  # and has been told
+        _tell_if_whole(module)
+        if init_sync:
+            buffers = forward_sync_buffers is not None or self.forward_sync_buffers
+            broadcast_module_state(self.module, self.process_group, ignored=self.parameters_to_ignore, buffers=buffers)
+        self._attach()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-        if not self._distributed:
-            return self.module(*self._move(args), **self._move(kwargs))
-        if torch._C._current_graph_task_id() == -1:
-            self._armed = False  # outside of a backward: one that is still armed has raised
-        if self.broadcast_buffers and self._buffers_may_differ:
-            sync_buffers(self.module, self.process_group)
-        outputs = self.module(*self._move(args), **self._move(kwargs))
-        self._buffers_may_differ = self._sync and torch.is_grad_enabled()
-        if torch.is_grad_enabled():
-            self._watch(outputs, self._sync)
+    # -- the reducer
+
+    _make_reducer: Callable[..., Reducer] = Reducer
+
+    def _attach(self) -> None:
+        """Make the reducer and what tells it when; on all ranks at the same time."""
+        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        named = [(name, p) for name, p in named if name not in self._frozen]
+        plan: Plan | None = None
+        if self.bucket_bytes_cap_list:
+            plan = plan_by_caps(named, self.bucket_bytes_cap_list)
+        self._reducer = reducer = self._make_reducer(
+            named,
+            self.process_group,
+            bucket_cap_mb=self.bucket_cap_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            plan=plan,
+            static_graph=self.static_graph,
+            sparse=sparse_names(self.module),
+            shared_memory=self.shared_memory,
+        )
+        if self._comm_hook is not None:
+            reducer.register_comm_hook(*self._comm_hook)
+        self._world = comm.world_size(self.process_group)
+        self._checks = RollCall(self.process_group, self.module) if self.check_reduction and self._world > 1 else None
+        parameters = [parameter for _, parameter in named]
+        self._watch = Watch(reducer, parameters, self, self.static_graph)
+        reducer.stray = self._watch.stray
+        self._release = weakref.finalize(self, _let_go, reducer, os.getpid())
+        self._release.atexit = False
+        self._newcomers = Newcomers(self.module, self.parameters_to_ignore) if self._world > 1 else None
+        if self._world > 1:
+            hook = register_optimizer_step_pre_hook(partial(before_step, weakref.ref(self)))
+            self._unhook = weakref.finalize(self, hook.remove)
+
+    def _detach(self) -> None:
+        """Let go of the reducer; the next forward makes another."""
+        if self._reducer is not None:
+            self._release()
+            self._reducer = None
+            if self._world > 1:
+                self._unhook()
+
+    def use_reducer(self, make: Callable[..., Reducer]) -> None:
+        """From now on have gradients reduced by what ``make`` gives, called as `Reducer` is, between two steps.
+
+        A collective. Copies of the container go without.
+        """
+        self._detach()
+        self._make_reducer = make
+        self._attach()
+
+    @property
+    def reducer(self) -> Reducer:
+        """What averages the gradients."""
+        if self._reducer is None:
+            self._attach()
+        assert self._reducer is not None
+        return self._reducer
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the buckets; once, and before the first backward, alike on every rank.
+
+        Args:
+            state: its first argument.
+            hook: ``(state, bucket) -> torch.futures.Future`` of the reduced buffer; the bucket has the methods of
+                ``torch.distributed.GradBucket``, and nothing has been divided by the world size.
+
+        Raises:
+            TypeError, ValueError: ``hook`` cannot be one, by its signature.
+            RuntimeError: there is one already, or a backward has been.
+        """
+        from lockstep.parallel.hooks.check import check_hook, prepare_state
+        from lockstep.parallel.hooks.local_steps import marks_of
+
+        check_hook(state, hook, self._watch.parameters, self.process_group)
+        state = prepare_state(state, self.process_group, hook)
+        marks = marks_of(hook, state)
+        self.reducer.register_comm_hook(state, hook, marks)
+        self._comm_hook = (state, hook, marks)
+
+    # -- a step
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; ranks meet here where gradients are enabled."""
+        if self._reducer is None:
+            self._attach()
+        grad = torch.is_grad_enabled()
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, inside the backward
+            outputs = self._run(inputs, kwargs)
+            if grad and self._world > 1:
+                self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+            return outputs
+        alone = self._world == 1 and self._comm_hook is None
+        if alone and self._weight is None and not self._join_config.enable:
+            return self._run(inputs, kwargs)
+        sync = grad and self.require_backward_grad_sync
+        weight = self._prepare_forward(grad, sync)
+        outputs = self._run(inputs, kwargs)
+        if self._buffers_at(_BufferCommHookLocation.POST_FORWARD):
+            self._align_buffers(0)
+        self.require_forward_param_sync = sync
+        if not sync:  # no backward will wait for them
+            self._await_buffers()
+        if grad:
+            if weight is not None:
+                outputs = weight.apply(outputs)
+            light = weight is not None and weight.weight == 0
+            self._watch.outputs(outputs, sync, light, expected=sync and self.training)
         return outputs
+
+    def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
+        """Meet the other ranks before a forward."""
+        self._watch.forward_begins()
+        self._await_buffers()
+        if torch.compiler.is_compiling():
+            warn_once(WHOLE.format(name=type(self.module).__name__))
+        if sync:
+            self._check_parameters()
+        buffers = self._buffers_at(_BufferCommHookLocation.PRE_FORWARD)
+        if self._join_config.enable:
+            if self._weight is not None:
+                raise MisconfigurationException(
+                    "weight() inside of join(): a rank without batches has no weight to give; use one of them"
+                )
+            self._notify(sync, buffers)
+        else:
+            if sync:
+                self._compare("forward")
+            if buffers:
+                self._align_buffers(0)
+        if self._weight is None or not grad:
+            return None
+        return Weight(self._weight, self.process_group, self.device)
+
+    def _check_parameters(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise MisconfigurationException(
+                    f"rank {self._distributed_rank}: parameter {name!r} was frozen when the model was wrapped and "
+                    "requires a gradient now: wrap the model with the parameter unfrozen (requires_grad may be "
+                    "switched off, and on again, afterwards), or wrap it again now"
+                )
+        newcomers = self._newcomers
+        if newcomers is not None and newcomers.found is not None:
+            raise MisconfigurationException(
+                f"rank {self._distributed_rank}: parameter {newcomers.found!r} was added to the model after it was "
+                "wrapped, and its gradient would not be averaged: add it before, or wrap model.module again"
+            )
+
+    def _buffers_at(self, location: _BufferCommHookLocation) -> bool:
+        """Whether buffers are brought in line there."""
+        if not (self.require_forward_param_sync and self.forward_sync_buffers) or self._world == 1:
+            return False
+        hook = self.__dict__.get("buffer_hook")
+        before = _BufferCommHookLocation.PRE_FORWARD
+        return (before if hook is None else hook.buffer_comm_hook_location) is location and self._has_buffers()
+
+    def _align_buffers(self, src: int) -> None:
+        with self._named_failure("buffers"):
+            self._sync_module_buffers(src)
+
+    def _compare(self, stage: str) -> None:
+        """With check_reduction: whether all ranks are at the same point, and how the last backward ended."""
+        if self._checks is not None:
+            self._checks.answer(stage, self.reducer.missing() if stage == "forward" else [])
+
+    def _backward_begins(self) -> None:
+        """Called inside a synchronised backward before its round is prepared."""
+        self._compare("backward")
+
+    def _backward_ended(self) -> None:
+        """Called when a backward has ended: reduces what is left, and waits."""
+        with self._named_failure("gradients"):
+            self.reducer.finish()
+        self._await_buffers()
+        if self._checks is not None and self.reducer.sync:
+            self._checks.note()
+        self._watch.step()
+
+    @contextlib.contextmanager
+    def _named_failure(self, what: str) -> Iterator[None]:
+        """Where a collective fails in this block: say which rank was not there."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or LOST.search(str(error))):
+                raise
+            moment = f"{what} of round {self.reducer.rounds + 1}"
+            absent = say_who_is_absent(self.process_group, moment)
+            raise RuntimeError(f"rank {self._distributed_rank}, averaging the {moment}: {absent}") from error
+
+    def skip_backward(self) -> None:
+        """In place of a backward, where this rank's loss depends on no output: let the others go on.
+
+        Their gradients arrive here, averaged with what this rank has accumulated, or with nothing.
+        """
+        self._watch.forget()
+        if self._world == 1 and self._comm_hook is None:
+            return
+        self._backward_begins()
+        reducer = self.reducer
+        reducer.sync, reducer.muted = True, False
+        reducer.prepare()
+        self._backward_ended()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -115,92 +404,79 @@ class DistributedDataParallel(nn.Module):
 
         What they add up is averaged with the first backward whose forward was outside.
         """
-        before, self._sync = self._sync, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self.require_backward_grad_sync = before
 
-    def _move(self, inputs: Any) -> Any:
-        return inputs if self.device is None else move_data_to_device(inputs, self.device)
+    @contextlib.contextmanager
+    def weight(self, n: float) -> Iterator[None]:
+        """Forwards in this context count ``n``: gradients are the mean over the ranks weighted by it.
 
-    # -- The backward begins when a gradient reaches an output, and ends when autograd says so. Outputs belong
-    #    to the outermost graph, while a parameter's first gradient may come inside a re-entrant checkpoint's
-    #    own backward, where "the end" would be that one's.
+        With the number of samples and a loss that is a mean over them, it is the mean over all samples. Every rank
+        gives its own; all zero gives no gradients.
 
-    def _watch(self, outputs: Any, sync: bool) -> None:
-        for hook in self._leaf_hooks:
-            hook.remove()
-        self._leaf_hooks = []
+        Args:
+            n: what this rank's batch counts; 0 for a batch whose gradients are to be dropped, whatever they are.
 
-        def reached(grad: Tensor) -> None:
-            self._begin(sync)
+        Example::
 
-        for output in tree_leaves(outputs, Tensor):
-            if output.requires_grad:
-                hook = output.register_hook(reached)
-                if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
-                    self._leaf_hooks.append(hook)
+            with model.weight(len(batch)):
+                loss = loss_fn(model(batch), target)  # a mean
+            loss.backward()
+        """
+        before, self._weight = self._weight, check_weight(n, self._distributed_rank)
+        try:
+            yield
+        finally:
+            self._weight = before
 
-    def _begin(self, sync: bool) -> None:
-        if self._armed:
-            self.reducer.sync = self.reducer.sync or sync
-            return
-        self._armed = True
-        self.reducer.sync = sync
-        self.reducer.prepare()
-        Variable._execution_engine.queue_callback(self._end)
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """As of any module; replicas are made anew in each forward."""
+        super().train(mode)
+        return self
 
-    def _end(self) -> None:
-        self._armed = False
-        self.reducer.finish()
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As of any module; it is said that nothing overlaps then."""
+        warn_once(WHOLE.format(name=type(self.module).__name__))
+        super().compile(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DistributedDataParallel:
+        kinds = [(parameter.dtype, parameter.device) for parameter in self.module.parameters()]
+        super()._apply(fn, recurse)
+        if kinds != [(parameter.dtype, parameter.device) for parameter in self.module.parameters()]:
+            self._detach()  # its buffers are of the old kind
+            self.device = next(self.module.parameters()).device
+        return self
 
 
-def _as_device(device: int | torch.device | str) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
-    """Make sure that ``module`` has the same parameters and buffers on every rank of ``group``, in the same
-    order.
-
-    Raises:
-        ValueError: on every rank, naming the first difference.
-    """
-    if comm.world_size(group) == 1:
+def before_step(ref: weakref.ref[DistributedDataParallel], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: if a container waits for a backward whose gradients this one would use."""
+    container = ref()
+    if container is None or container._reducer is None or not container._watch.expected:
         return
-    mine = _describe(module)
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(comm.all_gather_object(digest, group))) == 1:
-        return
-    every = comm.all_gather_object(mine, group)
-    for rank, theirs in enumerate(every):
-        for index in range(max(len(every[0]), len(theirs))):
-            first = every[0][index] if index < len(every[0]) else "nothing more"
-            other = theirs[index] if index < len(theirs) else "nothing more"
-            if first != other:
-                raise ValueError(
-                    f"{type(module).__name__} is not the same on every rank: rank 0 has {first}, rank {rank} "
-                    f"has {other}. Build it alike everywhere: nothing in it may depend on the rank"
-                )
+    mine = {id(parameter) for parameter in container.module.parameters()}
+    if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        if not container._has_skipped:
+            container._has_skipped = True
+            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=3)
+        container.skip_backward()
 
 
-def _describe(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer, in order."""
-    lines = []
-    for name, parameter in module.named_parameters():
-        trained = "" if parameter.requires_grad else ", frozen"
-        lines.append(f"parameter {name!r} ({parameter.dtype}, shape {tuple(parameter.shape)}{trained})")
-    for name, buffer in module.named_buffers():
-        lines.append(f"buffer {name!r} ({buffer.dtype}, shape {tuple(buffer.shape)})")
-    return lines
+def _let_go(reducer: Reducer, process: int) -> None:
+    """Detach the reducer of a container that is gone; not in a forked child, which shares the memory."""
+    if os.getpid() == process:
+        reducer.detach()
 
 
-def broadcast_module_state(module: nn.Module, group: comm.Group = None) -> None:
-    """Overwrite the parameters and buffers of ``module`` with rank 0's, bitwise."""
-    comm.broadcast_tensors([*module.parameters(), *module.buffers()], 0, group)
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
 
 
-def sync_buffers(module: nn.Module, group: comm.Group = None) -> None:
-    """Overwrite the buffers of ``module`` with rank 0's, bitwise; a loop does it before each forward."""
-    comm.broadcast_tensors(module.buffers(), 0, group)
+def _tell_if_whole(module: nn.Module) -> None:
+    """Warn, once, where a module is compiled as a whole."""
+    dynamo = sys.modules.get("torch._dynamo")  # torch imports it when something is compiled
+    whole = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    if whole or module._compiled_call_impl is not None:
+        warn_once(WHOLE.format(name=type(getattr(module, "_orig_mod", module)).__name__))

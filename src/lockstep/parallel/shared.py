@@ -219,7 +219,7 @@ class SharedReduction(AllReduce):
                 unheard.remove(other)
             if not unheard:
                 return
-            limit = _timeout(self._group)
+            limit = timeout_of(self._group)
             if time.monotonic() - begun > limit:
                 self._fail(
                     f"{self._named(unheard)} did not come to the reduction of bucket {bucket.index}, for which "
@@ -285,7 +285,7 @@ def _lay(memory: mmap.mmap, length: int, dtype: torch.dtype, start: int) -> Tens
     return torch.frombuffer(memory, dtype=dtype, count=length, offset=start)
 
 
-def _timeout(group: comm.Group) -> float:
+def timeout_of(group: comm.Group) -> float:
     """Seconds after which a collective of ``group`` on the CPU gives up."""
     try:
         backend = (dist.group.WORLD if group is None else group)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

@@ -73,7 +73,10 @@ def carrier(group: comm.Group, device: torch.device) -> str:
 def _own_group(group: Any) -> Any:
     members = dist.get_process_group_ranks(group)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    # Where all ranks take part, torch numbers groups. Where they do not, it names a group by its ranks and by how many
+    # groups each of them has, and a group never comes together whose ranks have different numbers of them.
+    some = group is not dist.group.WORLD
+    own = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=some)
     comm.barrier(own)  # a rank that ends at once must not be gone while another still connects to it
     return own
 

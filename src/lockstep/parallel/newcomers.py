@@ -1,0 +1,67 @@
+"""Parameters and modules that are registered in a model after it has been wrapped."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as registration
+from torch.nn.parameter import Parameter
+
+
+class Newcomers:
+    """Notices parameters that come into ``module`` from now on; costs nothing in a forward.
+
+    Args:
+        module: the model.
+        ignored: names that may come.
+
+    Attributes:
+        found: name of the first parameter that came, below the submodule that got it; None while none has.
+        changed: whether submodules have come.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._ignored = frozenset(ignored)
+        self.found: str | None = None
+        self.changed = False
+        self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
+        # Not those of ignored names: nobody holds on to them, and another may have their id.
+        self._known = {id(parameter) for name, parameter in module.named_parameters() if name not in self._ignored}
+        mine = weakref.WeakMethod(self._parameter_comes)
+        its = weakref.WeakMethod(self._module_comes)
+        for register, method in (
+            (registration.register_module_parameter_registration_hook, mine),
+            (registration.register_module_module_registration_hook, its),
+        ):
+            handle = register(_through(method))
+            weakref.finalize(self, handle.remove)
+
+    def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and id(parameter) not in self._known and module in self._names:
+            self._note(f"{self._names[module]}.{name}".lstrip("."))
+
+    def _module_comes(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
+        if part is None or module not in self._names:
+            return
+        self.changed = True
+        for inner, submodule in part.named_modules(prefix=f"{self._names[module]}.{name}".lstrip(".")):
+            self._names[submodule] = inner
+        for inner, parameter in part.named_parameters():
+            if id(parameter) not in self._known:
+                self._note(f"{self._names[part]}.{inner}")
+
+    def _note(self, name: str) -> None:
+        if not self.found and name not in self._ignored:
+            self.found = name
+
+
+def _through(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[[nn.Module, str, Any], None]:
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        call = method()
+        if call is not None:
+            call(module, name, value)
+
+    return registered

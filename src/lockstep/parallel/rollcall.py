@@ -1,0 +1,127 @@
+"""Whether all ranks of a group are at the same point, and who is absent when a collective has failed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.ground import comm
+
+PATIENCE = 3.0
+"""Seconds in which ranks that failed in the same collective report; they fail within moments of each other."""
+
+STAGES = {
+    "forward": "begins a forward",
+    "backward": "begins a backward",
+}
+
+
+class RollCall:
+    """Asks all ranks of a group for the same thing at the same time, and compares.
+
+    Args:
+        group: the ranks.
+        module: whose gradients are compared.
+    """
+
+    def __init__(self, group: comm.Group, module: nn.Module) -> None:
+        self._group = group
+        self._module = module
+        self._sums: dict[str, int] = {}
+
+    def note(self) -> None:
+        """Remember the gradients as they are now; the next `answer` compares them."""
+        named = self._module.named_parameters()
+        self._sums = {name: checksum(p.grad) for name, p in named if p.grad is not None}
+
+    def answer(self, stage: str, missing: list[str]) -> None:
+        """Say where this rank is, and hear where the others are.
+
+        Args:
+            stage: a key of `STAGES`.
+            missing: parameters whose gradients were not reduced on this rank.
+
+        Raises:
+            RuntimeError: on every rank, if they are not at the same stage, reductions were not issued, or gradients
+                differ.
+        """
+        found: list[Any] = comm.all_gather_object((stage, missing, self._sums), self._group)
+        self._sums = {}
+        stages = [theirs for theirs, _, _ in found]
+        if len(set(stages)) > 1:
+            places = ", ".join(f"rank {rank} {STAGES[theirs]}" for rank, theirs in enumerate(stages))
+            ahead = ", ".join(str(rank) for rank, theirs in enumerate(stages) if theirs == "forward")
+            raise RuntimeError(
+                f"check_reduction: the ranks are not at the same point: {places}. No backward has reached the "
+                f"outputs of the last forward on rank {ahead}: let the loss depend on them (loss + 0 * outputs.sum()), "
+                "or call skip_backward() there"
+            )
+        for rank, (_, names, _) in enumerate(found):
+            if names:
+                raise RuntimeError(
+                    f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
+                    f"backward ({len(names)} in all): it ended early (did it raise?)"
+                )
+        self._compare([sums for _, _, sums in found])
+
+    @staticmethod
+    def _compare(sums: list[dict[str, int]]) -> None:
+        names = list(dict.fromkeys(name for theirs in sums for name in theirs))
+        for name in names:
+            values = [theirs.get(name) for theirs in sums]
+            if len(set(values)) > 1:
+                usual = max(values, key=values.count)
+                odd = [rank for rank, value in enumerate(values) if value != usual]
+                raise RuntimeError(
+                    f"check_reduction: after the last backward rank {', '.join(map(str, odd))} had another gradient of "
+                    f"parameter {name!r} than the others: something but the reduction writes gradients there (a hook "
+                    "on the parameter, a communication hook that is not the same on every rank)"
+                )
+
+
+def checksum(grad: Tensor) -> int:
+    """A number that depends on every bit of ``grad`` and on its place."""
+    grad = grad.detach()
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        return checksum(grad._values()) ^ checksum(grad._indices())
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    flat = grad.contiguous().view(-1)
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    bits = flat.view(whole).to(torch.int64)
+    places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
+    return int((bits * places).sum())
+
+
+def say_who_is_absent(group: comm.Group, moment: str) -> str:
+    """After a collective has failed here: the ranks of ``group`` that do not report the same, in a sentence.
+
+    Args:
+        group: the ranks of the collective.
+        moment: which one it was; alike on every rank, and used once.
+    """
+    mine = comm.rank(group)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        name = getattr(group or dist.group.WORLD, "group_name", "")
+        key = f"lockstep/failed/{name}/{moment}/"
+        store.set(f"{key}{mine}", "1")
+        absent = [rank for rank in range(comm.world_size(group)) if rank != mine]
+        until = time.monotonic() + PATIENCE
+        while absent and time.monotonic() < until:
+            absent = [rank for rank in absent if not store.check([f"{key}{rank}"])]
+            time.sleep(0.05)
+    except RuntimeError:  # DistError and its kind are
+        return "the ranks' common store does not answer: the process that keeps it, that of rank 0, has ended"
+    if not absent:
+        return "all ranks were there: the connection between them failed"
+    who = f"rank {absent[0]} was" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))} were"
+    return (
+        f"{who} not there: gone, failed, or elsewhere in its program (a loss that depends on no output of the model, a "
+        "batch more or less than on the other ranks: see skip_backward() and join())"
+    )

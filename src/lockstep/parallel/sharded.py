@@ -1,0 +1,174 @@
+"""Optimizers whose work and state the ranks share (ZeRO stages 1 and 2): each rank updates a slice of every bucket.
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    reducer = ShardedReducer(model, [optimizer])
+    for batch in batches:
+        loss = model(batch)
+        optimizer.zero_grad()
+        reducer.prepare()
+        loss.backward()
+        reducer.finish()
+        reducer.shards.clip(optimizer, 1.0)
+        optimizer.step()
+
+A step: the buckets are reduce-scattered, so that each rank has the mean of its *slice* of each; the user's own
+optimizer object updates that slice; the slices are exchanged while the program goes on, and whoever reads a
+parameter through its module waits until it is there (`lockstep.parallel.arrival`).
+
+Parameters lie in flat buffers, laid out as their gradients are. What a slice has of a parameter is a *fragment*.
+Outside of its ``step`` an optimizer holds the module's parameters, so that groups, schedulers and toggling work as
+ever; inside it holds fragments, and its state is that of fragments. ``state_dict`` joins them to the ordinary form,
+``load_state_dict`` cuts it, for any number of ranks.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import Parameter
+
+from lockstep.ground import comm
+from lockstep.parallel.ddp import DistributedDataParallel, before_step
+from lockstep.parallel.elementwise import check_elementwise, concerned
+from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.scatter import Scatter, SharedScatter
+from lockstep.parallel.sharded_optimizers import ShardedOptimizers
+from lockstep.parallel.shared import timeout_of
+from lockstep.parallel.staging import Stage
+
+
+class ShardedReducer(Reducer):
+    """A reducer that leaves each rank with its slices, and has optimizers work on those.
+
+    Between a `finish` that reduced and ``zero_grad``, ``.grad`` holds a placeholder (None where no rank used the
+    parameter): see `ShardedOptimizers.whole_gradients`.
+
+    Args:
+        module: whose parameters are reduced.
+        optimizers: over parameters of it; others that they have are updated on every rank. Elementwise ones only.
+        process_group: the ranks; with one rank everything stays as it is.
+        named_parameters: those of ``module`` that are reduced; None is all.
+        **options: of `lockstep.parallel.reducer.Reducer`.
+
+    Attributes:
+        shards: the optimizers' side.
+
+    Raises:
+        ValueError: for an optimizer that needs whole parameters, or options that do not go together with slices.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Any],
+        process_group: comm.Group = None,
+        *,
+        named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+        **options: Any,
+    ) -> None:
+        for name, allowed in (("gradient_as_bucket_view", True), ("transport", None)):
+            if options.get(name, allowed) is not allowed:
+                raise ValueError(f"ShardedReducer({name}={options[name]!r}): gradients lie in buckets of its own")
+        if options.get("sparse"):
+            raise ValueError(
+                f"a sharded optimizer cannot take sparse gradients, as those of {sorted(options['sparse'])}: build the "
+                "layers with sparse=False, or leave the optimizer unsharded (shard_optimizer=False)"
+            )
+        named = list(module.named_parameters() if named_parameters is None else named_parameters)
+        several, stage = comm.world_size(process_group) > 1, None
+        options["transport"] = Scatter(process_group, lambda: not self._remade) if several else None
+        check_elementwise(concerned(module, optimizers))
+        if several and options.get("shared_memory", True) and all(p.device.type == "cpu" for _, p in named):
+            shared = SharedScatter.open(process_group)
+            if shared is not None:
+                options["transport"] = shared
+                stage = Stage.open(process_group, timeout_of(process_group))
+        self.shards = ShardedOptimizers(module, optimizers, process_group, stage)
+        super().__init__(named, process_group, **options)
+
+    def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
+        super()._fill_buckets(awake)
+        if not isinstance(self._transport, (Scatter, SharedScatter)):  # shared memory could not be had
+            self._transport = Scatter(self._group, lambda: not self._remade)
+            super()._fill_buckets(awake)
+        assert isinstance(self._transport, (Scatter, SharedScatter))
+        self.shards.lay_out(self._buckets, self._transport.flats)
+
+    def prepare(self) -> None:
+        """Just before a backward: let its gradients fall into the buckets."""
+        self.shards.set_aside()
+        super().prepare()
+
+    def finish(self) -> None:
+        """After a backward: reduce what is not yet reduced, and wait. With `sync` off, only tidy up."""
+        super().finish()
+        self.shards.take(self.sync)
+
+    def detach(self, patience: timedelta | None = None) -> None:
+        """Remove the autograd hooks, and give parameters memory of their own; see `ShardedOptimizers.detach`."""
+        try:
+            self.shards.detach(patience)
+        finally:
+            super().detach()
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any], marks: Any = None) -> None:
+        """Refused: a hook reduces whole buckets."""
+        raise RuntimeError(
+            "register_comm_hook: a communication hook reduces whole buckets, and with a sharded optimizer "
+            "(shard_optimizer) each rank reduces its slice: use one of them"
+        )
+
+
+def shard_optimizers(container: DistributedDataParallel, *optimizers: Any) -> ShardedOptimizers:
+    """Share out the work and the state of ``optimizers`` among the ranks of a container. A collective.
+
+    The loop stays as it is, but for clipping: ``shards.clip(optimizer, 1.0)`` in place of ``clip_grad_norm_``, and
+    for ``optimizer.state_dict()``, which all ranks call together.
+
+    Args:
+        container: whose module's parameters they update; between two steps.
+        *optimizers: elementwise ones.
+
+    Returns:
+        the optimizers' side of the container's reducer.
+
+    Raises:
+        ValueError: for an optimizer that needs whole parameters, or a container with ``check_reduction``,
+            ``gradient_as_bucket_view=False`` or sparse gradients.
+
+    Example::
+
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        shards = shard_optimizers(model, optimizer)
+        for batch, target in loader:
+            optimizer.zero_grad()
+            loss_fn(model(batch), target).backward()
+            shards.clip(optimizer, 1.0)
+            optimizer.step()
+    """
+    if container.check_reduction:
+        raise ValueError(
+            "shard_optimizers() with check_reduction=True: it compares the ranks' gradients, of which each rank has "
+            "other slices here; wrap the model without it"
+        )
+    check_elementwise(concerned(container.module, optimizers))
+    ref = weakref.ref(container)
+
+    def make(named_parameters: Any, group: comm.Group, **options: Any) -> Reducer:
+        found = ref()
+        assert found is not None
+        reducer = ShardedReducer(found.module, optimizers, group, named_parameters=named_parameters, **options)
+        reducer.shards.before_step = lambda optimizer: before_step(ref, optimizer, (), {})
+        return reducer
+
+    container.use_reducer(make)
+    reducer = container.reducer
+    assert isinstance(reducer, ShardedReducer)
+    return reducer.shards

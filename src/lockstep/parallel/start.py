@@ -1,0 +1,199 @@
+"""How ranks start alike: their modules compared, rank 0's tensors on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+
+PIECE_BYTES = 250 * 2**20
+"""At most this much of a module's tensors is copied together for one broadcast."""
+
+
+def check_same_module(
+    module: nn.Module, group: comm.Group = None, ignored: Collection[str] = (), problem: str | None = None
+) -> None:
+    """Make sure that ``module`` has the same parameters and buffers on every rank of ``group``, in the same
+    order.
+
+    Args:
+        module: of this rank.
+        group: the ranks.
+        ignored: names of parameters and buffers that may differ.
+        problem: what this rank has found wrong by itself, if anything: then every rank raises it.
+
+    Raises:
+        ValueError: on every rank, naming the first difference.
+    """
+    if comm.world_size(group) == 1:
+        if problem is not None:
+            raise MisconfigurationException(problem)
+        return
+    mine = _describe(module, ignored)
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    found = comm.all_gather_object((digest, problem), group)
+    for rank, (_, said) in enumerate(found):
+        if said is not None:
+            raise MisconfigurationException(f"rank {rank}: {said}")
+    if len({theirs for theirs, _ in found}) == 1:
+        return
+    every = comm.all_gather_object(mine, group)
+    for rank, theirs in enumerate(every):
+        for index in range(max(len(every[0]), len(theirs))):
+            first = every[0][index] if index < len(every[0]) else "nothing more"
+            other = theirs[index] if index < len(theirs) else "nothing more"
+            if first != other:
+                raise MisconfigurationException(
+                    f"{type(module).__name__} is not the same on every rank: rank 0 has {first}, rank {rank} "
+                    f"has {other}. Build it alike everywhere: nothing in it may depend on the rank"
+                )
+
+
+def _describe(module: nn.Module, ignored: Collection[str]) -> list[str]:
+    """A line for each parameter and buffer, in order."""
+    lines = []
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            trained = "" if parameter.requires_grad else ", frozen"
+            lines.append(f"parameter {name!r} ({_kind(parameter)}{trained})")
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            lines.append(f"buffer {name!r} ({_kind(buffer)})")
+    lines += [f"tensor {name!r} ({_kind(tensor)})" for name, tensor in _further(module) if name not in ignored]
+    return lines
+
+
+def _further(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """What the state dict holds beside parameters and buffers."""
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    state = module.state_dict(keep_vars=True)
+    return [(name, value) for name, value in state.items() if isinstance(value, Tensor) and id(value) not in known]
+
+
+def _kind(tensor: Tensor) -> str:
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return "without a shape yet"
+    laid = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+    return f"{tensor.dtype}, shape {tuple(tensor.shape)}{laid}"
+
+
+def find_group(group: comm.Group, mesh: Any, module: nn.Module) -> Any:
+    """The process group of a container: the given one, that of the mesh, or the default one.
+
+    Args:
+        group: None for the default one.
+        mesh: a device mesh, if any; where it is a part of a larger one, ``module`` is made ready for that.
+        module: what is wrapped.
+
+    Raises:
+        ValueError: there is none, or this rank is not in it.
+    """
+    if not comm.is_distributed():
+        raise MisconfigurationException(
+            "DistributedDataParallel: Default process group has not been initialized; call "
+            "torch.distributed.init_process_group(...) first, on every rank"
+        )
+    if group is not None and mesh is not None:
+        raise MisconfigurationException("process_group and device_mesh: give one of them")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise MisconfigurationException(
+                f"device_mesh={mesh!r}: give one of one dimension, such as mesh['replicate']"
+            )
+        if mesh._get_root_mesh() != mesh:
+            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+            _pre_dp_module_transform(module)
+        group = mesh.get_group(mesh_dim=0)
+    found = dist.group.WORLD if group is None else group
+    if dist.get_rank(found) < 0:
+        raise MisconfigurationException(
+            f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
+            "members only"
+        )
+    return found
+
+
+def sparse_names(module: nn.Module) -> set[str]:
+    """Parameters of layers that were built with sparse=True."""
+    layers = (nn.Embedding, nn.EmbeddingBag)
+    found = {name for name, layer in module.named_modules() if isinstance(layer, layers) and layer.sparse}
+    return {f"{name}.weight".lstrip(".") for name in found}
+
+
+def find_unusable(module: nn.Module, ignored: Collection[str] = ()) -> str | None:
+    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out."""
+    named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+    kind = type(module).__name__
+    for name, parameter in named:
+        if isinstance(parameter, UninitializedParameter):
+            return (
+                f"parameter {name!r} of {kind} belongs to a lazy module and has no shape yet: run one batch through "
+                "the model before it is wrapped"
+            )
+        if parameter.is_meta:
+            return (
+                f"parameter {name!r} of {kind} is on the meta device and has no values: give it some before the model "
+                "is wrapped (module.to_empty(device=...), then load a state dict or reset its parameters)"
+            )
+        if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+            return (
+                f"parameter {name!r} of {kind} is expanded: several of its elements are one place in memory, of which "
+                "an optimizer would write each; build it from a tensor of its own (tensor.expand(...).clone())"
+            )
+    types = sorted({parameter.device.type for _, parameter in named})
+    if len(types) > 1:
+        return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"
+    if not any(parameter.requires_grad for _, parameter in named):
+        return f"{kind}: no parameter requires a gradient, so there is nothing to average; use the module as it is"
+    return None
+
+
+def state_tensors(module: nn.Module, ignored: Collection[str] = (), buffers: bool = True) -> list[Tensor]:
+    """Parameters, buffers (also those that no state dict holds) and what else a state dict holds, each once."""
+    named: list[tuple[str, Tensor]] = list(module.named_parameters())
+    if buffers:
+        named += [*module.named_buffers(), *_further(module)]
+    return [tensor for name, tensor in named if name not in ignored]
+
+
+def broadcast_module_state(
+    module: nn.Module,
+    group: comm.Group = None,
+    *,
+    src: int = 0,
+    ignored: Collection[str] = (),
+    buffers: bool = True,
+) -> None:
+    """Overwrite the parameters and buffers of ``module`` with those of rank ``src``, bitwise.
+
+    Args:
+        module: alike on every rank (`check_same_module`).
+        group: the ranks.
+        src: whose values all take, counted in the group.
+        ignored: names that are left alone.
+        buffers: whether buffers, too.
+    """
+    if comm.world_size(group) > 1:
+        comm.broadcast_tensors(state_tensors(module, ignored, buffers), src, group, piece=PIECE_BYTES)
+
+
+def sync_buffers(module: nn.Module, group: comm.Group = None) -> None:
+    """Overwrite the buffers of ``module`` with rank 0's, bitwise; a loop does it before each forward."""
+    broadcast_buffers(module.buffers(), 0, group)
+
+
+def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) -> None:
+    """Overwrite ``buffers`` with those of rank ``src``, in a way that a backward under way does not mind."""
+    kept = tuple(buffers)
+    # a forward before this one may have saved them for its backward
+    with torch.autograd._unsafe_preserve_version_counter(kept):
+        comm.broadcast_tensors(kept, src, group)

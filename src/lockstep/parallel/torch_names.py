@@ -1,0 +1,236 @@
+"""The names of torch's container that are not its public face: scripts and torch's own libraries use them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+
+from lockstep.ground import comm
+from lockstep.parallel.newcomers import Newcomers
+from lockstep.parallel.start import broadcast_buffers
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: names of parameters and buffers that its container leaves alone."""
+
+
+class TorchNames(nn.Module):
+    """What `lockstep.parallel.ddp.DistributedDataParallel` has beside its face."""
+
+    module: nn.Module
+    process_group: Any
+    reducer: Any
+    device: torch.device
+    static_graph: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    bucket_bytes_cap: int
+    parameters_to_ignore: set[str]
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    register_comm_hook: Callable[..., None]
+    _detach: Callable[[], None]
+    _buffer_futures: list[Any]
+    _newcomers: Newcomers | None
+    _holders: list[dict[str, Tensor | None]] | None = None
+    _comm_hook: tuple[Any, ...] | None
+    _has_joined: bool
+    broadcast_bucket_size = 250 * 2**20
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Have the container of ``module``, which is made later, leave some parameters and buffers alone.
+
+        They are neither compared nor broadcast, and their gradients stay on their rank.
+
+        Args:
+            module: not wrapped yet.
+            params_and_buffers_to_ignore: names, as ``module.named_parameters()`` has them.
+        """
+        names = list(params_and_buffers_to_ignore)
+        setattr(module, IGNORED, names)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Parameters that a container averages, with their names if ``named_params``."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    # -- buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are taken from rank 0 before a forward: the older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are kept alike, by name."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept alike."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward takes buffers first."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[..., Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, named_buffers)`` bring the buffers in line, in place of rank 0's broadcast.
+
+        Args:
+            state: its first argument.
+            hook: may return futures, which are waited for when the backward ends.
+            comm_hook_location: before the forward or after it.
+        """
+        if not callable(hook):
+            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): give something that can be called")
+        self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        hook = self.__dict__.get("buffer_hook")
+        if hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+        else:
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+            self._buffer_futures += futures or []
+
+    def _has_buffers(self) -> bool:
+        """Whether any module has a buffer, without walking through the modules each time."""
+        newcomers = self._newcomers
+        if self._holders is None or newcomers is None or newcomers.changed:
+            self._holders = [part._buffers for part in self.module.modules()]
+            if newcomers is not None:
+                newcomers.changed = False
+        return any(self._holders)
+
+    def _await_buffers(self) -> None:
+        while self._buffer_futures:
+            self._buffer_futures.pop().wait()
+
+    def _default_broadcast_coalesced(
+        self, bufs: Iterable[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Overwrite ``bufs`` (all buffers) with those of a rank."""
+        broadcast_buffers(self.modules_buffers if bufs is None else bufs, authoritative_rank, self.process_group)
+
+    # -- hooks and optimizers
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """As `register_comm_hook`, with one of torch's by its number."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Let an optimizer of class ``optim`` update each bucket's parameters as soon as it is reduced.
+
+        Args:
+            optim: one that has a functional form in torch (SGD, Adam, AdamW).
+            *args, **kwargs: of it.
+            optim_params: those that it updates; all if None.
+        """
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        try:
+            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"_register_fused_optim({optim.__name__}): torch has no form of it that steps bucket by bucket"
+            ) from error
+
+    # -- the reducer
+
+    def _set_static_graph(self) -> None:
+        """Promise that every backward is like the first, before the first backward."""
+        if self.static_graph:
+            warnings.warn("static_graph is True already; it need not be set again.", stacklevel=2)
+            return
+        if self.reducer.rounds:
+            raise RuntimeError("_set_static_graph() comes too late: a backward has been; give static_graph=True")
+        self.static_graph = True
+        self._detach()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward did not reduce everything."""
+        names = self.reducer.missing()
+        if names:
+            raise RuntimeError(f"the last backward ended before the gradient of parameter {names[0]!r} was reduced")
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over other ranks from now on."""
+        if dist.get_rank(new_process_group) >= 0:
+            self._detach()
+            self.process_group = new_process_group
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Outputs are never cloned here, so there is nothing to set."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing is sampled here; the value is checked."""
+        if sample_rate < 1:
+            raise ValueError(f"_set_ddp_runtime_logging_sample_rate({sample_rate}): equal or greater than 1")
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Settings and counts, by the names of torch's container."""
+        parameters = [p for p in self._get_data_parallel_params(self.module) if p.requires_grad]
+        sizes = {name: p.nbytes for name, p in self.module.named_parameters()}
+        plan = [sum(sizes[name] for name in bucket) for bucket in self.reducer.plan()]
+        hook = self._comm_hook
+        ids, out = getattr(self, "device_ids", None), getattr(self, "output_device", None)
+        return {
+            "world_size": comm.world_size(self.process_group),
+            "rank": comm.rank(self.process_group),
+            "module_name": type(self.module).__name__,
+            "device_ids": " ".join(map(str, ids or ())),
+            "output_device": -1 if out is None else out,
+            "backend_name": dist.get_backend(self.process_group),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "iteration": self.reducer.rounds,
+            "comm_hook": None if hook is None else getattr(hook[1], "__qualname__", type(hook[1]).__name__),
+            "join_uneven_inputs": self._has_joined,
+            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+            "bucket_sizes": ", ".join(map(str, plan)),
+            "num_buckets_reduced": len(plan),
+            "has_rebuilt_buckets": int(self.reducer.rounds > 0),
+        }

@@ -1,0 +1,237 @@
+"""When a backward begins and ends, as seen from a module's outputs: what tells a container's reducer its moments.
+
+A backward begins when a gradient reaches an output, and ends when autograd says so. Outputs belong to the outermost
+graph, while a parameter's first gradient may come inside a re-entrant checkpoint's own backward, where "the end" would
+be that one's. Where a loss goes around the outputs (a gradient penalty, an auxiliary loss that a layer keeps), the
+backward begins with the first gradient of a parameter instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import Parameter
+
+from lockstep.parallel.in_backward import step_all, take_over
+from lockstep.parallel.reducer import Reducer
+
+DEPTH = 3
+"""How far tensors are looked for in the attributes of objects that are no collection."""
+
+
+class Container(Protocol):
+    """What a `Watch` asks of whoever owns it."""
+
+    def _backward_begins(self) -> None:
+        """Inside a backward, before a synchronised one is prepared."""
+        ...
+
+    def _backward_ended(self) -> None:
+        """To finish the round."""
+        ...
+
+
+class Watch:
+    """Calls `Reducer.prepare` and `Reducer.finish` around the backwards of one container.
+
+    Args:
+        reducer: of the container.
+        parameters: those that it averages.
+        container: told before a synchronised backward, and when any has ended, in place of the reducer's `finish`.
+            It is held by what it has given out only, so that it goes when nobody uses it any more.
+        static: whether every backward is alike, so that none may begin late.
+
+    Attributes:
+        expected: whether a synchronised forward waits for its backward.
+        light: whether all forwards since the last backward had weight 0.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: Sequence[Parameter],
+        container: Container,
+        static: bool = False,
+    ) -> None:
+        self.expected = False
+        self.light = False
+        self._reducer = reducer
+        self.parameters = list(parameters)
+        self._container = weakref.ref(container)
+        self._static = static
+        self._armed = False
+        self._sync = True  # of the last forward
+        self._waiting = False  # a forward was made since the last backward
+        self._found = 0  # index of the parameter that told the last backward from torch.autograd.grad
+        self._passed = -1  # the graph task that leaves no gradients
+        self._announced = -1  # the graph task that may; its end is this backward's
+        self._leaf_hooks: list[Any] = []
+        self._stepped: list[Parameter] | None = None  # have optimizers that step in the backward; known at a forward
+
+    def forward_begins(self) -> None:
+        """Before a forward that is not part of a backward."""
+        self._armed = False  # one that is still armed has raised
+        self._announced = -1
+        if self._stepped is None:
+            self._stepped = take_over(self.parameters)
+
+    def outputs(self, outputs: Any, sync: bool, light: bool = False, expected: bool = True) -> None:
+        """After a forward with gradients: watch what it gave.
+
+        Args:
+            outputs: any object; tensors are found in collections, dataclasses and attributes.
+            sync: whether a backward from here reduces.
+            light: whether the batch counts nothing.
+            expected: whether a backward has to come.
+        """
+        for hook in self._leaf_hooks:
+            hook.remove()
+        self._leaf_hooks = []
+        for output in (outputs,) if isinstance(outputs, Tensor) else find_tensors(outputs):
+            if output.requires_grad:
+                hook = output.register_hook(self._make_hook(weakref.ref(output), sync))
+                if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
+                    self._leaf_hooks.append(hook)
+        self.expected = self.expected or (sync and expected)
+        self.light = light and (self.light or not self._waiting)
+        self._sync = sync
+        self._waiting = True
+
+    def _make_hook(self, output: weakref.ref[Tensor], sync: bool) -> Callable[[Tensor], None]:
+        container = self._container()  # which the outputs' graph keeps alive by this hook
+
+        def reached(grad: Tensor) -> None:
+            if container is not None:
+                self._begin(sync, output)
+
+        return reached
+
+    def _begin(self, sync: bool, output: weakref.ref[Tensor]) -> None:
+        """Inside a backward: it may leave gradients in parameters from here on."""
+        reducer = self._reducer
+        if self._armed:
+            reducer.sync = reducer.sync or sync
+            return
+        task = torch._C._current_graph_task_id()
+        if task in (self._passed, self._announced):
+            return
+        leaves = self._leaves_gradients(output())
+        if leaves is False:
+            self._passed = task
+            return
+        self._announced = task
+        Variable._execution_engine.queue_callback(self._end)
+        self._sync = sync
+        if leaves or self._static:
+            self._arm(sync)
+
+    def stray(self) -> None:
+        """Inside a backward, before it has begun for the reducer: a parameter got a gradient."""
+        if self._armed or not (self._waiting or self._announced != -1) or self._container() is None:
+            return
+        if self._announced == -1:
+            Variable._execution_engine.queue_callback(self._end)
+        self._arm(self._sync)
+
+    def _arm(self, sync: bool) -> None:
+        container = self._container()
+        if sync and container is not None:
+            container._backward_begins()
+        self._armed = True
+        self._reducer.sync = sync
+        self._reducer.muted = self.light
+        self._reducer.prepare()
+
+    def _end(self) -> None:
+        self._announced = -1
+        if self._armed:
+            self.forget()
+            container = self._container()
+            if container is not None:
+                container._backward_ended()
+
+    def step(self) -> None:
+        """After a reduction: step the optimizers that step inside the backward."""
+        if self._stepped and self._reducer.sync:
+            step_all(self._stepped)
+
+    def forget(self) -> None:
+        """No forward waits for its backward any more."""
+        self._armed = self._waiting = self.expected = self.light = False
+
+    def _leaves_gradients(self, output: Tensor | None) -> bool | None:
+        """Whether the backward that runs now is one, and not `torch.autograd.grad`; None if that cannot be told."""
+        count = len(self.parameters)
+        for step in range(count):
+            index = (self._found + step) % count
+            parameter = self.parameters[index]
+            if not parameter.requires_grad:
+                continue
+            try:
+                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                    self._found = index
+                    return True
+            except RuntimeError:  # its gradient is asked for by name, for the caller
+                return False
+        # No parameter is in this graph, though some may be in those of re-entrant checkpoints inside of it.
+        return None if output is None or output.grad_fn is None else not _is_part(output.grad_fn)
+
+
+def _is_part(start: Any) -> bool:
+    """Whether the backward that runs now leaves out some of the graph behind ``start``, as `torch.autograd.grad`
+    with respect to inputs does."""
+    seen = {start}
+    ahead = [start]
+    try:
+        while ahead:
+            for node, _ in ahead.pop().next_functions:
+                if node is not None and node not in seen:
+                    if not torch._C._will_engine_execute_node(node):
+                        return True
+                    seen.add(node)
+                    ahead.append(node)
+    except RuntimeError:  # a gradient that is asked for by name
+        return True
+    return False
+
+
+def find_tensors(outputs: Any) -> Iterator[Tensor]:
+    """Tensors in nested collections, dataclasses and the attributes of other objects."""
+    yield from _find(outputs, DEPTH, set())
+
+
+def _find(item: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif item is None or isinstance(item, str | bytes | int | float | complex | type) or id(item) in seen:
+        return
+    elif isinstance(item, list | tuple | set | frozenset):
+        seen.add(id(item))
+        for part in item:
+            yield from _find(part, depth, seen)
+    elif isinstance(item, Mapping):
+        seen.add(id(item))
+        for part in item.values():
+            yield from _find(part, depth, seen)
+    elif (depth > 0 and not callable(item)) or dataclasses.is_dataclass(item):
+        seen.add(id(item))
+        for name in _attributes(item):
+            yield from _find(getattr(item, name, None), depth - 1, seen)
+
+
+def _attributes(item: Any) -> list[str]:
+    if isinstance(item, nn.Module):
+        return []
+    slots = [name for kind in type(item).__mro__ for name in _as_tuple(getattr(kind, "__slots__", ()))]
+    return [*getattr(item, "__dict__", ()), *slots]
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -1,0 +1,47 @@
+"""docs/ddp.md: its rows name tests that are there, and whatever differs in the signature has a row."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from torch import nn
+
+from lockstep.parallel.ddp import DistributedDataParallel
+from tests.surface.table import is_test
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ddp.md"
+
+
+def rows() -> list[list[str]]:
+    """The cells of all rows."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in cells if row[-1] != "test"]
+
+
+def test_each_row_names_a_test_that_is_there() -> None:
+    assert len(rows()) > 30
+    for row in rows():
+        assert all(row), row
+        assert re.fullmatch(r"`[\w/.]+::\w+`", row[-1]), row
+        assert is_test("tests/" + row[-1].strip("`")), row
+
+
+def test_each_default_that_differs_has_a_row() -> None:
+    theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    differ = {name for name, parameter in theirs.items() if ours[name].default != parameter.default}
+    assert differ == {"gradient_as_bucket_view"}
+    named = {name for row in rows() for name in re.findall(r"`(\w+)`", row[0])}
+    assert named >= {*differ, "check_reduction", "device_ids", "mixed_precision"}
+
+
+def test_what_is_ours_alone_is_on_the_page() -> None:
+    theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    methods = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
+    alone = (set(ours) - set(theirs)) | (methods - set(dir(nn.parallel.DistributedDataParallel)))
+    text = PAGE.read_text()
+    assert [name for name in sorted(alone - {"reducer"}) if name not in text] == []

@@ -1,0 +1,67 @@
+"""Parameters that come into a model after it was wrapped are noticed, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+
+from lockstep.parallel.newcomers import Newcomers
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def test_a_new_and_a_replaced_parameter_are_found() -> None:
+    net = _net()
+    came = Newcomers(net)
+    net[0].weight = net[0].weight  # the same one
+    net.register_buffer("buffer", torch.zeros(1))
+    net[0].bias = None
+    copy.deepcopy(net).double()[0].weight = nn.Parameter(torch.ones(2, 2))  # another net's
+    assert came.found is None
+    net[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert came.found == "0.weight"
+
+
+def test_a_new_module_brings_parameters() -> None:
+    net = _net()
+    came = Newcomers(net)
+    net.append(nn.ReLU())
+    assert came.found is None
+    net.append(nn.Sequential(nn.Linear(2, 2)))
+    assert came.found == "3.0.weight"
+
+
+def test_a_module_with_known_parameters_may_come() -> None:
+    net = _net()
+    came = Newcomers(net)
+    norm = nn.SyncBatchNorm(2)
+    norm.weight, norm.bias = net[1].weight, net[1].bias  # type: ignore[assignment]
+    net[1] = norm
+    assert came.found is None
+    norm.register_parameter("gain", nn.Parameter(torch.ones(1)))
+    assert came.found == "1.gain"
+
+
+def test_nothing_stays_behind() -> None:
+    before = len(registration._global_parameter_registration_hooks)
+    came = Newcomers(_net())
+    assert len(registration._global_parameter_registration_hooks) == before + 1
+    del came
+    gc.collect()
+    assert len(registration._global_parameter_registration_hooks) == before
+
+
+def test_an_ignored_name_may_come() -> None:
+    """A placeholder that the container was told to ignore, replaced after wrapping, was taken for a newcomer."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    newcomers = Newcomers(model, ignored=["1.weight", "1.bias"])
+    model[1] = nn.Linear(1, 1)
+    assert newcomers.found is None
+    model[0] = nn.Linear(1, 1)
+    assert newcomers.found == "0.weight"

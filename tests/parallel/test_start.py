@@ -1,0 +1,242 @@
+"""How ranks start: modules compared, rank 0's tensors everywhere, and what cannot be wrapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.start import (
+    broadcast_module_state,
+    check_same_module,
+    find_unusable,
+    state_tensors,
+    sync_buffers,
+)
+from lockstep.testing.pool import RankPool
+
+
+def _differing(kind: str) -> str:
+    odd = dist.get_rank() == 1
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if odd and kind == "shape":
+        net[0] = nn.Linear(2, 3)
+    elif odd and kind == "order":
+        net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    elif odd and kind == "frozen":
+        net[1].requires_grad_(False)
+    elif odd and kind == "strides":
+        net[0].weight = nn.Parameter(torch.ones(2, 2).t())
+    elif odd and kind == "more":
+        net.append(nn.Linear(2, 2))
+    elif odd and kind == "buffer":
+        net[1].double()
+    with pytest.raises(ValueError) as raised:
+        check_same_module(net)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("shape", "rank 1 has parameter '0.weight' (torch.float32, shape (3, 2))"),
+        ("order", "rank 0 has parameter '0.weight' (torch.float32, shape (2, 2)), rank 1"),
+        ("strides", "rank 1 has parameter '0.weight' (torch.float32, shape (2, 2), strides (1, 2))"),
+        ("frozen", "rank 1 has parameter '1.weight' (torch.float32, shape (2,), frozen)"),
+        ("more", "rank 1 has parameter '2.weight'"),
+        ("buffer", "rank 1 has parameter '1.weight' (torch.float64"),
+    ],
+)
+def test_modules_that_differ_are_refused_on_every_rank(ranks: RankPool, kind: str, said: str) -> None:
+    first, second = ranks(2).run(_differing, kind)
+    assert first == second
+    assert said in first
+
+
+def _alike() -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    check_same_module(net)
+    net[1].num_batches_tracked += dist.get_rank()
+    own = net[0].weight.detach().clone()
+    sync_buffers(net)
+    tracked, kept = int(net[1].num_batches_tracked), torch.equal(own, net[0].weight)
+    broadcast_module_state(net)
+    return [tracked, kept, net[0].weight.detach().clone()]
+
+
+def test_state_and_buffers_come_from_rank_zero(ranks: RankPool) -> None:
+    first, second = ranks(2).run(_alike)
+    assert first[:2] == second[:2] == [0, True]
+    assert torch.equal(first[2], second[2])
+
+
+class Odd(nn.Module):
+    """Has a tensor in its state dict that is neither a parameter nor a buffer, and a buffer that is not in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+        self.extra = torch.full((3,), float(dist.get_rank()))
+        with torch.no_grad():
+            self.passing += dist.get_rank()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "extra"] = self.extra
+
+
+def _started(init_sync: bool, buffers: bool | None, forward: bool | None) -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
+    net = Odd()
+    DistributedDataParallel(
+        net, init_sync=init_sync, broadcast_buffers=buffers, forward_sync_buffers=forward, shared_memory=False
+    )
+    return [net.layer.weight.detach().clone(), net.passing.clone(), net.extra.clone()]
+
+
+@pytest.mark.parametrize(
+    ("init_sync", "buffers", "forward", "alike"),
+    [
+        (True, None, None, [True, True, True]),
+        (True, False, None, [True, False, False]),
+        (True, None, False, [True, True, True]),
+        (False, None, None, [False, False, False]),
+    ],
+)
+def test_every_tensor_of_the_state_dict_is_rank_zeros_at_construction(
+    ranks: RankPool, init_sync: bool, buffers: bool | None, forward: bool | None, alike: list[bool]
+) -> None:
+    first, second = ranks(2).run(_started, init_sync, buffers, forward)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == alike
+
+
+def _pieces() -> tuple[int, list[bool]]:
+    """Broadcasts, with pieces as small as one layer."""
+    from lockstep.parallel import start
+
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)])
+    calls, own = [], dist.broadcast
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return own(*args, **kwargs)
+
+    start.PIECE_BYTES, before = 2 * 64, start.PIECE_BYTES
+    dist.broadcast = counted
+    try:
+        broadcast_module_state(net)
+    finally:
+        dist.broadcast, start.PIECE_BYTES = own, before
+    return len(calls), [bool(p.abs().sum()) for p in net.parameters()]
+
+
+def test_the_state_travels_in_pieces(ranks: RankPool) -> None:
+    assert [calls for calls, _ in ranks(2).run(_pieces)] == [3, 3]
+
+
+def test_shared_tensors_travel_once() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    assert len(state_tensors(net)) == 3
+    assert len(state_tensors(net, {"0.bias"})) == 2
+
+
+def _lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(2))
+
+
+def _meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+def _expanded() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.bias = nn.Parameter(torch.ones(1).expand(2))
+    return net
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+def _empty() -> nn.Module:
+    return nn.ReLU()
+
+
+UNUSABLE = [
+    (_lazy, "parameter '0.weight' of Sequential belongs to a lazy module .* run one batch"),
+    (_meta, r"parameter 'weight' of Linear is on the meta device .*to_empty"),
+    (_expanded, r"parameter 'bias' of Linear is expanded: .*clone"),
+    (_frozen, "Linear: no parameter requires a gradient"),
+    (_empty, "ReLU: no parameter requires a gradient"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), UNUSABLE, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_cannot_be_wrapped_is_named_with_the_way_out(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_same_module(nn.Linear(1, 1), problem=find_unusable(make()))
+
+
+def _one_is_odd() -> str:
+    net = nn.Linear(2, 2).requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(ValueError) as raised:
+        DistributedDataParallel(net)
+    return str(raised.value)
+
+
+def test_a_module_that_only_one_rank_cannot_wrap_is_named_on_all_of_them(ranks: RankPool) -> None:
+    for said in ranks(2).run(_one_is_odd):
+        assert said.startswith("rank 1: Linear: no parameter requires a gradient")
+
+
+def test_without_a_process_group_the_error_says_so() -> None:
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        DistributedDataParallel(nn.Linear(2, 2))
+
+
+def _outside() -> str:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        return ""
+    with pytest.raises(ValueError) as raised:
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    return str(raised.value)
+
+
+def test_a_group_that_does_not_hold_this_rank_is_refused(ranks: RankPool) -> None:
+    assert ranks(2).run(_outside)[1].startswith("process_group: rank 1 (of 2) is not in it")
+
+
+def _transposed() -> list[bool]:
+    """A parameter laid out by columns, one with gaps, and one of channels_last."""
+    net = nn.ParameterList(
+        [
+            nn.Parameter(torch.arange(6.0, dtype=torch.float64).view(2, 3).t()),
+            nn.Parameter(torch.arange(12.0, dtype=torch.float64).view(3, 4)[:, :2]),
+            nn.Parameter(torch.ones(2, 3, 2, 2, dtype=torch.float64).to(memory_format=torch.channels_last)),
+        ]
+    )
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, scale: float) -> Tensor:
+            return sum(((p * p).sum() * scale for p in self.net), torch.zeros(()))
+
+    DistributedDataParallel(Sum())(dist.get_rank() + 1.0).backward()
+    return [bool(torch.equal(p.grad, 2 * p.detach() * 1.5)) for p in net if p.grad is not None]
+
+
+def test_parameters_that_are_not_contiguous_have_right_gradients(ranks: RankPool) -> None:
+    assert ranks(2).run(_transposed) == [[True] * 3] * 2

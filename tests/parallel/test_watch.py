@@ -1,0 +1,201 @@
+"""When a backward begins and ends: outputs of all shapes, partial backwards, checkpoints, losses around the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.parallel.watch import Watch, find_tensors
+
+
+class Calls:
+    """In a reducer's place: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.sync, self.muted = True, False
+        self.told: list[str] = []
+
+    def prepare(self) -> None:
+        self.told.append("prepare" if self.sync else "prepare alone")
+
+    def _backward_begins(self) -> None:
+        assert self.sync or self.told == []
+
+    def _backward_ended(self) -> None:
+        self.told.append("finish")
+
+
+class Watched:
+    """A net, a watch over it, and what the reducer would be told."""
+
+    def __init__(self, static: bool = False) -> None:
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+        self.calls = Calls()
+        parameters = list(self.net.parameters())
+        self.watch = Watch(self.calls, parameters, self.calls, static)  # type: ignore[arg-type]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _: self.watch.stray())
+        self.x = torch.randn(2, 3, requires_grad=True)
+
+    def __call__(self, outputs: Any, sync: bool = True) -> Any:
+        self.watch.forward_begins()
+        self.watch.outputs(outputs, sync)
+        return outputs
+
+    def told(self) -> list[str]:
+        found, self.calls.told = self.calls.told, []
+        return found
+
+
+ROUND = ["prepare", "finish"]
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_several_forwards_and_one_backward_are_one_round(watched: Watched) -> None:
+    net, x = watched.net, watched.x
+    (watched(net(x)).sum() + watched(net(x)).sum()).backward()
+    assert watched.told() == ROUND
+    assert not watched.watch.expected
+
+
+def test_a_second_backward_through_the_same_outputs_is_a_second_round(watched: Watched) -> None:
+    output = watched(watched.net(watched.x)).sum()
+    output.backward(retain_graph=True)
+    output.backward()
+    assert watched.told() == ROUND * 2
+
+
+def _asks_for_inputs(watched: Watched) -> None:
+    torch.autograd.grad(watched(watched.net(watched.x)).sum(), watched.x)
+
+
+def _asks_for_parameters(watched: Watched) -> None:
+    torch.autograd.grad(watched(watched.net(watched.x)).sum(), list(watched.net.parameters()))
+
+
+def _leaves_some_to_inputs(watched: Watched) -> None:
+    watched(watched.net(watched.x)).sum().backward(inputs=[watched.x])
+
+
+def _asks_through_a_checkpoint(watched: Watched) -> None:
+    output = watched(checkpoint(watched.net, watched.x, use_reentrant=False))
+    torch.autograd.grad(output.sum(), watched.x)
+
+
+@pytest.mark.parametrize(
+    "ask", [_asks_for_inputs, _asks_for_parameters, _leaves_some_to_inputs, _asks_through_a_checkpoint]
+)
+def test_autograd_grad_is_no_backward(watched: Watched, ask: Callable[[Watched], None]) -> None:
+    ask(watched)
+    assert watched.told() == []
+    assert watched.watch.expected
+    watched(watched.net(watched.x)).sum().backward()
+    assert watched.told() == ROUND
+
+
+def test_a_backward_to_some_parameters_is_one(watched: Watched) -> None:
+    watched(watched.net(watched.x)).sum().backward(inputs=[watched.net[0].weight])  # type: ignore[list-item]
+    assert watched.told() == ROUND
+
+
+def test_a_gradient_penalty_goes_around_the_outputs(watched: Watched) -> None:
+    (slope,) = torch.autograd.grad(watched(watched.net(watched.x)).sum(), watched.x, create_graph=True)
+    assert watched.told() == []
+    slope.norm().backward()
+    assert watched.told() == ROUND
+
+
+def test_a_loss_that_a_layer_keeps_goes_around_the_outputs(watched: Watched) -> None:
+    hidden = watched.net[0](watched.x)
+    watched(watched.net[2](hidden.detach()))
+    hidden.square().mean().backward()
+    assert watched.told() == ROUND
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kept", [False, True], ids=["outputs dropped", "outputs kept"])
+def test_a_reentrant_checkpoint_ends_with_the_outer_backward(static: bool, kept: bool) -> None:
+    watched = Watched(static)
+    output = watched(checkpoint(watched.net, watched.x, use_reentrant=True).tanh())
+    loss = output.sum()
+    if not kept:
+        del output
+    loss.backward()
+    assert watched.told() == ROUND
+
+
+def test_checkpoints_without_reentry_are_one_round(watched: Watched) -> None:
+    watched(checkpoint(watched.net, watched.x, use_reentrant=False)).sum().backward()
+    assert watched.told() == ROUND
+
+
+def test_a_backward_is_synchronised_if_one_of_its_forwards_is(watched: Watched) -> None:
+    watched(watched.net(watched.x), sync=False).sum().backward()
+    assert watched.told() == ["prepare alone", "finish"]
+    (watched(watched.net(watched.x), sync=False).sum() + watched(watched.net(watched.x)).sum()).backward()
+    assert watched.told()[-1] == "finish"
+    assert watched.calls.sync
+
+
+def test_a_backward_that_raises_does_not_hold_up_the_next(watched: Watched) -> None:
+    output = watched(watched.net(watched.x))
+    watched.net[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    watched.net[0] = nn.Linear(3, 3)
+    watched.told()
+    watched(watched.net(watched.x)).sum().backward()
+    assert watched.told() == ROUND
+
+
+def test_a_parameter_that_is_an_output_is_watched_once(watched: Watched) -> None:
+    for _ in range(3):
+        watched([watched.net(watched.x), watched.net[0].bias])
+    assert len(watched.watch._leaf_hooks) == 1
+    watched.net[0].bias.sum().backward()  # type: ignore[operator]
+    assert watched.told() == ROUND
+
+
+@dataclass
+class Answer:
+    value: Tensor
+    more: Any = None
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Loop:
+    """Refers to itself."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.me, self.net = value, self, nn.Linear(1, 1)
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    for outputs, expected in [
+        (one, [one]),
+        ({"a": [one, (two, "text")]}, [one, two]),
+        (Answer(one, {"x": Answer(two)}), [one, two]),
+        (Slots(one), [one]),
+        (Loop(one), [one]),
+        ([Loop(one), Slots(two), None, 3], [one, two]),
+    ]:
+        found = list(find_tensors(outputs))
+        assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
