@@ -24,7 +24,7 @@ def _reduce() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def _race(mode: str, every: int, windows: int, seed: int) -> tuple[list[int], Seen]:
+def _race(mode: str, every: int | None, windows: int, seed: int) -> tuple[list[int], Seen]:
     """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit)."""
     chance = random.Random(seed * 100 + dist.get_rank())
     agreement = Agreement(mode=mode, every=every)  # type: ignore[arg-type]
@@ -63,13 +63,37 @@ def _race(mode: str, every: int, windows: int, seed: int) -> tuple[list[int], Se
     return asked, seen
 
 
-@pytest.mark.parametrize(("mode", "every"), [("shared", 1), ("messages", 1), ("messages", 3)])
+@pytest.mark.parametrize(("mode", "every"), [("shared", 1), ("messages", 1), ("messages", 3), ("messages", None)])
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, mode: str, every: int) -> None:
+def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, mode: str, every: int | None) -> None:
     results = ranks(world).run(_race, mode, every, 200, world)
     seen = results[0][1]
     assert all(other == seen for _, other in results)
     assert {bit for _, bit in seen} == {bit for asked, _ in results for bit in asked} == {0, 1, 2}
+
+
+def _windows_until_seen(seconds: float) -> int:
+    """After how many windows, which take so long on rank 1, a request of rank 0's is seen."""
+    agreement = Agreement(mode="messages")
+    bit = agreement.register("signal")
+    for window in range(100):
+        if window == 40 and dist.get_rank() == 0:
+            agreement.request(bit)
+        time.sleep(seconds * dist.get_rank())
+        agreement.publish()
+        _reduce()
+        agreement.settle(True)
+        if agreement.is_up(bit):
+            break
+    agreement.close()
+    return window - 39
+
+
+def test_messages_go_more_often_where_windows_are_long(ranks: RankPool) -> None:
+    """A signal was acted on 8 to 15 windows later, also where these took longer than SLURM waits to kill."""
+    assert max(ranks(2).run(_windows_until_seen, 0.06)) <= 2
+    quick = ranks(2).run(_windows_until_seen, 0.0)
+    assert quick[0] == quick[1] <= 16
 
 
 def _one_request(mode: str, every: int, asking: int, windows: int) -> list[int]:

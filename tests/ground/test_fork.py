@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -77,3 +79,33 @@ def forks_wait() -> bool:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 makes the lock anew in time")
 def test_ranks_are_protected(ranks: RankPool) -> None:
     assert ranks(2).run(forks_wait, timeout=40) == [True, True]
+
+
+BESIDE_GARBAGE = """
+import gc, os, runpy, sys
+
+class Group:  # in the place of a process group, whose threads a child does not have
+    def __init__(self):
+        self.me, self.owner = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            os._exit(3)
+
+if sys.argv[1:]:
+    runpy.run_path(sys.argv[1])["protect_forks"]()
+Group()
+child = os.fork()
+if child == 0:
+    gc.collect()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_child_leaves_its_parents_garbage_alone() -> None:
+    """A loader's worker whose collector came upon a destroyed process group hung, or died of a segmentation fault."""
+    command = [sys.executable, "-c", BESIDE_GARBAGE]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "3\n"
+    assert subprocess.run([*command, str(fork.__file__)], capture_output=True, text=True).stdout == "0\n"

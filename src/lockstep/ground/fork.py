@@ -5,10 +5,14 @@ whenever it lets go of a tensor that Python knows. Up to CPython 3.11 a forked c
 those states *before* it makes that lock anew (``PyOS_AfterFork_Child``): forked in the wrong microsecond, it waits
 for a thread that it does not have, and whoever waits for the child - a rank for the first batch of a loader's worker -
 waits for ever. From 3.12 on the lock is made anew first.
+
+Nor may a child collect its parent's garbage: a process group among it would wait for threads that the child does not
+have, or break off over them.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -22,10 +26,14 @@ _protected = False
 
 
 def protect_forks() -> None:
-    """Let each later fork of this process wait until torch's threads sleep; where it is needed, and once."""
+    """Let each later fork of this process wait until torch's threads sleep, where it is needed, and let its child leave
+    its parent's garbage alone; once."""
     global _protected
-    if not _protected and sys.version_info < (3, 12) and sys.platform == "linux":
-        _protected = True
+    if _protected or not hasattr(os, "register_at_fork"):
+        return
+    _protected = True
+    os.register_at_fork(after_in_child=gc.freeze)
+    if sys.version_info < (3, 12) and sys.platform == "linux":
         os.register_at_fork(before=wait_for_torch_threads)
 
 

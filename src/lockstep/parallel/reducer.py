@@ -43,7 +43,7 @@ from lockstep.parallel.buckets import Plan, distinct, fit_plan, in_order_of_arri
 from lockstep.parallel.marks import Marks
 from lockstep.parallel.record import Record
 from lockstep.parallel.shared import SharedReduction
-from lockstep.parallel.transport import AllReduce, Hooked, Transport
+from lockstep.parallel.transport import AllReduce, Transport
 
 MIB = 2**20
 
@@ -173,10 +173,12 @@ class Reducer:
         Raises:
             RuntimeError: if there is a hook, or a backward was prepared.
         """
-        if isinstance(self._transport, Hooked):
+        if not self._transport.divides:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
         if self._started:
             raise RuntimeError("register_comm_hook: register the hook before the first backward")
+        from lockstep.parallel.hooked import Hooked  # with all hooks behind it: most runs have none
+
         self._transport.close()
         self._idle = False
         if marks is not None:
@@ -341,8 +343,7 @@ class Reducer:
         message = None
         group = self._over if self._record is None and not self._inline else False
         if group is not False:
-            if isinstance(self._transport, Hooked):
-                self._transport.flush()
+            self._transport.flush()
             willing = self._static and not self.muted and bool(self._arrived)
             message = Marks(self._buckets, willing, group)
             self.collectives += message.work is not None

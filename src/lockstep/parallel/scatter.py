@@ -69,6 +69,9 @@ class Scatter:
         else:  # gloo exchanges tensors of the CPU only
             bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
 
+    def flush(self) -> None:
+        """A message begins when its bucket is started."""
+
     def wait(self, bucket: Bucket) -> None:
         """Return when this rank's slice holds the sum; the rest of the bucket holds nothing of use."""
         bucket.work.wait()
