@@ -10,7 +10,6 @@ from typing import Any
 
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
-from lockstep.cluster.described import described_world
 from lockstep.cluster.detect import Placement
 from lockstep.config.barebones import strip
 from lockstep.config.callbacks import make_callbacks
@@ -18,7 +17,7 @@ from lockstep.config.foreign import check_constructed, check_kind, check_not_lig
 from lockstep.config.loggers import make_loggers
 from lockstep.config.names import DEFAULTS, config_of, refuse_what_is_not_there, synchronizes_batchnorm, unknown_flags
 from lockstep.config.old_flags import old_flags_of, translate
-from lockstep.config.place import check_devices, check_root, nodes
+from lockstep.config.place import check_devices, check_root, device_of, node_devices, nodes
 from lockstep.config.plugins import sort_plugins
 from lockstep.config.process import announce, apply_to_process
 from lockstep.datamodule import LightningDataModule
@@ -27,7 +26,8 @@ from lockstep.ground.creation import creating
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
-from lockstep.launch.place import directly, here, launcher
+from lockstep.launch.cuda import number_devices
+from lockstep.launch.place import dealt_out, directly, here, launcher
 from lockstep.launch.variables import flags_of
 from lockstep.loggers.base import Logger
 from lockstep.loop import handover, state
@@ -99,6 +99,8 @@ class Trainer(Attributes):
         model_registry: only None.
         order: "lockstep" (the order of data is a function of seed, epoch and position), or "torch" (torch's own
             permutation, for comparisons).
+        debug: "collectives": before each collective, ranks compare what they are about to do, and name what does not
+            fit; slow.
         **others: flags of earlier years, translated with a warning (``config/old_flags.py``); others are refused.
 
     Raises:
@@ -155,6 +157,7 @@ class Trainer(Attributes):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
         order: str = "lockstep",
+        debug: str | None = None,
         **others: Any,
     ) -> None:
         variables = locals()
@@ -171,13 +174,15 @@ class Trainer(Attributes):
         refuse_what_is_not_there(flags["model_registry"])
         self.config = config_of(flags)
         self.profiler = make_profiler(flags["profiler"]) or PassThroughProfiler()
-        found = sort_plugins(flags["plugins"], flags["precision"])
+        found = sort_plugins(flags["plugins"], flags["precision"], getattr(flags["strategy"], "plugins", ()))
         self._cluster = found.cluster
         self.state = TrainerState()
         strategy, devices = flags["strategy"], flags["devices"]
+        dealt = dealt_out(self._cluster)
+        number_devices(dealt or flags["accelerator"] == "cpu")
         self.accelerator = find_accelerator(flags["accelerator"])
-        kind, self._node_devices = self.accelerator.device_type, self.accelerator.get_parallel_devices(devices)
-        self._devices_asked = None if devices == "auto" and kind == "cpu" else len(self._node_devices)
+        kind = self.accelerator.device_type
+        self._node_devices, self._devices_asked = node_devices(self.accelerator, devices, dealt)
         if drives_all_devices(strategy):
             self._devices_asked = 1
         self._num_nodes_asked = nodes(flags["num_nodes"])
@@ -208,6 +213,7 @@ class Trainer(Attributes):
         self.seed: int | None = None
         self.should_stop = False
         self.received_sigterm = False
+        self.signals: Any = None
         self.interruption: str | None = None
         self._ckpt_path = self._ckpt_wanted = None
         self.enable_validation = False
@@ -224,17 +230,14 @@ class Trainer(Attributes):
     def connect(self) -> None:
         """Find out which rank this process is; once here, and again in each process that was started."""
         world = self._placement().world
-        device = self._node_devices[world.local_rank % len(self._node_devices)]
+        device = device_of(self._node_devices, world.local_rank, world.local_size)
         self.strategy.devices = self._node_devices
         self.strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
 
     def _placement(self) -> Placement:
         """This process among the ranks, by the user's cluster plugin or by what the environment tells."""
-        if self._cluster is None:
-            return here(self._devices_asked, self._num_nodes_asked)
-        world = described_world(self._cluster, self._devices_asked, self._num_nodes_asked)
-        return Placement(world, launched=True, cluster=type(self._cluster).__name__)
+        return here(self._devices_asked, self._num_nodes_asked, self._cluster)
 
     # -- what users call -----------------------------------------------------------------------------------
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.cluster.described import describes_ranks
-from lockstep.cluster.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lockstep.cluster.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    environment_named,
+)
+from lockstep.config.place import device_of, node_devices
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies.ddp import DDPStrategy
 from tests.loop.pieces import Slope, numbers, quiet
 
 ELASTIC = {
@@ -82,3 +95,115 @@ def test_a_part_that_is_missing_is_told_by_python() -> None:
 
     with pytest.raises(TypeError, match="abstract"):
         Half()  # type: ignore[abstract]
+
+
+# -- those that lockstep knows --------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "train.sh",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def put(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_sruns_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, SLURM)
+    environment = SLURMEnvironment()
+    assert SLURMEnvironment.detect()
+    assert facts(environment) == (4, 3, 1, 1, "node1", 15007, True)
+    assert (environment.job_id(), environment.job_name()) == (7, "train.sh")
+    assert (environment.auto_requeue, environment.requeue_signal) == (True, signal.SIGUSR1)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert environment.job_id() is None
+
+
+@pytest.mark.parametrize("kind", [SLURMEnvironment, LSFEnvironment, MPIEnvironment, KubeflowEnvironment])
+def test_out_of_their_place_they_say_so(kind: type[ClusterEnvironment]) -> None:
+    assert not kind.detect()
+    with pytest.raises(MisconfigurationException, match="did not start this process, which needs"):
+        kind().world_size()
+
+
+def test_a_strategy_takes_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MisconfigurationException, match=r"cluster_environment='slrum'.*Did you mean 'slurm'\?"):
+        quiet(strategy=DDPStrategy(cluster_environment="slrum"))
+    with pytest.raises(MisconfigurationException, match="'slurm': srun did not start this process"):
+        quiet(strategy=DDPStrategy(cluster_environment="SLURM"))
+    put(monkeypatch, SLURM)
+    trainer = quiet(strategy=DDPStrategy(cluster_environment="SLURM"))
+    assert (trainer.global_rank, trainer.world_size, trainer.num_nodes) == (3, 4, 2)
+
+
+def test_one_that_is_named_wins_over_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, {**SLURM, **ELASTIC, "RANK": "2", "LOCAL_RANK": "0"})
+    assert quiet().global_rank == 2
+    assert quiet(plugins=SLURMEnvironment()).global_rank == 3
+    assert quiet(strategy=DDPStrategy(cluster_environment="slurm")).global_rank == 3
+
+
+def test_lightnings_own_lets_no_cluster_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the batch script of a job that has more tasks, say."""
+    put(monkeypatch, SLURM)
+    for plugin in (LightningEnvironment(), environment_named("Local")):
+        assert quiet(plugins=plugin).world_size == 1
+
+
+def test_several_nodes_without_a_strategy_mean_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, SLURM)
+    for flags in ({}, {"num_nodes": 2}, {"devices": 2, "num_nodes": 2}):
+        assert type(quiet(**flags).strategy) is DDPStrategy
+
+
+# -- devices --------------------------------------------------------------------------------------------------
+
+
+class Gpus:
+    """An accelerator with so many devices that torch sees."""
+
+    device_type = "cuda"
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_parallel_devices(self, devices: Any) -> list[torch.device]:
+        wanted = self.count if devices in ("auto", -1) else devices
+        if wanted > self.count:
+            raise MisconfigurationException(f"there are {self.count}")
+        return [torch.device("cuda", index) for index in range(wanted)]
+
+
+def test_a_task_that_sees_one_device_does_not_index_it() -> None:
+    """SLURM's --gpus-per-task=1 shows each task its own device, which is number 0 in all of them."""
+    devices, asked = node_devices(Gpus(1), 8, dealt_out=True)
+    assert asked == 8
+    assert [device_of(devices, rank, 8).index for rank in range(8)] == [0] * 8
+
+
+def test_a_task_that_sees_all_devices_indexes_them() -> None:
+    devices, asked = node_devices(Gpus(8), "auto", dealt_out=True)
+    assert asked is None  # as many as there are tasks, not devices
+    assert [device_of(devices, rank, 8).index for rank in range(8)] == list(range(8))
+
+
+def test_more_ranks_than_devices() -> None:
+    devices, _ = node_devices(Gpus(2), 4, dealt_out=True)
+    with pytest.raises(MisconfigurationException, match=r"4 ranks on this node, which has 2 cuda devices.*gres=gpu:4"):
+        device_of(devices, 0, 4)
+
+
+def test_ones_own_machine_has_the_devices_that_were_asked_for() -> None:
+    assert node_devices(Gpus(4), 2, dealt_out=False)[1] == 2
+    assert node_devices(Gpus(4), "auto", dealt_out=False)[1] == 4
+    with pytest.raises(MisconfigurationException, match="there are 4"):
+        node_devices(Gpus(4), 5, dealt_out=False)

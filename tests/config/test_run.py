@@ -70,6 +70,7 @@ REFUSED: list[dict[str, Any]] = [
     {"fast_dev_run": 1.5},
     {"deterministic": "maybe"},
     {"order": "random"},
+    {"debug": "everything"},
     {"precision": "8-true"},
     {"strategy": "dpp"},
     {"accelerator": "abacus"},

@@ -87,3 +87,19 @@ class Running(Plain):
         losses = super().losses(x - self.running)
         self.running.lerp_(x[0].detach(), 0.5)
         return losses
+
+
+class Idle(Plain):
+    """A layer of it is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(6, 4)
+
+
+class Normed(Plain):
+    """Its statistics are taken over the batch, so that ranks must take them together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))

@@ -45,6 +45,7 @@ FACES = {
     "lockstep.callbacks",
     "lockstep.cli",
     "lockstep.loggers",
+    "lockstep.parallel.hooks",
     "lockstep.profilers",
     "lockstep.strategies",
     "lockstep.testing",

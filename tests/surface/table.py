@@ -22,6 +22,7 @@ KINDS = {
     "flag of 2019": "Flags of 2019 and of the years after",
     "accelerator": "Accelerators",
     "registry": "Names of strategies",
+    "strategy argument": "Arguments of DDPStrategy",
     "attribute": "Public attributes and methods of Trainer",
     "hook": "Hooks of LightningModule and LightningDataModule",
     "callback hook": "Hooks of Callback",

@@ -34,10 +34,6 @@ PRECISION_NAMES = Refused(
     "'bf16-mixed' | '16-mixed'), without precision plugins."
 )
 QUANTIZED = Refused("lockstep has no 8-bit training: use precision='bf16-mixed' or 'bf16-true'.")
-CLUSTER = Refused(
-    "lockstep does not know this cluster by itself yet: start the ranks by torchrun on each node, or start the "
-    "script once on each node with MASTER_ADDR, MASTER_PORT and NODE_RANK set."
-)
 LOOPS = Refused(
     "Lightning's loops are inner parts; lockstep has its own, in lockstep.loop. Act on a run by hooks of the "
     "LightningModule and of callbacks."

@@ -221,10 +221,7 @@ PLUGINS: dict[str, Rows | Refused] = {
     },
     "plugins.environments": {
         **_all("ClusterEnvironment LightningEnvironment TorchElasticEnvironment", "cluster.environments"),
-        **_all(
-            "KubeflowEnvironment LSFEnvironment MPIEnvironment SLURMEnvironment",
-            reasons.CLUSTER,
-        ),
+        **_all("KubeflowEnvironment LSFEnvironment MPIEnvironment SLURMEnvironment", "cluster.environments"),
         "XLAEnvironment": reasons.TPU,
     },
     "plugins.io": PLUGIN_IO,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from abc import ABC, abstractmethod
 
-from lockstep.cluster import torchelastic
+from lockstep.cluster import slurm
 from lockstep.cluster.base import World, read_number
+from lockstep.cluster.hosts import first_host
+from lockstep.cluster.table import LOCAL, cluster_named, find
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 
@@ -88,9 +91,10 @@ class ClusterEnvironment(ABC):
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Ranks that lockstep starts by itself: the default, which ``Trainer(plugins=...)`` need not name."""
+    """Ranks that lockstep starts by itself: the default; named, it lets no cluster count that may be around."""
 
     creates_processes_externally = False
+    cluster = LOCAL
 
     @property
     def main_address(self) -> str:
@@ -119,51 +123,132 @@ class LightningEnvironment(ClusterEnvironment):
         return read_number(os.environ, "NODE_RANK", default=read_number(os.environ, "GROUP_RANK", default=0))
 
 
-class TorchElasticEnvironment(ClusterEnvironment):
-    """Ranks that ``torchrun`` started; lockstep finds this out by itself.
+class KnownEnvironment(ClusterEnvironment):
+    """Ranks that a cluster has started which lockstep knows, and finds out by itself.
+
+    Giving an instance to ``Trainer(plugins=...)`` or ``DDPStrategy(cluster_environment=...)`` lets nothing else count.
 
     Raises:
-        MisconfigurationException: when asked in a process that torchrun did not start.
+        MisconfigurationException: when asked in a process that the cluster did not start.
     """
 
     creates_processes_externally = True
+    cluster = ""
+    """Its name in `lockstep.cluster.table`."""
 
-    @staticmethod
-    def detect() -> bool:
-        """Whether torchrun started this process."""
-        return torchelastic.given_world(os.environ) is not None
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether the cluster started this process."""
+        found = find(os.environ)
+        return found is not None and found[0].name == cls.cluster
 
     def _world(self) -> World:
-        world = torchelastic.given_world(os.environ)
-        if world is None:
+        found = find(os.environ, self.cluster)
+        if found is None:
             raise MisconfigurationException(
-                "TorchElasticEnvironment: torchrun did not start this process (RANK and LOCAL_RANK are not set): start "
-                "the script by torchrun, or leave the plugin out"
+                f"{type(self).__name__}: this process is the batch script of a SLURM job, not one of its tasks: start "
+                "the script by srun, or ask after a Trainer has done so"
             )
-        return world
+        return found[1]
 
     @property
     def main_address(self) -> str:
-        """``MASTER_ADDR``."""
+        """The host of rank 0; ``MASTER_ADDR`` wins."""
         return self._world().address
 
     @property
     def main_port(self) -> int:
-        """``MASTER_PORT``."""
+        """The port at which the ranks meet; ``MASTER_PORT`` wins."""
         return self._world().port
 
     def world_size(self) -> int:
-        """``WORLD_SIZE``."""
+        """Processes on all nodes."""
         return self._world().size
 
     def global_rank(self) -> int:
-        """``RANK``."""
+        """This process among all, from 0."""
         return self._world().rank
 
     def local_rank(self) -> int:
-        """``LOCAL_RANK``."""
+        """This process among those of its node, from 0."""
         return self._world().local_rank
 
     def node_rank(self) -> int:
-        """``GROUP_RANK``."""
+        """This node, from 0."""
         return self._world().node_rank
+
+
+class TorchElasticEnvironment(KnownEnvironment):
+    """Ranks that ``torchrun`` started."""
+
+    cluster = "torchelastic"
+
+
+class LSFEnvironment(KnownEnvironment):
+    """Ranks that LSF's ``jsrun`` started."""
+
+    cluster = "lsf"
+
+
+class KubeflowEnvironment(KnownEnvironment):
+    """Ranks that Kubeflow's PyTorchJob started, one in each pod."""
+
+    cluster = "kubeflow"
+
+
+class MPIEnvironment(KnownEnvironment):
+    """Ranks that ``mpirun`` started; read from its variables, so that mpi4py is not needed."""
+
+    cluster = "mpi"
+
+
+class SLURMEnvironment(KnownEnvironment):
+    """Ranks that SLURM's ``srun`` started.
+
+    Args:
+        auto_requeue: when SLURM sends ``requeue_signal``, save the run at the next boundary and put the job back into
+            the queue; it goes on from there when it starts again.
+        requeue_signal: the signal that asks for it; default SIGUSR1 (``#SBATCH --signal=USR1@90``).
+    """
+
+    cluster = "slurm"
+
+    def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
+        self.auto_requeue = auto_requeue
+        self.requeue_signal = signal.SIGUSR1 if requeue_signal is None else requeue_signal
+
+    @staticmethod
+    def job_name() -> str | None:
+        """The job's name; None outside a job."""
+        return os.environ.get("SLURM_JOB_NAME")
+
+    @staticmethod
+    def job_id() -> int | None:
+        """The job's number; None outside a job, and where somebody types at a shell in it."""
+        if slurm.is_interactive(os.environ) or "SLURM_JOB_ID" not in os.environ:
+            return None
+        return read_number(os.environ, "SLURM_JOB_ID")
+
+    @staticmethod
+    def resolve_root_node_address(nodes: str) -> str:
+        """The first host of a list in SLURM's short form."""
+        return first_host(nodes)
+
+
+KNOWN: dict[str, type[ClusterEnvironment]] = {
+    "torchelastic": TorchElasticEnvironment,
+    "slurm": SLURMEnvironment,
+    "lsf": LSFEnvironment,
+    "kubeflow": KubeflowEnvironment,
+    "mpi": MPIEnvironment,
+    LOCAL: LightningEnvironment,
+}
+
+
+def environment_named(name: str) -> ClusterEnvironment:
+    """The object that a name stands for in ``DDPStrategy(cluster_environment="SLURM")``.
+
+    Raises:
+        MisconfigurationException: there is no cluster of this name.
+    """
+    return KNOWN[cluster_named(name)]()

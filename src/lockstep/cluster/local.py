@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.cluster.base import World, read_number
+from lockstep.cluster.given import world_of
 from lockstep.ground.errors import MisconfigurationException
 
 
@@ -40,6 +41,11 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
             f"(WORLD_SIZE={started_size}): use the same numbers for every Trainer of a script, "
             "or unset LOCAL_RANK"
         )
+    if not is_started(environ) and size > 1 and "RANK" in environ:
+        raise MisconfigurationException(
+            f"devices={devices}, num_nodes={num_nodes}: lockstep starts the ranks, but RANK={environ['RANK']} is set, "
+            "as by a launcher, without WORLD_SIZE and LOCAL_RANK: remove it (unset RANK), or set all of a launcher's"
+        )
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if "GROUP_RANK" in environ and "NODE_RANK" in missing:
         missing.remove("NODE_RANK")
@@ -50,7 +56,11 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
         )
     node_rank = read_number(environ, "NODE_RANK", default=read_number(environ, "GROUP_RANK", default=0))
     local_rank = read_number(environ, "LOCAL_RANK", default=0)
-    return World(
+    return world_of(
+        "By hand",
+        environ,
+        ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"),
+        f"devices={devices}, num_nodes={num_nodes} make ranks 0 to {size - 1}: correct the variables",
         rank=node_rank * devices + local_rank,
         size=size,
         local_rank=local_rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.cluster.base import World, read_number
+from lockstep.cluster.given import world_of
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
@@ -20,7 +21,11 @@ def given_world(environ: Mapping[str, str]) -> World | None:
     size = read_number(environ, "WORLD_SIZE")
     local_size = read_number(environ, "LOCAL_WORLD_SIZE", default=size)
     nodes = -(-size // max(local_size, 1))
-    return World(
+    return world_of(
+        "torchrun",
+        environ,
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"),
+        "Start the script by torchrun, or remove these variables",
         rank=read_number(environ, "RANK"),
         size=size,
         local_rank=read_number(environ, "LOCAL_RANK"),

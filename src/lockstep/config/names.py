@@ -52,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
     "order": "lockstep",
+    "debug": None,
 }
 """Every flag of the Trainer, in the order of its signature, and its default."""
 

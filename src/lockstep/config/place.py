@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.checkpoint.storage import is_remote
 from lockstep.config.values import check_writable, whole
@@ -36,6 +38,50 @@ def check_devices(devices: Any, cluster: str) -> None:
             f"Trainer(devices={devices!r}): {cluster} has placed this process and given it its devices: give the "
             "number, or devices='auto', and choose devices when you submit the job (CUDA_VISIBLE_DEVICES)."
         )
+
+
+def node_devices(accelerator: Any, devices: Any, dealt_out: bool) -> tuple[list[torch.device], int | None]:
+    """The devices that this process may have, and how many ranks on each node the flags ask for.
+
+    Args:
+        accelerator: an Accelerator.
+        devices: as in ``Trainer(devices=...)``.
+        dealt_out: whether a cluster has given this process its devices: then it sees those, and the flag is a number
+            of ranks, which is compared with those that were started.
+
+    Returns:
+        this node's devices by local rank, or the only one; and the number, None for as many as there are.
+
+    Raises:
+        MisconfigurationException: devices that are not there, or a value that names none.
+    """
+    if accelerator.device_type == "cpu" or not dealt_out:
+        found = accelerator.get_parallel_devices(devices)
+        return found, None if devices == "auto" and (accelerator.device_type == "cpu" or dealt_out) else len(found)
+    found = accelerator.get_parallel_devices("auto")
+    if devices in ("auto", -1, "-1"):
+        return found, None
+    asked = int(devices) if isinstance(devices, str) and devices.isdigit() else devices
+    if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
+        return found, asked
+    return found, len(accelerator.get_parallel_devices(devices))
+
+
+def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> torch.device:
+    """The device of a rank: the only one that it sees, else the one of its number.
+
+    Raises:
+        MisconfigurationException: the node has more ranks than devices.
+    """
+    if len(devices) == 1:
+        return devices[0]
+    if devices[0].type != "cpu" and local_size > len(devices):
+        raise MisconfigurationException(
+            f"{local_size} ranks on this node, which has {len(devices)} {devices[0].type} devices for them: start "
+            f"{len(devices)} or less, or ask the cluster for {local_size} devices a node "
+            f"(SLURM: --gres=gpu:{local_size})"
+        )
+    return devices[local_rank % len(devices)]
 
 
 def check_root(config: Any, logger: Any, callbacks: list[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.described import DescribesRanks, describes_ranks
+from lockstep.cluster.environments import LightningEnvironment, environment_named
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
 
@@ -31,19 +32,20 @@ class Plugins:
     checkpoint_io: CheckpointIO | None = None
 
 
-def sort_plugins(given: Any, precision_flag: Any) -> Plugins:
+def sort_plugins(given: Any, precision_flag: Any, carried: Iterable[Any] = ()) -> Plugins:
     """Tell a Trainer's plugins apart.
 
     Args:
         given: as in ``Trainer(plugins=...)``: None, one, or several.
         precision_flag: as in ``Trainer(precision=...)``, which must not name another precision.
+        carried: plugins that were given to the strategy.
 
     Raises:
         MisconfigurationException: a plugin that lockstep has no place for, or two of one kind.
     """
-    if given is None:
-        return Plugins()
     several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    named = (environment_named(plugin) if isinstance(plugin, str) else plugin for plugin in carried)
+    several = [*(several if given is not None else ()), *named]
     found: dict[str, Any] = {}
     for plugin in several:
         kind = _kind(plugin)
@@ -62,12 +64,12 @@ def sort_plugins(given: Any, precision_flag: Any) -> Plugins:
         )
     cluster = found.get("cluster")
     if cluster is not None and not cluster.creates_processes_externally:
-        if type(cluster).__name__ != "LightningEnvironment":
+        if type(cluster).__name__ != "LightningEnvironment":  # that one describes what lockstep does by itself
             raise MisconfigurationException(
                 f"Trainer(plugins={type(cluster).__name__}()): its creates_processes_externally is False, and lockstep "
                 'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'
             )
-        found["cluster"] = None  # that one describes what lockstep does by itself
+        found["cluster"] = LightningEnvironment()
     return Plugins(**found)
 
 

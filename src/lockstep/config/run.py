@@ -57,6 +57,7 @@ class RunConfig:
     default_root_dir: str
     enable_autolog_hparams: bool
     order: Literal["lockstep", "torch"]
+    debug: Literal["collectives"] | None
 
     def __post_init__(self) -> None:
         for unit in ("epochs", "steps"):
@@ -106,6 +107,7 @@ def resolve(flags: dict[str, Any]) -> RunConfig:
         deterministic=choice("deterministic", flags["deterministic"], (True, False, None, "warn")),
         benchmark=benchmark,
         order=choice("order", flags["order"], ("lockstep", "torch")),
+        debug=choice("debug", flags["debug"], (None, "collectives")),
         **switches,
         **limits,
         **_length(flags),

@@ -6,16 +6,49 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lockstep.cluster.detect import Placement, detect
+from lockstep.cluster.described import DescribesRanks, described_world
+from lockstep.cluster.detect import Placement, detect, is_placed
+from lockstep.cluster.table import NAMES
 from lockstep.launch.script import ScriptLauncher
 from lockstep.launch.spawn import SpawnLauncher
+from lockstep.launch.srun import become_srun
 
 T = TypeVar("T")
 
 
-def here(devices: int | None, num_nodes: int) -> Placement:
-    """This process among the ranks; arguments as for :func:`lockstep.cluster.detect.detect`."""
-    return detect(os.environ, devices, num_nodes)
+def here(devices: int | None, num_nodes: int, cluster: DescribesRanks | None = None) -> Placement:
+    """This process among the ranks.
+
+    In the batch script of a SLURM job with several tasks it does not come back: the process becomes ``srun``.
+
+    Args:
+        devices: as for :func:`lockstep.cluster.detect.detect`.
+        num_nodes: the same.
+        cluster: the user's, which alone is asked; None: whichever the environment tells of.
+
+    Raises:
+        MisconfigurationException: flags and cluster contradict each other, or a variable is missing.
+    """
+    name = _known(cluster)
+    if cluster is not None and name is None:
+        world = described_world(cluster, devices, num_nodes)
+        return Placement(world, launched=True, cluster=type(cluster).__name__)
+    placement = detect(os.environ, devices, num_nodes, name)
+    if placement.by_srun:
+        become_srun()
+    return placement
+
+
+def dealt_out(cluster: DescribesRanks | None = None) -> bool:
+    """Whether somebody else than lockstep places the ranks, and gives each its devices; ``cluster`` as for `here`."""
+    name = _known(cluster)
+    return True if cluster is not None and name is None else is_placed(os.environ, name)
+
+
+def _known(cluster: Any) -> str | None:
+    """The name of a cluster of which lockstep reads the variables itself."""
+    name = getattr(cluster, "cluster", None)
+    return NAMES.get(name) if isinstance(name, str) else None
 
 
 def directly(function: Callable[..., T], *args: Any) -> T:
@@ -33,4 +66,6 @@ def launcher(kind: str | None, placement: Placement) -> Callable[..., Any]:
     if kind is None or placement.world.size == 1 or (kind == "spawn" and placement.launched):
         return directly
     # ranks that are there already go through the script launcher too: it leaves a note of what ends them
-    return (ScriptLauncher if kind == "script" else SpawnLauncher)(placement.world).launch
+    if kind == "script":
+        return ScriptLauncher(placement.world, placement.launched).launch
+    return SpawnLauncher(placement.world).launch

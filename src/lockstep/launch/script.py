@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from lockstep.cluster.base import World
 from lockstep.cluster.detect import detect
 from lockstep.cluster.local import is_started, rank_variables
+from lockstep.cluster.table import LOCAL
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed
@@ -27,6 +28,7 @@ from lockstep.launch.attendance import attended, note_on
 from lockstep.launch.causes import Cause, Stray, first_cause, was_caught
 from lockstep.launch.children import FAREWELL, GRACE, Children, Ended
 from lockstep.launch.inherit import PARENT, SEED, bind_loader_workers, started_in
+from lockstep.launch.nested import check_not_nested
 from lockstep.launch.notes import Notes
 from lockstep.launch.port import free_port
 from lockstep.launch.threads import share_cores
@@ -53,13 +55,15 @@ class ScriptLauncher:
 
     Args:
         world: of this process, as `lockstep.cluster.detect.detect` found it.
+        launched: whether the ranks are there already, whoever has started them.
 
     Attributes:
         world: the same, with a port; final once `launch` calls its function.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, launched: bool = False) -> None:
         self.world = world
+        self._launched = launched
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """``function(*args, **kwargs)``, in this process, when all ranks of the node are started.
@@ -67,9 +71,11 @@ class ScriptLauncher:
         Raises:
             MisconfigurationException: there is no script that could be started again.
         """
-        if self.world.local_size > 1 and not is_started(os.environ):
-            _others.append(_Others(self.world))
-        self.world = detect(os.environ, self.world.local_size, self.world.num_nodes).world
+        if not self._launched:
+            if self.world.local_size > 1 and not is_started(os.environ):
+                _others.append(_Others(self.world))
+            self.world = detect(os.environ, self.world.local_size, self.world.num_nodes, LOCAL).world
+        check_not_nested(self.world)
         share_cores(os.environ, self.world.local_size)
         bind_loader_workers()
         others = _others[0] if _others else None

@@ -47,7 +47,7 @@ DOINGS = {
     ("strategies/ddp.py", "setup_module"): "taking rank 0's weights",
     ("parallel/reducer.py", "finish"): "reducing gradients in backward",
     ("parallel/reducer.py", "_conclude"): "reducing gradients in backward",
-    ("parallel/ddp.py", "sync_buffers"): "taking rank 0's buffers",
+    ("parallel/start.py", "sync_buffers"): "taking rank 0's buffers",
     ("loop/results.py", "reduce_epoch"): "reducing logged values",
     ("loop/results.py", "reduce_step"): "reducing logged values",
     ("loop/data.py", "_agree"): "asking who has more data",

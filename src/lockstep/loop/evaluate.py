@@ -121,9 +121,8 @@ class EvaluationLoop:
         strategy = trainer.strategy
         results = trainer.results = Results.of(strategy, trainer.lightning_module)
         strategy.sync_gradients = False
-        strategy.align_buffers()  # one model is measured, the one that a checkpoint holds
         try:
-            with self._no_gradients(), self._eval_mode():
+            with strategy.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
                 hooks.call(f"on_{name}_epoch_start")
                 for _ in self._steps(f"{name}_step", sanity_steps):

@@ -20,6 +20,7 @@ from lockstep.loop.forwards import forwards
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.results import Results
 from lockstep.loop.session import session
+from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.step import Step
 from lockstep.loop.timing import ValidationTiming
 
@@ -82,6 +83,7 @@ class FitLoop:
         self.feed: Feed | None = None
         self.given: Any = None  # the training loaders as the user made them
         self.results: Results | None = None
+        self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
         self._started = 0.0
         self._reason: str | None = None
@@ -104,6 +106,7 @@ class FitLoop:
         self._time_limit = trainer.config.max_time
         self._most_steps = math.inf if trainer.config.max_steps == -1 else trainer.config.max_steps
         self._started = time.monotonic()
+        trainer.signals = self.signals = Signals(trainer)
         with session(trainer, TrainerFn.FITTING, ckpt_path, weights_only), self._anomalies():
             self.results = trainer.results
             self.timing.start()
@@ -119,6 +122,7 @@ class FitLoop:
                 self._restore_randomness()
                 while self._done() is None:
                     self.epoch()
+                trainer.strategy.end_training()
                 trainer.hooks.call("on_train_end")
             rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
             self._share_ending()
@@ -189,6 +193,7 @@ class FitLoop:
             feed.begin(progress.epoch, progress.batch)
             trainer.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
+            self._heed()
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
             for window in windows:
                 left = window.size
@@ -230,10 +235,23 @@ class FitLoop:
         progress.windows += 1
         progress.phase = WINDOW_END
         stop = trainer.should_stop or progress.global_step >= self._most_steps
-        if self.step.shared and not stop:
-            agreement = trainer.agreement
-            stop = agreement.is_up(trainer.stop_flag) or agreement.is_up(trainer.interrupt_flag)
+        if self.step.shared:
+            interrupted = trainer.agreement.is_up(trainer.interrupt_flag)
+            stop = stop or trainer.agreement.is_up(trainer.stop_flag)
+        else:
+            interrupted = self.signals is not None and self.signals.asked != 0
+        if interrupted:
+            self._heed()
+            stop = True
         self._stops = stop and self._done_in_epoch() is not None
+
+    def _heed(self) -> None:
+        """Act on a signal that all ranks know of, between windows. Collective where one has interrupted the fit."""
+        trainer, signals = self.trainer, self.signals
+        if signals is None:
+            return
+        if trainer.agreement.is_up(trainer.interrupt_flag) if trainer.world_size > 1 else signals.asked:
+            signals.act()
 
     def _look_at_clock(self) -> None:
         assert self._time_limit is not None
@@ -301,6 +319,8 @@ class FitLoop:
     def request_stop(self) -> None:
         """Tell the agreement what this rank wants."""
         trainer = self.trainer
+        if self.signals is not None and self.signals.asked:
+            self.signals.request()
         if trainer.should_stop:
             trainer.agreement.request(trainer.stop_flag)
         if trainer.interruption is not None:
@@ -332,6 +352,7 @@ class FitLoop:
             reason = f"max_epochs={config.max_epochs} reached"
         else:
             self._agree_on_stopping()
+            self._heed()
             reason = self._done_in_epoch()
         if reason is not None:
             self._reason = reason
@@ -339,12 +360,15 @@ class FitLoop:
 
     def _early_reason(self) -> str:
         if self.trainer.interruption is not None:
-            return "interrupted by Ctrl-C"
+            return self._interruption()
         for callback in self.trainer.callbacks:
             message = getattr(callback, "stopping_reason_message", None)  # EarlyStopping has one, and Timer
             if message:
                 return f"{type(callback).__name__}: {message.rstrip('.')}"
         return "trainer.should_stop was set"
+
+    def _interruption(self) -> str:
+        return f"interrupted by {TERMINATED if self.trainer.interruption == TERMINATED else 'Ctrl-C'}"
 
     def _share_ending(self) -> None:
         """All ranks tell the same of how the fit ended: rank 0's clock may have, or Ctrl-C on one of them."""
@@ -422,7 +446,7 @@ class FitLoop:
         best = trainer.checkpoint_callback
         score = getattr(best, "best_model_score", None)
         return Result(
-            stopped="interrupted by Ctrl-C" if trainer.interruption is not None else self._reason or "",
+            stopped=self._interruption() if trainer.interruption is not None else self._reason or "",
             metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
             best_model_path=str(getattr(best, "best_model_path", "") or ""),
             best_model_score=None if score is None else float(score),
@@ -443,6 +467,7 @@ class FitLoop:
 
     def release(self) -> None:
         """Let go of loaders and their workers."""
+        self.signals = None
         for loaders in (self.feed, self.validation.feed):
             if loaders is not None:
                 loaders.close()

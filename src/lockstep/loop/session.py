@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from lockstep.ground.seed import current_seed
 from lockstep.ground.states import TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
 from lockstep.launch import attendance
+from lockstep.launch.gate import compared
+from lockstep.launch.heed import ENDED
 from lockstep.launch.interrupt import interruptible
 from lockstep.loop import state
 from lockstep.loop.hooks import Hooks, is_overridden
 from lockstep.loop.optimizers import parse
 from lockstep.loop.removed import check_removed_hooks
 from lockstep.loop.results import Published, Results
+from lockstep.loop.signals import TERMINATED, undisturbed
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
 
@@ -33,6 +36,21 @@ STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_ste
 
 @contextmanager
 def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bool | None = None) -> Iterator[None]:
+    """One call of the Trainer; a fit, which has made ``trainer.signals``, heeds them from beginning to end."""
+    signals = trainer.signals
+    if signals is None:
+        with undisturbed(trainer), _session(trainer, fn, ckpt_path, weights_only):
+            yield
+        return
+    try:
+        with signals.heeded(), _session(trainer, fn, ckpt_path, weights_only):
+            yield
+    finally:
+        trainer.signals = None
+
+
+@contextmanager
+def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None) -> Iterator[None]:
     """Set up what ``fn`` needs, hand over to its loop, and tear down whatever happened.
 
     The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
@@ -44,8 +62,8 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
     trainer._ckpt_path = ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
     trainer.agreement = trainer.results = trainer.hooks = trainer.instruments = None
     try:
-        with _interruptible(trainer):
-            _set_up(trainer, fn, ckpt_path, weights_only)
+        with _interruptible(trainer), ExitStack() as watched:
+            _set_up(trainer, fn, ckpt_path, weights_only, watched)
             yield
             state.finish(trainer)
             if trainer.interruption is not None:
@@ -55,8 +73,12 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
         # A fit that was asked to end has a result. A second Ctrl-C, or what half an evaluation gives, is no result.
         if trainer.interruption is None or fn is not TrainerFn.FITTING:
             raise
+        if trainer.interruption == TERMINATED:
+            raise SystemExit(ENDED) from None
     except BaseException as error:
         name_ways_out(error)
+        if trainer.signals is not None:
+            trainer.signals.failing = True
         attendance.failed(error)  # the others need not wait for what follows
         _failed(trainer, error)
         raise
@@ -65,6 +87,8 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
             trainer.hooks.call("on_fit_end")
         _call_setup_hooks(trainer, "teardown")
         state.finish(trainer)  # what these hooks have saved
+        if trainer.signals is not None:
+            trainer.signals.done()
         for logger in trainer.loggers:
             logger.finalize("success")
         trainer.state.status = TrainerStatus.FINISHED
@@ -86,7 +110,7 @@ def name_ways_out(error: BaseException) -> None:
         )
 
 
-def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None) -> None:
+def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None, watched: ExitStack) -> None:
     trainer.connect()
     module, strategy = trainer.lightning_module, trainer.strategy
     module.trainer = trainer
@@ -96,11 +120,16 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
     check_module(trainer, fn)
     strategy.setup_environment()
+    if trainer.config.debug == "collectives" and strategy.world_size > 1:
+        watched.enter_context(compared())
     # "last" is what rank 0 found: another node may see its files later
-    ckpt_path = trainer._ckpt_path = strategy.broadcast(ckpt_path)
+    found = ckpt_path if trainer.signals is None else trainer.signals.resume_from(ckpt_path)
+    ckpt_path = trainer._ckpt_path = strategy.broadcast(found)
     trainer.agreement = strategy.make_agreement()
     trainer.stop_flag = trainer.agreement.register("stop")
     trainer.interrupt_flag = trainer.agreement.register("interrupt")
+    if trainer.signals is not None:
+        trainer.signals.set_up()
     trainer.published = Published()
     trainer.hooks = Hooks(trainer, module, trainer.callbacks)
     _choose_seed(trainer)

@@ -40,7 +40,7 @@ def collect(trainer: Any, weights_only: bool = False, *, alone: bool = False) ->
         "epoch": progress.epoch,
         "global_step": progress.global_step,
         "pytorch-lightning_version": LAYOUT,
-        "state_dict": module.state_dict(),
+        "state_dict": trainer.strategy.module_state(module, alone),
         "loops": progress.lightning_loops(),
         OWN: {"progress": progress.state_dict()},
     }
@@ -49,7 +49,9 @@ def collect(trainer: Any, weights_only: bool = False, *, alone: bool = False) ->
             callback.state_key: saved for callback in trainer.callbacks if (saved := callback.state_dict())
         }
         checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
-        checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.strategy.optimizers]
+        states = trainer.strategy.optimizer_states(alone)
+        if states is not None:
+            checkpoint["optimizer_states"] = states
         configs = trainer.strategy.lr_scheduler_configs
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in configs]
         scaler = trainer.strategy.precision.scaler
@@ -85,12 +87,9 @@ def _resume(trainer: Any) -> dict[str, Any]:
     begun = 0 if progress.last else progress.batch % trainer.config.accumulation(progress.epoch)
     if begun or not module.automatic_optimization:
         part["weights"] = trainer.fit_loop.step.weights
-        part["gradients"] = {
-            name: parameter.grad.detach().cpu().clone()
-            for name, parameter in module.named_parameters()
-            if parameter.grad is not None
-        }
-    return _common(trainer, progress_state, begun, trainer.strategy.gather_objects(part))
+        part.update(trainer.strategy.held_gradients())
+    ranks = trainer.strategy.gather_objects(part)
+    return _common(trainer, progress_state, begun, ranks, trainer.strategy.rank_states())
 
 
 def _resume_alone(trainer: Any) -> dict[str, Any]:
@@ -101,11 +100,15 @@ def _resume_alone(trainer: Any) -> dict[str, Any]:
         saved["batch"] -= begun
         saved["total_batches"] -= begun
         saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
-    return _common(trainer, saved, 0, [{"data": {}}] * trainer.world_size)
+    ranks: list[dict[str, Any]] = [{"data": {}}] * trainer.world_size
+    return _common(trainer, saved, 0, ranks, trainer.strategy.rank_states(alone=True))
 
 
-def _common(trainer: Any, progress_state: dict[str, Any], begun: int, ranks: list[Any]) -> dict[str, Any]:
+def _common(
+    trainer: Any, progress_state: dict[str, Any], begun: int, ranks: list[Any], of_strategy: list[Any]
+) -> dict[str, Any]:
     return {
+        **({"strategy of ranks": of_strategy} if of_strategy else {}),
         "progress": progress_state,
         "seed": trainer.seed,
         "begun": begun,
@@ -274,6 +277,7 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
     if "ranks" in own:
         fit_loop.progress.load(own["progress"])
         strategy.load_state_dict(own["strategy"])
+        strategy.load_rank_states(own.get("strategy of ranks", []))
         trainer.published.callback.update(own["metrics"])
         ranks = own["ranks"]
         if len(ranks) == trainer.world_size:
@@ -311,9 +315,7 @@ def restore_rank(trainer: Any, part: dict[str, Any]) -> None:
         for key, value in saved["states"].items():
             setattr(metric, key, _to(value, metric.device))
         metric._update_count, metric._computed = saved["count"], None
-    parameters = dict(module.named_parameters())
-    for name, gradient in part.get("gradients", {}).items():
-        parameters[name].grad = gradient.to(parameters[name].device)
+    trainer.strategy.hold_gradients(part)
     trainer.fit_loop.step.weights = part.get("weights")
     set_random_states(part["random"])
 

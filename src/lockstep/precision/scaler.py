@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class LossScaler:
     def __init__(self, device_type: str = "cuda", **options: Any) -> None:
         self._grad_scaler = torch.amp.GradScaler(device_type, **options)
         self._checked = False
+        # in place of GradScaler's own, for an engine whose ranks have different parts of the gradients
+        self.unscale_gradients: Callable[[torch.amp.GradScaler, Optimizer], None] | None = None
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call ``backward`` on."""
@@ -43,7 +46,10 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of the optimizer's parameters by the scale; note whether one is not finite."""
         if _has_gradients(optimizer):
-            self._grad_scaler.unscale_(optimizer)
+            if self.unscale_gradients is None:
+                self._grad_scaler.unscale_(optimizer)
+            else:
+                self.unscale_gradients(self._grad_scaler, optimizer)
             self._checked = True
 
     def step(self, optimizer: Optimizer) -> Any:

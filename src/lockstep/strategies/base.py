@@ -32,6 +32,7 @@ class Strategy:
         sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; Trainer sets it.
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         devices: of this node, by local rank.
+        plugins: a cluster, a CheckpointIO or a precision that came with it; Trainer takes them as its own.
     """
 
     launcher: str | None = None
@@ -39,6 +40,7 @@ class Strategy:
 
     def __init__(self) -> None:
         self.world = World.single()
+        self.plugins: list[Any] = []
         self.root_device = torch.device("cpu")
         self.devices = [self.root_device]
         self.precision: Precision = Precision()
@@ -54,6 +56,8 @@ class Strategy:
         self._given_io: CheckpointIO | None = None
         self._io_is_open = False
         self._saved: set[str] = set()
+        self.before_touching: Callable[[], Any] | None = None  # of checkpoints: raises if they are no longer this run's
+        self.after_saving: Callable[[str], None] | None = None  # told of one that a fit can go on from
 
     # -- set up --------------------------------------------------------------------------------------------
 
@@ -105,12 +109,26 @@ class Strategy:
     def align_buffers(self) -> None:
         """Let every rank have rank 0's buffers (BatchNorm statistics, say), before the module is evaluated."""
 
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """For an evaluation: let every rank have the model that a checkpoint holds, and afterwards its own again."""
+        self.align_buffers()
+        yield
+
+    def end_training(self) -> None:
+        """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective."""
+
     def own_buffers(self) -> list[Tensor]:
         """The module's buffers that a forward changes by this rank's samples alone."""
         return list(self.module.buffers())
 
     def mute(self, muted: bool) -> None:
         """Drop the gradients of the backwards to come: this rank's share of the data is empty."""
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Reductions of gradients in this fit so far, and the bytes that this rank gave to them."""
+        return 0, 0
 
     @contextmanager
     def synchronize(self, sync: bool) -> Iterator[None]:
@@ -121,12 +139,32 @@ class Strategy:
         finally:
             self.sync_gradients = before
 
+    def gradients_of(self, optimizer: Any) -> list[Tensor]:
+        """The gradients with which this rank updates an optimizer's parameters; changed in place, they count."""
+        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` of each parameter is its whole gradient, also where ranks have parts of it. Collective."""
+        yield
+
+    def held_gradients(self) -> dict[str, Any]:
+        """What backwards have left for steps to come, as a checkpoint takes it. Collective."""
+        named = self.module.named_parameters()
+        return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}}
+
+    def hold_gradients(self, saved: dict[str, Any]) -> None:
+        """Put back what :meth:`held_gradients` gave."""
+        parameters = dict(self.module.named_parameters())
+        for name, gradient in saved.get("gradients", {}).items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+
     def divide_gradients(self, weight: float | Tensor) -> float:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
         total = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device)
         total = self.reduce(total, reduce_op="sum").item()
         factor = self.world.size / total if total else 0.0
-        grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+        grads = [grad for optimizer in self.optimizers for grad in self.gradients_of(optimizer)]
         if grads:
             torch._foreach_mul_(grads, factor)
         return factor
@@ -233,9 +271,13 @@ class Strategy:
         """Write a checkpoint on rank 0, or (``alone``) on the rank that calls."""
         if self.is_global_zero or alone:
             self._io_is_open = True
+            if self.before_touching is not None:
+                self.before_touching()
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             if self._given_io is not None:
                 self._saved.add(str(filepath))
+            if self.after_saving is not None and "optimizer_states" in checkpoint:
+                self.after_saving(str(filepath))
 
     def load_checkpoint(self, filepath: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, on every rank, to the CPU."""
@@ -248,6 +290,8 @@ class Strategy:
         """Delete a checkpoint, on rank 0."""
         if self.is_global_zero:
             self._saved.discard(str(filepath))
+            if self.before_touching is not None:
+                self.before_touching()
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def has_checkpoint(self, filepath: Any) -> bool:
@@ -259,6 +303,25 @@ class Strategy:
         if self._io_is_open:
             self._io_is_open = False
             self.checkpoint_io.teardown()
+
+    def optimizer_states(self, alone: bool) -> list[dict[str, Any]] | None:
+        """The optimizers' states, on rank 0 at least; None where there are none to be had ``alone``. Collective."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def module_state(self, module: Any, alone: bool) -> dict[str, Any]:
+        """The module's state dict as a checkpoint holds it. Collective, unless ``alone``."""
+        state: dict[str, Any] = module.state_dict()
+        return state
+
+    def rank_states(self, alone: bool = False) -> list[Any]:
+        """What each rank alone needs to go on with the same bits, by rank, on rank 0; empty if nothing.
+
+        Collective, unless ``alone``: then it is of this rank, and its weights are those of the module.
+        """
+        return []
+
+    def load_rank_states(self, states: list[Any]) -> None:
+        """Take this rank's part of :meth:`rank_states`, perhaps of another number of ranks, before the first window."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the engine needs to go on with the same bits (the bucket plan)."""

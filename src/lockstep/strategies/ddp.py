@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.meeting import meet
 from lockstep.ground import comm
 from lockstep.ground.agreement import Agreement
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
-from lockstep.parallel.ddp import broadcast_module_state, check_same_module, sync_buffers
-from lockstep.parallel.reducer import Reducer
-from lockstep.strategies.base import Strategy
+from lockstep.ground.rank import rank_zero_info
+from lockstep.launch.gate import put_up
+from lockstep.parallel.caps import plan_by_caps
+from lockstep.parallel.reducer import MIB, Reducer
+from lockstep.parallel.rollcall import RollCall
+from lockstep.parallel.start import broadcast_module_state, check_same_module, sparse_names, sync_buffers
 from lockstep.strategies.norms import SynchronizedNorms
+from lockstep.strategies.options import check_others, checked_cap
+from lockstep.strategies.sharded import Sharding, check_options, check_shardable
+
+if TYPE_CHECKING:
+    from lockstep.cluster.nccl import NcclVariables
+    from lockstep.strategies.hooked import CommunicationHook
+    from lockstep.strategies.local_steps import LocalSteps
+
+HALF_AN_HOUR = timedelta(minutes=30)
 
 NO_LOSS = (
     "`training_step` returned None on rank {rank}. Where BatchNorm is synchronized (sync_batchnorm=True), "
@@ -28,41 +45,107 @@ NO_LOSS = (
 )
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(Sharding):
     """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
 
+    The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, each by its name; one
+    that has no place here is refused with the reason. See `docs/ddp-options.md`.
+
     Args:
+        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        ddp_comm_hook: how gradients travel: ``hook(state, bucket) -> Future``, lockstep's (`lockstep.parallel.hooks`)
+            or torch's. On the CPU, too.
+        ddp_comm_state: the hook's first argument. What it remembers is saved and resumed.
+        ddp_comm_wrapper: applied to the hook (``fp16_compress_wrapper``).
+        model_averaging_period: under post-local SGD, the steps from one average of the parameters to the next, the
+            first of them after the first local step. Or a mapping of such to numbers of ranks.
+        outer_optimizer: let an outer optimizer step from average to average (local SGD, DiLoCo): a dict of arguments
+            of `lockstep.parallel.outer.OuterOptimizer`, ``{}`` for DiLoCo's.
         process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
-        timeout: how long a collective waits for the other ranks.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank) or "spawn" (the call, in fresh processes).
-        bucket_cap_mb: size of a gradient bucket, in MiB.
+        nccl: NCCL's variables, with or without ``NCCL_``, set before the group is made where neither the shell nor
+            the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
+        shared_memory: where all ranks are on one host, sum CPU gradients in memory that they share, not over TCP.
+        bucket_cap_mb: size of a gradient bucket, in MiB; None: 25.
+        bucket_cap_mb_list: sizes of the first buckets one by one, that of the parameters registered first in front; the
+            last holds for all others. Such a layout is kept; otherwise it follows the gradients of the first step.
         broadcast_buffers: take rank 0's buffers (BatchNorm statistics, say) before the forward of each window.
+        forward_sync_buffers: its name in torch 2.13.
+        init_sync: compare the ranks' modules and take rank 0's weights and buffers at the start. Without it, the
+            caller answers for their being alike.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy of the gradients.
+        static_graph: every step gives gradients to the same parameters in the same order: fewer autograd hooks.
+        check_reduction: after each reduction, compare checksums of the gradients over the ranks, and name the first
+            parameter in which they differ. It costs a message a step.
         find_unused_parameters: accepted; unused parameters need no flag here.
+        shard_optimizer: share out the optimizers' work and state: each rank updates its slice of every bucket (ZeRO).
+        **others: further arguments of torch's class: taken where they have no effect here, refused with the reason
+            where they would.
+
+    Raises:
+        MisconfigurationException: for an argument that has no place here, or that nobody knows.
     """
 
     def __init__(
         self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | Mapping[int, int] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | None = HALF_AN_HOUR,
         start_method: str = "popen",
         *,
-        bucket_cap_mb: float = 25,
-        broadcast_buffers: bool = True,
+        outer_optimizer: Mapping[str, Any] | None = None,
+        nccl: Mapping[str, Any] | None = None,
+        shared_memory: bool = True,
+        bucket_cap_mb: float | None = 25,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool = True,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        check_reduction: bool = False,
         find_unused_parameters: bool = False,
+        shard_optimizer: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
+        known = inspect.signature(DDPStrategy).parameters
+        check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others}, known)
         if start_method not in ("popen", "spawn"):
             raise MisconfigurationException(
                 f'DDPStrategy(start_method={start_method!r}): choose "popen" (this script once per rank) or "spawn".'
             )
+        self.plugins = [plugin for plugin in (cluster_environment, checkpoint_io, precision_plugin) if plugin]
         self.launcher = "script" if start_method == "popen" else "spawn"
         self._backend = process_group_backend
-        self._timeout = timeout
-        self._bucket_cap_mb = bucket_cap_mb
-        self._broadcast_buffers = broadcast_buffers
+        self._timeout = HALF_AN_HOUR if timeout is None else timeout
+        self._nccl = None if nccl is None else _nccl_variables(nccl)
+        self._shared_memory = shared_memory
+        self._caps = [checked_cap("bucket_cap_mb_list", cap, 25) * MIB for cap in bucket_cap_mb_list or ()]
+        self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
+        self._broadcast_buffers = next((b for b in (forward_sync_buffers, broadcast_buffers) if b is not None), True)
+        self._init_sync = init_sync
         self._views = gradient_as_bucket_view
+        self._static_graph = static_graph
+        self._check_reduction = check_reduction and not shard_optimizer  # whose gradients differ
+        self._checks: RollCall | None = None
+        self._shard_optimizer = shard_optimizer
+        if shard_optimizer:
+            check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer)
+        self._hook = _communication_hook(
+            ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
+        )
+        self._local: LocalSteps | None = None  # of this fit, where its hook takes such
         self._reducer: Reducer | None = None
         self._plan: Any = None
         self._has_buffers = self._buffers_differ = False
@@ -75,13 +158,23 @@ class DDPStrategy(Strategy):
         super().setup_environment()
         protect_forks()
         world = self.world
+        if self._nccl is not None:
+            told = self._nccl.apply(self.process_group_backend, dist.is_initialized())
+            if told is not None:
+                rank_zero_info(told)
         if not dist.is_initialized():
             self._make_group()
+        put_up()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
                 f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
                 "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
             )
+
+    @property
+    def process_group_backend(self) -> str:
+        """What carries messages: as asked, else nccl on CUDA devices and gloo elsewhere."""
+        return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
 
     def _make_group(self) -> None:
         # The functions of this module have the default group for a default argument, taken when it is imported (torch's
@@ -89,14 +182,12 @@ class DDPStrategy(Strategy):
         # threads running into the end of the interpreter, which aborts one process in five.
         import torch.distributed.nn.functional  # noqa: F401
 
-        world = self.world
-        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-        meeting: dict[str, Any] = {"init_method": f"tcp://{world.address}:{world.port}"}
-        if world.size == 1:  # nobody to meet, so no port is needed
-            meeting = {"store": dist.HashStore()}
+        world, backend = self.world, self.process_group_backend
+        # one rank has nobody to meet, so that no port is needed
+        store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
         device = self.root_device if backend == "nccl" else None
         dist.init_process_group(
-            backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, **meeting
+            backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
         )
         atexit.register(_leave_group)
         # a rank that fails before the others have connected to it would break their connecting, which hides its error
@@ -105,20 +196,49 @@ class DDPStrategy(Strategy):
     def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
         """As on one process, then rank 0's weights and buffers everywhere."""
         super().setup_module(module, own_backward)
-        check_same_module(module, None)
-        broadcast_module_state(module, None)
+        self._local = None
+        if self._init_sync:
+            check_same_module(module, None)
+            broadcast_module_state(module, None)
         self._has_buffers = self._broadcast_buffers and self.world.size > 1 and any(True for _ in module.buffers())
 
     def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
+        if self._reducer is not None:  # of optimizers that are replaced before the first step
+            self._let_go(self._reducer)
         super().setup_optimizers(optimizers, configs)
         self._synchronize_norms()
+        self._checks = RollCall(None, self.module) if self._check_reduction and self.world.size > 1 else None
+        if self._caps and self._plan is None:
+            awake = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+            self._plan = plan_by_caps(awake, self._caps)
+        sparse = sorted(sparse_names(self.module))
+        if self._shard_optimizer:
+            check_shardable(self.module, optimizers, sparse)
+            if self.world.size > 1:
+                self._reducer = self.shard(
+                    bucket_cap_mb=self._bucket_cap_mb,
+                    plan=self._plan,
+                    static_graph=self._static_graph,
+                    shared_memory=self._shared_memory,
+                )
+                return
         self._reducer = Reducer(
             self.module.named_parameters(),  # frozen ones too: those that are thawed later are taken in then
             bucket_cap_mb=self._bucket_cap_mb,
             gradient_as_bucket_view=self._views,
             plan=self._plan,
+            static_graph=self._static_graph,
+            sparse=sparse,
+            shared_memory=self._shared_memory and self._hook is None,
         )
+        if self._hook is not None:
+            self._attach_hook(self._hook, self._reducer)
+
+    def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
+        take_buffers = partial(sync_buffers, self.module, None) if self._has_buffers else None
+        scaler, node = self.precision.scaler, self.world.node_rank
+        self._local = hook.attach(reducer, self.module, self.optimizers, node, scaler=scaler, take_buffers=take_buffers)
 
     def _synchronize_norms(self) -> None:
         if self.world.size == 1:
@@ -131,6 +251,11 @@ class DDPStrategy(Strategy):
             self._norms = norms
             self._has_buffers = self._has_buffers and bool(self.own_buffers())
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Reductions of buckets and marks in this fit so far, and their bytes; what a hook sends is not in them."""
+        return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
+
     def make_agreement(self) -> Agreement:
         """Shared flags: a word in shared memory on one host, an asynchronous message across hosts."""
         return Agreement()
@@ -138,13 +263,20 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         """Detach the reducer from the parameters; the process group stays for the next call."""
         super().teardown()
+        if self._nccl is not None:
+            self._nccl.restore()
         if self._norms is not None:
             self._norms.put_back()
             self._norms = None
         if self._reducer is not None:
-            self._plan = self._reducer.plan()
-            self._reducer.detach()
-            self._reducer = None
+            self._let_go(self._reducer)
+        if self._hook is not None:
+            self._hook.detach()
+
+    def _let_go(self, reducer: Reducer) -> None:
+        self._plan = reducer.plan()
+        reducer.detach()
+        self._reducer = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
@@ -160,14 +292,18 @@ class DDPStrategy(Strategy):
         reducer = self._reducer
         assert reducer is not None
         reducer.sync, reducer.muted = self.sync_gradients, self._muted
+        if self._local is not None and self.sync_gradients:
+            self._local.round()
         reducer.prepare()
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
         else:
             loss.backward(*args, **kwargs)
         reducer.finish()
+        if self._checks is not None:
+            self._compare_gradients(self._checks)
         self.rounds = reducer.rounds
-        self._buffers_differ = self._has_buffers and self.sync_gradients
+        self._buffers_differ = self._has_buffers and self.sync_gradients and not self._is_apart()
 
     def skip_backward(self) -> None:
         """Reduce what this rank accumulated before in the window."""
@@ -176,10 +312,61 @@ class DDPStrategy(Strategy):
             raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
         if self.sync_gradients:
             self._reducer.sync = True
+            if self._local is not None:
+                self._local.round()
             self._reducer.prepare()
             self._reducer.finish()
+            if self._checks is not None:
+                self._compare_gradients(self._checks)
             self.rounds = self._reducer.rounds
-            self._buffers_differ = self._has_buffers
+            self._buffers_differ = self._has_buffers and not self._is_apart()
+
+    def _compare_gradients(self, checks: RollCall) -> None:
+        if self.sync_gradients and not self._is_apart():
+            checks.note()
+            checks.answer("backward", [])
+
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
+        result = super().step(optimizer, closure, **options)
+        if self._local is not None:
+            self._local.step()
+        return result
+
+    # -- ranks whose weights differ for a while
+
+    def _is_apart(self) -> bool:
+        return self._local is not None and self._local.differ
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
+        local = self._local
+        if local is None or not local.differ or local.apart.shown:
+            self.align_buffers()
+            yield
+            return
+        local.apart.show_mean()
+        try:
+            yield
+        finally:
+            local.apart.show_own()
+
+    def end_training(self) -> None:
+        """Leave every rank with the mean, where weights have parted. Each rank's own can still be saved."""
+        super().end_training()
+        if self._local is not None and self._local.differ:
+            self._local.apart.show_mean()
+
+    def module_state(self, module: Any, alone: bool) -> dict[str, Any]:
+        """The module's state dict, of the ranks' mean where their weights have parted."""
+        if alone or not self._is_apart():
+            return super().module_state(module, alone)
+        with self.one_model():
+            state = super().module_state(module, alone)
+            for name, value in state.items():
+                state[name] = value.detach().clone() if isinstance(value, Tensor) else value
+            return state
 
     def align_buffers(self) -> None:
         """Take rank 0's buffers, where a training forward has changed them since the last time."""
@@ -225,18 +412,48 @@ class DDPStrategy(Strategy):
         return comm.all_gather_object(obj)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_norms_group": None}  # a group belongs to its process
+        return {**super().__getstate__(), "_norms_group": None, "_local": None}  # a group belongs to its process
+
+    def rank_states(self, alone: bool = False) -> list[Any]:
+        """What the communication hook remembers on each rank, and under local steps its own weights and optimizers."""
+        return [] if self._hook is None else self._hook.rank_states(self._local, alone)
+
+    def load_rank_states(self, states: list[Any]) -> None:
+        """Take this rank's part; of another number of ranks, the mean of what is owed to the gradients."""
+        if self._hook is not None:
+            self._hook.load_rank_states(self._local, states, self.root_device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The bucket plan: sums over three and more ranks depend on it."""
+        """The bucket plan, on which sums over three and more ranks depend; the averages' count and outer optimizer."""
         plan = self._plan if self._reducer is None else self._reducer.plan()
-        return {} if plan is None else {"plan": plan}
+        state = {} if plan is None else {"plan": plan}
+        return state if self._local is None else {**state, "local steps": self._local.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay the buckets out as the checkpointed run had them."""
         self._plan = state.get("plan")
         if self._reducer is not None and self._plan is not None:
             self._reducer.replan(self._plan)
+        if self._local is not None and "local steps" in state:
+            self._local.load_state_dict(state["local steps"])
+
+
+# Loaded where they are asked for: most runs need neither, and importing lockstep is to be quick.
+
+
+def _nccl_variables(asked: Mapping[str, Any]) -> NcclVariables:
+    from lockstep.cluster.nccl import NcclVariables
+
+    return NcclVariables(asked)
+
+
+def _communication_hook(hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> CommunicationHook | None:
+    if all(given is None for given in (hook, state, wrapper, period, outer)):
+        return None
+    from lockstep.strategies.hooked import CommunicationHook
+
+    made = CommunicationHook(hook, state, wrapper, period, outer)
+    return made if made.is_there else None
 
 
 def _leave_group() -> None:

@@ -34,6 +34,9 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 _SHARDED = 'lockstep has no strategy yet that shards the model; use "ddp", which holds all of it on every device'
 _XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'
+_SLICED = (
+    "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
+)
 _GONE = 'Lightning has dropped it, too; use "ddp"'
 REFUSED = {
     "ddp2": 'it was dp within each node and ddp between them, and Lightning has dropped it; use "ddp"',
@@ -53,8 +56,8 @@ REFUSED = {
     "single_tpu": _XLA,
     "tpu_spawn": _XLA,
     "ddp_cpu": 'use accelerator="cpu", devices=2, strategy="ddp"',
-    "ddp_sharded": _GONE,
-    "ddp_sharded_spawn": _GONE,
+    "ddp_sharded": _SLICED,
+    "ddp_sharded_spawn": _SLICED,
     "ddp_fully_sharded": _GONE,
     "horovod": _GONE,
     "bagua": _GONE,

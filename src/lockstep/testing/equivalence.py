@@ -175,15 +175,17 @@ class _Observer(Callback):
             return
         self._reduced = step
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = {name: p.grad for name, p in pl_module.named_parameters() if id(p) in own}
-        self.take(_Observation(step, GRADIENT, gradients))
+        with trainer.strategy.whole_gradients():
+            gradients = {name: p.grad for name, p in pl_module.named_parameters() if id(p) in own}
+            self.take(_Observation(step, GRADIENT, gradients))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._updated:
             return
         self._updated = trainer.global_step
         step = trainer.global_step - 1
-        self.take(_Observation(step, CLIPPED, {name: p.grad for name, p in pl_module.named_parameters()}))
+        with trainer.strategy.whole_gradients():
+            self.take(_Observation(step, CLIPPED, {name: p.grad for name, p in pl_module.named_parameters()}))
         self.take(_Observation(step, PARAMETER, dict(pl_module.named_parameters())))
 
 
@@ -224,6 +226,11 @@ class _Compare(_Observer):
             return own(*args, **kwargs)
 
         pl_module.training_step = training_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self._updated:
+            self._mine.traffic.append(trainer.strategy.traffic)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         del pl_module.training_step

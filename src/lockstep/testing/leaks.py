@@ -23,7 +23,9 @@ WATCHED_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 # Set by pytest for each phase of a test, or by libraries for good when they are first used.
-UNWATCHED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"})
+UNWATCHED_VARIABLES = frozenset(
+    {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
+)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class EquivalenceReport:
         differences: by step and kind as they came, in each the largest first.
         cause: what the first of them are a sign of; "" where there are none.
         largest: the largest difference that passed, as part of its scale.
+        traffic: by step, the reductions of gradients that a rank took part in, and the bytes that it gave to them;
+            of the rank that sent most.
     """
 
     title: str
@@ -72,6 +75,7 @@ class EquivalenceReport:
     differences: tuple[Difference, ...] = ()
     cause: str = ""
     largest: float = 0.0
+    traffic: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
         return not self.differences
@@ -120,6 +124,8 @@ class Witness:
     """By step, for each forward, the digests of the buffers that it started with."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By digest, the buffers."""
+    traffic: list[tuple[int, int]] = field(default_factory=list)
+    """After each step, the reductions of gradients so far, and their bytes."""
 
     def forward(self, step: int, weight: float, buffers: Iterable[tuple[str, Tensor]]) -> None:
         """Note with what a forward starts."""
@@ -156,10 +162,15 @@ def judge(title: str, steps: int, ranks: list[Witness]) -> EquivalenceReport:
     ]
     differences += _stale_buffers(ranks)
     differences.sort(key=lambda d: (d.step, _IN_ORDER.index(d.what), -d.size))
-    report = EquivalenceReport(
-        title, steps, tuple(differences), largest=max((witness.largest for witness in ranks), default=0.0)
-    )
+    largest = max((witness.largest for witness in ranks), default=0.0)
+    report = EquivalenceReport(title, steps, tuple(differences), largest=largest, traffic=_traffic(ranks))
     return report if report else replace(report, cause=_cause(report.first, ranks))
+
+
+def _traffic(ranks: list[Witness]) -> tuple[tuple[int, int], ...]:
+    """What each step cost, from what each rank's counters showed after it."""
+    after = [(0, 0), *(max(each) for each in zip(*(witness.traffic for witness in ranks), strict=False))]
+    return tuple((number - before, size - less) for (before, less), (number, size) in pairwise(after))
 
 
 def _stale_buffers(ranks: list[Witness]) -> list[Difference]:

@@ -1,0 +1,45 @@
+"""Ranks with ``RANK`` and ``WORLD_SIZE`` and one to a host, as Kubeflow's PyTorchJob starts its pods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.cluster.base import World, read_number
+from lockstep.cluster.given import missing, world_of
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_WAY_OUT = "Each pod has one process: give them RANK=0 to WORLD_SIZE - 1, or remove the variables"
+
+
+def given_world(environ: Mapping[str, str]) -> World | None:
+    """The world of a pod; None where ``RANK`` and ``WORLD_SIZE`` are not set, or a launcher has set LOCAL_RANK, too.
+
+    Raises:
+        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= environ.keys() or "LOCAL_RANK" in environ:
+        return None
+    rank, size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in environ and size > 1:
+            way_out = f"set it as PyTorchJob does, or remove RANK={rank} and WORLD_SIZE={size}"
+            raise missing("Kubeflow (RANK and WORLD_SIZE)", name, way_out)
+    local_rank, local_size, node, nodes = 0, 1, rank, size
+    if "SLURM_LOCALID" in environ and "SLURM_STEP_ID" in environ:  # variables of one's own around srun's tasks
+        local_rank = read_number(environ, "SLURM_LOCALID")
+        nodes = read_number(environ, "SLURM_STEP_NUM_NODES", default=1)
+        node, local_size = read_number(environ, "SLURM_NODEID", default=0), max(1, size // nodes)
+    return world_of(
+        "Kubeflow (RANK and WORLD_SIZE)",
+        environ,
+        _NAMES,
+        _WAY_OUT,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node,
+        num_nodes=nodes,
+        address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=read_number(environ, "MASTER_PORT", default=0),
+    )

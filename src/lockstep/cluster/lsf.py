@@ -1,0 +1,85 @@
+"""Ranks that LSF's job step manager (``jsrun``) started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.cluster.base import World, read_number
+from lockstep.cluster.given import missing, node_of, port_of, world_of
+from lockstep.cluster.hosts import slots
+
+_NAMES = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+_WAY_OUT = "Start the script by jsrun, or remove the JSM_NAMESPACE_* variables that somebody has set"
+
+
+def given_world(environ: Mapping[str, str]) -> World | None:
+    """The world of a task of ``jsrun``; None in any other process.
+
+    The ranks meet on the first host of the job that is not the one of the batch script, at a port that follows from
+    the job; ``MASTER_ADDR`` and ``MASTER_PORT`` win. Hosts are read from ``LSB_MCPU_HOSTS``, else ``LSB_HOSTS``, else
+    the file that ``LSB_DJOB_RANKFILE`` names.
+
+    Raises:
+        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+    """
+    if "JSM_NAMESPACE_RANK" not in environ:
+        return None
+    rank, size, local_rank = (read_number(environ, name) for name in _NAMES[:3])
+    local_size = read_number(environ, _NAMES[3], default=_local_size(environ, size))
+    node, nodes = node_of(rank, local_rank, local_size, size)
+    port = port_of(environ, read_number(environ, "LSB_JOBID") if "LSB_JOBID" in environ else None)
+    if port is None:
+        raise missing("LSF", "LSB_JOBID", "set MASTER_PORT to a port that is free on the host of rank 0")
+    return world_of(
+        "LSF",
+        environ,
+        (*_NAMES, "MASTER_PORT"),
+        _WAY_OUT,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node,
+        num_nodes=nodes,
+        address=environ.get("MASTER_ADDR") or main_host(environ, nodes) or _loopback(nodes),
+        port=port,
+    )
+
+
+def main_host(environ: Mapping[str, str], nodes: int) -> str | None:
+    """The first host of an LSF job that runs ranks; None where there is no such job.
+
+    Args:
+        environ: the environment.
+        nodes: how many have ranks. A job has one more where the batch script has a host of its own, the first one.
+    """
+    hosts = _hosts(environ)
+    return None if not hosts else hosts[1] if len(hosts) > nodes else hosts[0]
+
+
+def _hosts(environ: Mapping[str, str]) -> list[str]:
+    if environ.get("LSB_MCPU_HOSTS"):
+        return list(slots(environ["LSB_MCPU_HOSTS"]))
+    if environ.get("LSB_HOSTS"):
+        return list(dict.fromkeys(environ["LSB_HOSTS"].split()))
+    path = environ.get("LSB_DJOB_RANKFILE")  # of jobs whose hosts are too many for a variable
+    if not path:
+        return []
+    try:
+        with open(path) as file:
+            return list(dict.fromkeys(line.strip() for line in file if line.strip()))
+    except OSError as error:
+        raise missing("LSF", "MASTER_ADDR", f"and LSB_DJOB_RANKFILE={path} cannot be read ({error.strerror})") from None
+
+
+def _local_size(environ: Mapping[str, str], size: int) -> int:
+    """Ranks on this node, where jsrun does not tell: as many as on each of the hosts with ranks."""
+    hosts = len(_hosts(environ))
+    nodes = next((n for n in (hosts - 1, hosts) if n > 0 and size % n == 0), 1)
+    return size // nodes
+
+
+def _loopback(nodes: int) -> str:
+    if nodes > 1:
+        raise missing("LSF", "LSB_MCPU_HOSTS", "set MASTER_ADDR to the host of rank 0")
+    return "127.0.0.1"

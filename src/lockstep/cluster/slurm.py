@@ -1,0 +1,125 @@
+"""Ranks that SLURM's ``srun`` started, and the shell of a batch script, which is none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.cluster.base import World, read_number
+from lockstep.cluster.given import port_of, world_of
+from lockstep.cluster.hosts import first_host, tasks_per_node
+
+INTERACTIVE = ("bash", "interactive")
+"""Names of jobs that are a shell somebody types at: what is started there is one process."""
+
+_SPECIAL = 0xFFFFFFF0
+"""Numbers of steps from here on are SLURM's own: the batch script, an allocation's shell."""
+
+_WAY_OUT = "Start the script by srun, or remove the SLURM_* variables that somebody has set"
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process as one of the tasks of a step.
+
+    A batch script's shell has SLURM_PROCID=0 and SLURM_NTASKS, too, but is in no step.
+    """
+    if "SLURM_PROCID" not in environ or "SLURM_JOB_ID" not in environ:
+        return False
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdigit() and int(step) < _SPECIAL and not (is_interactive(environ) and _tasks(environ) == 1)
+
+
+def is_interactive(environ: Mapping[str, str]) -> bool:
+    """Whether somebody types at a shell in the job."""
+    return environ.get("SLURM_JOB_NAME") in INTERACTIVE or "SLURM_PTY_PORT" in environ
+
+
+def is_batch(environ: Mapping[str, str]) -> bool:
+    """Whether this is the process of a batch script, whose tasks nobody has started yet."""
+    if "SLURM_JOB_ID" not in environ or is_interactive(environ):
+        return False
+    return "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ
+
+
+def given_world(environ: Mapping[str, str]) -> World | None:
+    """The world of a task of ``srun``; None in any other process.
+
+    Nodes may have different numbers of tasks (``2(x3),1``). The ranks meet on the first host of the step's list, at a
+    port that follows from job, step and attempt; ``MASTER_ADDR`` and ``MASTER_PORT`` win.
+
+    Raises:
+        MisconfigurationException: a variable that is missing, no number, or at odds with another.
+    """
+    if not is_task(environ):
+        return None
+    node, local_rank = read_number(environ, "SLURM_NODEID"), read_number(environ, "SLURM_LOCALID")
+    counts = _counts(environ)
+    return world_of(
+        "SLURM",
+        environ,
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "MASTER_PORT"),
+        _WAY_OUT,
+        rank=read_number(environ, "SLURM_PROCID"),
+        size=_tasks(environ),
+        local_rank=local_rank,
+        local_size=counts[node] if node < len(counts) else 0,
+        node_rank=node,
+        num_nodes=len(counts),
+        address=environ.get("MASTER_ADDR") or _first_node(environ),
+        port=_port(environ),
+    )
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a batch script has asked SLURM for."""
+
+    job: str
+    nodes: int
+    tasks: int  #: on all nodes
+    counts: tuple[int, ...]  #: tasks on each node
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """What the job of a batch script has, in the process of that script; None elsewhere, and for a single task."""
+    if not is_batch(environ):
+        return None
+    nodes = read_number(environ, "SLURM_NNODES", default=read_number(environ, "SLURM_JOB_NUM_NODES", default=1))
+    counts = tuple(_counts(environ)) if "SLURM_TASKS_PER_NODE" in environ else (1,) * nodes
+    if "SLURM_NTASKS" not in environ:  # then SLURM_TASKS_PER_NODE counts the processors
+        counts = (1,) * nodes
+    tasks = read_number(environ, "SLURM_NTASKS", default=nodes)
+    return None if tasks == 1 else Allocation(environ["SLURM_JOB_ID"], nodes, tasks, counts)
+
+
+def attempt(environ: Mapping[str, str]) -> int:
+    """How often SLURM has started this job before; 0 where there is no job."""
+    return read_number(environ, "SLURM_RESTART_COUNT", default=0) if "SLURM_JOB_ID" in environ else 0
+
+
+def _tasks(environ: Mapping[str, str]) -> int:
+    return read_number(environ, "SLURM_STEP_NUM_TASKS", default=read_number(environ, "SLURM_NTASKS", default=1))
+
+
+def _counts(environ: Mapping[str, str]) -> list[int]:
+    """Tasks on each node."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
+    if text is not None:
+        return tasks_per_node(text)
+    nodes = read_number(environ, "SLURM_NNODES", default=1)
+    return [read_number(environ, "SLURM_NTASKS_PER_NODE", default=_tasks(environ) // nodes)] * nodes
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name])
+    return "127.0.0.1"
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    job = read_number(environ, "SLURM_JOB_ID")
+    step = read_number(environ, "SLURM_STEP_ID", default=read_number(environ, "SLURM_STEPID", default=0))
+    port = port_of(environ, job, step, attempt(environ))
+    assert port is not None
+    return port

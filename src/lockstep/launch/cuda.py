@@ -1,0 +1,28 @@
+"""CUDA's two variables for the numbers of devices, set where lockstep starts the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+import torch
+
+ORDER, VISIBLE = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"
+
+
+def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let all ranks of this machine count its GPUs alike: by their places on the bus, as ``nvidia-smi`` does.
+
+    What the user has set stays. On a cluster nothing is set: it says itself which devices a task has. A build of torch
+    without CUDA needs neither.
+
+    Args:
+        dealt_out: whether a cluster places the ranks; or no GPU is wanted.
+        environ: the environment; called before CUDA is used, which reads it once.
+    """
+    if dealt_out or torch.version.cuda is None:
+        return
+    environ.setdefault(ORDER, "PCI_BUS_ID")
+    count = torch.cuda.device_count() if VISIBLE not in environ else 0
+    if count:
+        environ[VISIBLE] = ",".join(map(str, range(count)))

@@ -1,0 +1,74 @@
+"""Lists of hosts and tasks, as SLURM and LSF write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.cluster.hosts import first_host, hostlist, slots, tasks_per_node
+from lockstep.ground.errors import MisconfigurationException
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node1,node2", ["node1", "node2"]),
+        ("host0 host1 host3", ["host0", "host1", "host3"]),
+        ("node[1-3]", ["node1", "node2", "node3"]),
+        ("node[5]", ["node5"]),
+        ("node[001-003,7],gpu-a", ["node001", "node002", "node003", "node7", "gpu-a"]),
+        ("node[08-11]", ["node08", "node09", "node10", "node11"]),
+        ("a[1-2]b[3,5],c", ["a1b3", "a1b5", "a2b3", "a2b5", "c"]),
+        ("r[1-2]-n[01-02].site", ["r1-n01.site", "r1-n02.site", "r2-n01.site", "r2-n02.site"]),
+        ("node[1-2,9-10]-ib0", ["node1-ib0", "node2-ib0", "node9-ib0", "node10-ib0"]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_slurms_short_form(text: str, hosts: list[str]) -> None:
+    assert hostlist(text) == hosts
+    if hosts:
+        assert first_host(text) == hosts[0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=5), st.integers(1, 4))
+def test_ranges_are_counted_through_with_their_zeros(ranges: list[tuple[int, int]], width: int) -> None:
+    text = ",".join(f"{low:0{width}d}-{low + more:0{width}d}" for low, more in ranges)
+    wanted = [f"n{number:0{width}d}" for low, more in ranges for number in range(low, low + more + 1)]
+    if all(len(f"{low:0{width}d}") == width for low, _ in ranges):
+        assert hostlist(f"n[{text}],last") == [*wanted, "last"]
+
+
+def test_the_first_host_of_a_great_list_is_found_at_once() -> None:
+    assert first_host("node[1-999999999999]") == "node1"
+
+
+@pytest.mark.parametrize("text", ["node[1-3", "node[3-1]", "node[a-b]", "node[]", "node1]", "node[1[2]]"])
+def test_what_is_no_list(text: str) -> None:
+    with pytest.raises(MisconfigurationException, match=r"is not as SLURM writes it.*set MASTER_ADDR"):
+        hostlist(text)
+
+
+def test_an_empty_list_has_no_first() -> None:
+    with pytest.raises(MisconfigurationException, match="names no host"):
+        first_host("")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("3,1", [3, 1]), ("8(x2)", [8, 8])]
+)
+def test_tasks_on_each_node(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+def test_tasks_that_cannot_be_read() -> None:
+    with pytest.raises(MisconfigurationException, match=r"'2\(y3\)' are not as SLURM writes them"):
+        tasks_per_node("2(y3)")
+
+
+def test_lsfs_hosts_and_slots() -> None:
+    assert slots("launch 1 node1 4 node2 4") == {"launch": 1, "node1": 4, "node2": 4}
+    assert slots("node1 2 node1 2") == {"node1": 4}
+    with pytest.raises(MisconfigurationException, match="LSB_MCPU_HOSTS='node1 node2' is not as LSF writes it"):
+        slots("node1 node2")

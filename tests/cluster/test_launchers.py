@@ -1,0 +1,91 @@
+"""Ranks that real launchers start: torchrun, Open MPI's mpirun, and a hand on each of two nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.port import free_port
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import os, sys
+from tests.loop.pieces import Slope, numbers, quiet
+trainer = quiet(max_epochs=1, **eval(sys.argv[1]))
+module = Slope(lr=0.01)
+trainer.fit(module, numbers(8))
+world = trainer.strategy.world
+print(world.rank, world.size, world.local_rank, world.local_size, world.node_rank, world.num_nodes,
+      type(trainer.strategy).__name__, round(module.w.item(), 9), os.environ.get("NCCL_DEBUG"), flush=True)
+"""
+
+
+def start(folder: Path, words: list[str], flags: str = "{}", **environ: str) -> subprocess.Popen[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT}", "NCCL_DEBUG": "WARN", **environ}
+    command = [*words, str(script), flags]
+    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def said(process: subprocess.Popen[str]) -> list[str]:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return sorted(out.splitlines())
+
+
+def ranks(*places: str) -> list[str]:
+    """Two ranks share samples 1 .. 8 one by one: the mean of each window is 1.5, 3.5, 5.5, 7.5."""
+    weight = -0.01 * (1.5 + 3.5 + 5.5 + 7.5)
+    return [f"{place} DDPStrategy {weight} WARN" for place in places]
+
+
+TWO = ("0 2 0 2 0 1", "1 2 1 2 0 1")
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert said(start(tmp_path, words)) == ranks(*TWO)
+
+
+MPIRUN = shutil.which("mpirun")
+needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
+WORDS = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+
+
+@needs_mpi
+def test_mpirun(tmp_path: Path) -> None:
+    assert said(start(tmp_path, WORDS, "{'devices': 2}")) == ranks(*TWO)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_mpirun_with_flags_that_do_not_fit(tmp_path: Path) -> None:
+    process = start(tmp_path, WORDS, "{'devices': 3}")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "devices=3, num_nodes=1 make 3 rank(s), but mpirun started 2 (world size 2): use devices=2" in err
+
+
+def test_two_nodes_by_hand(tmp_path: Path) -> None:
+    """The same command on each; the strategy is ddp without being named."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = [
+        start(tmp_path, [sys.executable], "{'devices': 1, 'num_nodes': 2}", NODE_RANK=str(node), **meeting)
+        for node in (0, 1)
+    ]
+    assert [*said(both[0]), *said(both[1])] == ranks("0 2 0 1 0 2", "1 2 0 1 1 2")
+
+
+@pytest.mark.slow
+def test_pods_by_rank_and_world_size(tmp_path: Path) -> None:
+    """As Kubeflow's PyTorchJob starts them."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    both = [start(tmp_path, [sys.executable], RANK=str(rank), **meeting) for rank in (0, 1)]
+    assert [*said(both[0]), *said(both[1])] == ranks("0 2 0 1 0 2", "1 2 0 1 1 2")

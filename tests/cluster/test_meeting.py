@@ -1,0 +1,80 @@
+"""Where ranks meet, and what is said when they cannot."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+from lockstep.cluster.base import World
+from lockstep.cluster.meeting import meet
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch.port import free_port
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=2)
+
+
+def world(rank: int, port: int, address: str = "127.0.0.1") -> World:
+    return World(rank, 2, rank, 2, 0, 1, address, port)
+
+
+def both(environ: dict[str, str], other: dict[str, str]) -> list[bytes]:
+    """What two ranks find of each other."""
+    port, found = free_port(), [b"", b""]
+
+    def come(rank: int, environ: dict[str, str]) -> None:
+        store = meet(world(rank, port), LONG, environ)
+        store.set(str(rank), f"of {rank}")
+        store.set_timeout(SHORT)
+        try:
+            found[rank] = store.get(str(1 - rank))
+        except RuntimeError:
+            found[rank] = b"nobody"
+        stores.append(store)
+
+    stores: list[object] = []  # that of rank 0 holds what is in it
+    threads = [threading.Thread(target=come, args=each) for each in enumerate((environ, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_ranks_find_each_other() -> None:
+    assert both({}, {}) == [b"of 1", b"of 0"]
+
+
+def test_a_rank_of_an_earlier_attempt_finds_nobody() -> None:
+    """On a node that was cut off it may live on, and its address of the store may be right again."""
+    job = {"SLURM_JOB_ID": "7"}
+    assert both({**job, "SLURM_RESTART_COUNT": "1"}, job) == [b"nobody", b"nobody"]
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(MisconfigurationException, match=rf"port {port} of .* is taken .*MASTER_PORT={port}\): set"):
+            meet(world(0, port), LONG, {}, SHORT)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
+def test_a_master_that_cannot_be_reached(address: str) -> None:
+    port = free_port()
+    says = rf"rank 1 could not reach rank 0 at MASTER_ADDR={address}, MASTER_PORT={port} within 2 s"
+    with pytest.raises(RuntimeError, match=says):
+        meet(world(1, port, address), LONG, {}, SHORT)
+
+
+def test_ranks_that_do_not_come() -> None:
+    with pytest.raises(RuntimeError, match=r"not all of the 2 ranks came .* within 2 s \(1/2 clients joined\)"):
+        meet(world(0, free_port()), LONG, {}, SHORT)
+
+
+def test_the_groups_timeout_is_the_most() -> None:
+    with pytest.raises(RuntimeError, match="within 1 s"):
+        meet(world(1, free_port()), timedelta(seconds=1), {})

@@ -1,0 +1,203 @@
+"""Every way of data parallel training against one process, in float64, by parameter; what each step sends."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from lockstep import LightningModule
+from lockstep.parallel.buckets import ALIGNMENT
+from lockstep.parallel.hooks.local_steps import PostLocalSGDState, post_local_sgd
+from lockstep.parallel.hooks.mean import allreduce
+from lockstep.strategies import DDPStrategy
+from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows
+
+pytestmark = pytest.mark.timeout(60)
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "over TCP": {"shared_memory": False},
+    "in shared memory": {},
+    "static graph": {"static_graph": True, "shared_memory": False},
+    "static graph in shared memory": {"static_graph": True},
+    "without views": {"gradient_as_bucket_view": False},
+    "many buckets": {"bucket_cap_mb": 1e-4},
+    "sharded optimizer": {"shard_optimizer": True},
+    "communication hook": {"ddp_comm_hook": allreduce},
+    "local steps to come": {
+        "ddp_comm_state": PostLocalSGDState(start=1000),
+        "ddp_comm_hook": post_local_sgd,
+        "model_averaging_period": 4,
+    },
+}
+# With micro-batches of 4: 72 samples divide for every world; 23 leave an uneven tail; of 13, one sample is left for
+# three ranks, two of which borrow theirs.
+CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
+    "even": (Plain, 72, {}),
+    "uneven last batch": (Plain, 23, {}),
+    "empty shares": (Plain, 13, {}),
+    "accumulation 3": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
+    "own weights": (Weighted, 23, {"accumulate": 3}),
+    "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
+    "never used": (Idle, 23, {"accumulate": 3}),
+    "SyncBatchNorm": (Normed, 23, {"sync_batchnorm": True}),
+    "SyncBatchNorm, empty shares": (Normed, 14, {"sync_batchnorm": True}),
+}
+CHANGING = ("unused in some steps",)
+"""Cases whose graph is not the same in every step."""
+
+
+def goes(engine: str, case: str) -> bool:
+    return not (ENGINES[engine].get("static_graph") and case in CHANGING)
+
+
+ALL = [
+    (engine, case, world)
+    for engine, case, world in itertools.product(ENGINES, CASES, (1, 2, 3, 4))
+    if goes(engine, case)
+]
+# Every day each case of the main engines, and two of the others, on 2, 3 and 4 ranks in turn; on one rank, one case.
+MAIN = ("over TCP", "in shared memory", "static graph", "sharded optimizer")
+QUICK = [(engine, "uneven last batch", 1) for engine in ENGINES]
+QUICK += [
+    (engine, case, (2, 3, 4)[turn % 3])
+    for turn, (engine, case) in enumerate(itertools.product(ENGINES, CASES))
+    if goes(engine, case) and (engine in MAIN or case in ("uneven last batch", "accumulation 3"))
+]
+
+
+def in_ranks(ranks: RankPool, engine: str, case: str, world: int) -> EquivalenceReport:
+    make, length, given = CASES[case]
+
+    def check() -> EquivalenceReport:
+        strategy = DDPStrategy(**ENGINES[engine])
+        return check_equivalence(make, rows(length), strategy=strategy, devices=world, **given)
+
+    reports = ranks(world).run(check, group=False, timeout=50)
+    assert all(report == reports[0] for report in reports)
+    return reports[0]
+
+
+@pytest.mark.parametrize(("engine", "case", "world"), QUICK)
+def test_ranks_are_one_process(ranks: RankPool, engine: str, case: str, world: int) -> None:
+    report = in_ranks(ranks, engine, case, world)
+    assert report, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "case", "world"), [one for one in ALL if one not in QUICK])
+def test_ranks_are_one_process_everywhere(ranks: RankPool, engine: str, case: str, world: int) -> None:
+    report = in_ranks(ranks, engine, case, world)
+    assert report, report
+
+
+# Statistics of a part are its own, and a weight is the sum of the parts' (which tests/strategies/test_dp.py holds).
+@pytest.mark.parametrize("case", [case for case in CASES if "BatchNorm" not in case and "weights" not in case])
+@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_one_process_with_several_devices_is_one_with_one(devices: int, case: str) -> None:
+    make, length, given = CASES[case]
+    given = {"batch_size": 8, **given}
+    report = check_equivalence(make, rows(length), strategy="dp", devices=devices, **given)
+    assert report, report
+
+
+# -- what a step sends
+
+TENSORS = len(list(Plain().parameters()))
+
+
+def sent(
+    engine: dict[str, Any], case: tuple[type[LightningModule], int, dict[str, Any]], world: int
+) -> tuple[EquivalenceReport, list[int]]:
+    """The report, and the all-reduces that torch saw; the latter hold the agreements of ranks, too."""
+    make, length, given = case
+    calls: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", counted):
+        report = check_equivalence(make, rows(length), strategy=DDPStrategy(**engine), devices=world, **given)
+    return report, calls
+
+
+def padded(module: LightningModule, itemsize: int = 8) -> int:
+    """Bytes of the gradients, each of which begins at a multiple of `ALIGNMENT`."""
+    return sum(-(-parameter.numel() * itemsize // ALIGNMENT) * ALIGNMENT for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("case", ["even", "accumulation 3"])
+def test_a_step_sends_each_gradient_once(ranks: RankPool, case: str) -> None:
+    """One bucket, with a mark for each parameter at its end; accumulation sends as much as a step without."""
+    for report, calls in ranks(2).run(sent, ENGINES["over TCP"], CASES[case], 2, group=False, timeout=50):
+        assert report, report
+        size = padded(Plain()) + 8 * TENSORS
+        assert report.traffic == ((1, size),) * report.steps
+        assert calls.count(size) == report.steps
+
+
+class TwoBackwards(Plain):
+    """Two halves of a batch, one backward each; only the second one is to be reduced if ``at_once``."""
+
+    automatic_optimization = False
+    at_once = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses = self.losses(batch[0])
+        with optimizer.toggle_model(sync_grad=not self.at_once):
+            self.manual_backward(losses[: len(losses) // 2].sum() / len(losses), retain_graph=True)
+        self.manual_backward(losses[len(losses) // 2 :].sum() / len(losses))
+        optimizer.step()
+
+
+class Separately(TwoBackwards):
+    at_once = False
+
+
+@pytest.mark.parametrize(("make", "rounds"), [(TwoBackwards, 1), (Separately, 2)])
+def test_a_backward_without_sync_sends_nothing(ranks: RankPool, make: type[LightningModule], rounds: int) -> None:
+    def check() -> tuple[EquivalenceReport, list[int]]:
+        return sent(ENGINES["over TCP"], (make, 72, {}), 2)
+
+    for report, calls in ranks(2).run(check, group=False, timeout=50):
+        assert report, report
+        size = padded(Plain()) + 8 * TENSORS
+        assert report.traffic == ((rounds, rounds * size),) * report.steps
+        assert calls.count(size) == rounds * report.steps
+
+
+def test_unused_parameters_cost_no_message(ranks: RankPool) -> None:
+    """Their marks ride in the bucket, and so do zeros in their places."""
+    for report, calls in ranks(3).run(
+        sent, ENGINES["over TCP"], CASES["unused in some steps"], 3, group=False, timeout=50
+    ):
+        assert report, report
+        size = padded(Sometimes()) + 8 * len(list(Sometimes().parameters()))
+        assert report.traffic == ((1, size),) * report.steps
+        assert calls.count(size) == report.steps
+
+
+def test_a_static_graph_sends_no_marks(ranks: RankPool) -> None:
+    """Those of the first round, which is recorded, travel by themselves; later there are none."""
+    for report, calls in ranks(2).run(sent, ENGINES["static graph"], CASES["never used"], 2, group=False, timeout=50):
+        assert report, report
+        size = padded(Idle())
+        assert report.traffic[0] == (2, size + 1 + len(list(Idle().parameters())))
+        assert report.traffic[1:] == ((1, size),) * (report.steps - 1)
+        assert calls.count(size) == report.steps
+
+
+def test_in_shared_memory_no_gradient_goes_through_the_group(ranks: RankPool) -> None:
+    for report, calls in ranks(2).run(sent, ENGINES["in shared memory"], CASES["even"], 2, group=False, timeout=50):
+        assert report, report
+        size = padded(Plain()) + 8 * TENSORS
+        assert report.traffic == ((1, size),) * report.steps
+        assert size not in calls

@@ -1,0 +1,75 @@
+"""What ranks bring together on rank 0, and the mean that is shown of weights that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.strategies.apart import Apart, gathered
+from lockstep.testing.pool import RankPool
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def mine(rank: int) -> dict[str, Any]:
+    return {
+        "words": ["a", rank, None],
+        "state": {0: {"step": torch.tensor(float(rank)), "moment": torch.full((2 + rank, 3), rank).t()}},
+        "kinds": (
+            torch.tensor([rank, 1.5], dtype=torch.bfloat16),
+            torch.tensor([True, False]),
+            torch.empty(0, 3),
+            torch.tensor([1 + rank * 1j]),
+        ),
+    }
+
+
+def bring() -> list[Any]:
+    return gathered(mine(dist.get_rank()))
+
+
+def test_tensors_of_all_kinds_come_to_rank_0(ranks: RankPool) -> None:
+    zero, one, two = ranks(3).run(bring)
+    assert one == two == []
+    for rank, found in enumerate(zero):
+        expected = mine(rank)
+        assert found["words"] == expected["words"]
+        assert torch.equal(found["state"][0]["step"], expected["state"][0]["step"])
+        assert torch.equal(found["state"][0]["moment"], expected["state"][0]["moment"])
+        for tensor, other in zip(found["kinds"], expected["kinds"], strict=True):
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor, other)
+
+
+class Net(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.tensor([1.0, 3.0]) * rank)
+        self.frozen = nn.Parameter(torch.tensor([0.1, 0.7]), requires_grad=False)
+        self.register_buffer("seen", torch.tensor(rank))
+
+
+def look() -> list[Tensor]:
+    rank = dist.get_rank()
+    net = Net(rank)
+    apart = Apart(net, [], None, share_buffers=True)
+    apart.step()
+    apart.show_mean()
+    shown = [tensor.detach().clone() for tensor in (net.trained, net.frozen, net.seen)]
+    apart.show_mean()  # once more changes nothing
+    apart.show_own()
+    assert torch.equal(net.trained, torch.tensor([1.0, 3.0]) * rank)
+    assert net.seen == rank
+    return shown
+
+
+def test_the_mean_is_of_what_was_trained_with_rank_0s_buffers(ranks: RankPool) -> None:
+    """A frozen parameter is alike on all ranks; the mean of three equal numbers may round."""
+    for trained, frozen, seen in ranks(3).run(look):
+        assert torch.equal(trained, torch.tensor([1.0, 3.0]))
+        assert torch.equal(frozen, torch.tensor([0.1, 0.7]))
+        assert seen == 0
