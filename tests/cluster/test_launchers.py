@@ -59,6 +59,7 @@ needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no mpirun (Debian: apt-ge
 WORDS = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_mpirun(tmp_path: Path) -> None:
     assert said(start(tmp_path, WORDS, "{'devices': 2}")) == ranks(*TWO)

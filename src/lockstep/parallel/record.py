@@ -92,13 +92,16 @@ class Record:
         now = self._states(bucket)
         if 0 not in self._expected[bucket.index] and all(map(ne, now, self._before[bucket.index])):
             bucket.used[:] = b"\1" * len(now)
+            if not bucket.big:  # nothing in it is moved any more
+                self._at_launch[bucket.index] = now
             return True
         self._compare(bucket, now, "had no gradient yet when its bucket was complete at first")
         return False
 
     def launched(self, bucket: Bucket) -> None:
         """When a bucket's gradients have been brought into its buffer: no more may come."""
-        self._at_launch[bucket.index] = self._states(bucket)
+        if self._at_launch[bucket.index] is None:
+            self._at_launch[bucket.index] = self._states(bucket)
 
     def check(self, bucket: Bucket) -> None:
         """After the backward.
