@@ -231,7 +231,9 @@ class Trainer(Attributes):
         """Find out which rank this process is; once here, and again in each process that was started."""
         world = self._placement().world
         device = device_of(self._node_devices, world.local_rank, world.local_size)
-        self.strategy.devices = self._node_devices
+        # a node may have more devices than ranks, where a cluster dealt them out
+        ours = len(self._node_devices) if self.strategy.drives_all_devices else world.local_size
+        self.strategy.devices = self._node_devices[:ours]
         self.strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
 

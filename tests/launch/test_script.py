@@ -19,6 +19,7 @@ from lockstep.cluster.base import World
 from lockstep.cluster.local import rank_variables
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.inherit import started_in
+from lockstep.launch.nested import RANK_OF
 from lockstep.launch.notes import Notes
 from lockstep.launch.script import NOTES, ScriptLauncher, command_line
 
@@ -247,6 +248,7 @@ def test_a_started_rank_calls_and_leaves_a_note_on_its_failure(monkeypatch: pyte
     for name, value in rank_variables(World(1, 2, 1, 2, 0, 1, "127.0.0.1", 4000)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(NOTES, notes.address)
+    monkeypatch.setenv(RANK_OF, "")
     launcher = ScriptLauncher(TWO)
     assert launcher.launch(lambda a, b: (a, b, launcher.world.rank, launcher.world.port), 1, b=2) == (1, 2, 1, 4000)
     with pytest.raises(ZeroDivisionError):

@@ -1,0 +1,80 @@
+"""Signals that are noted and no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lockstep.launch.heed import ENDED, heeding, is_under_lockstep, unheeded
+
+
+def test_a_signal_is_noted_and_ends_nothing() -> None:
+    noted: list[int] = []
+    with heeding([signal.SIGUSR1, signal.SIGTERM], noted.append):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert noted == [signal.SIGUSR1, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_handlers_of_the_users_stay() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with heeding([signal.SIGUSR2], lambda number: pytest.fail("the user's handler was replaced")):
+            os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [signal.SIGUSR2]
+
+
+def test_forked_processes_take_no_notice() -> None:
+    """A loader worker is signalled with its rank, and the run could not come to its boundary without it."""
+    noted: list[int] = []
+    with heeding([signal.SIGUSR1], noted.append):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(10 + len(noted))
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 10
+
+
+def test_what_is_not_heeded_does_what_the_system_does() -> None:
+    text = """
+import os, signal
+from lockstep.launch.heed import heeding, unheeded
+with heeding([signal.SIGTERM], lambda number: print("noted", flush=True)):
+    with unheeded(signal.SIGTERM):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    with unheeded(signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("not here")
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("noted\n", -signal.SIGTERM)
+
+
+def test_other_threads_change_nothing() -> None:
+    def other() -> None:
+        with heeding([signal.SIGUSR1], print), unheeded(signal.SIGTERM):
+            found.append(signal.getsignal(signal.SIGUSR1))
+
+    found: list[object] = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def test_ranks_beside_their_starter() -> None:
+    assert is_under_lockstep({"LOCKSTEP_PARENT": str(os.getppid())})
+    assert not is_under_lockstep({"LOCKSTEP_PARENT": "1"} if os.getppid() != 1 else {})
+    assert not is_under_lockstep({})
+    assert ENDED == 143

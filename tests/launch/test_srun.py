@@ -1,0 +1,91 @@
+"""A batch script without srun: this process becomes srun, with the same command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch.srun import STARTED, arguments, become_srun
+
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "train.sh",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+SCRIPT = """
+import sys
+from lockstep import Trainer
+print("before the Trainer")
+sys.argv.append("more")
+Trainer(accelerator="cpu", devices={devices}, num_nodes=2)
+print("after the Trainer")
+"""
+FAKE = """#!/bin/sh
+echo "srun of job $LOCKSTEP_SRUN with $NCCL_DEBUG: $*"
+exit 5
+"""
+
+
+def run(folder: Path, devices: int, **more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT.format(devices=devices))
+    (folder / "srun").write_text(FAKE)
+    (folder / "srun").chmod(0o755)
+    environ = {**os.environ, **BATCH, "PATH": f"{folder}:{os.environ['PATH']}", "NCCL_DEBUG": "INFO", **more}
+    words = [sys.executable, "train.py", "--lr", "0.1"]
+    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_the_script_is_started_by_srun(tmp_path: Path) -> None:
+    done = run(tmp_path, 2)
+    assert done.returncode == 5, done.stderr  # srun's code is the script's
+    first, second = done.stdout.splitlines()
+    assert first == "before the Trainer"
+    assert second.startswith("srun of job 7 with INFO: --kill-on-bad-exit=1 --export=ALL ")
+    assert second.endswith(f"{tmp_path / 'train.py'} --lr 0.1")
+    assert "SLURM job 7 has 4 tasks" in done.stderr
+
+
+@pytest.mark.slow
+def test_flags_that_do_not_fit_start_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, 8)
+    assert done.returncode == 1
+    assert done.stdout == "before the Trainer\n"
+    assert done.stderr.endswith("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n")
+
+
+def test_processors_of_a_task_are_handed_on() -> None:
+    """srun does not take them from the job since SLURM 22.05."""
+    words = arguments("srun", ["python", "a.py"], {**BATCH, "SLURM_CPUS_PER_TASK": "4"})
+    assert words == ["srun", "--kill-on-bad-exit=1", "--export=ALL", "--cpus-per-task=4", "python", "a.py"]
+    one_a_node = {name: value for name, value in BATCH.items() if name != "SLURM_NTASKS"}
+    assert "--ntasks-per-node=1" in arguments("srun", ["python"], one_a_node)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({**BATCH, "PATH": "/nowhere"}, "SLURM job 7 with SLURM_NTASKS=4, and srun.* is not on PATH"),
+        ({**BATCH, STARTED: "7"}, "still no task of it.*start the script by srun yourself"),
+    ],
+)
+def test_where_srun_cannot_be_started(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(MisconfigurationException, match=says):
+        become_srun(environ)
+
+
+def test_there_has_to_be_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text(FAKE)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [""])
+    with pytest.raises(MisconfigurationException, match="save the code as a file"):
+        become_srun({**BATCH, "PATH": str(tmp_path)})
