@@ -59,6 +59,7 @@ class _InLane:
         self._group = group
         self._seen: dict[int, list[int]] = {}
         self._home: tuple[Any, comm.Group] | None = None
+        self._own: comm.Group = None
 
     def __call__(self, state: Any, bucket: GradBucket) -> Any:
         if self._home is None or self._home[0] is not state:
@@ -70,6 +71,9 @@ class _InLane:
             return self.wrapped_hook(state, bucket)
 
         def run(own: comm.Group) -> Tensor:
+            # One of gloo's threads still holds the group when the result is there; was it the last to let go of it, it
+            # would wait for its own end, which aborts the process.
+            self._own = own
             state.process_group = own
             try:
                 return self.wrapped_hook(state, bucket).wait()
