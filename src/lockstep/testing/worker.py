@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.ground.fork import protect_forks
+from lockstep.ground.fork import protect_forks, wait_for_torch_threads
 from lockstep.testing import leaks
 
 # A signal that neither clusters nor training programs use, so that no handler of theirs hides the stacks.
@@ -78,6 +78,9 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
             if outcome.value is None:
                 return  # a half-made group cannot be undone: the pool forks a fresh rank
             if dist.is_initialized():
+                # A thread of gloo's that lets go of the group as the last one (the callback of a future may hold it)
+                # would wait for its own end, which aborts the process.
+                wait_for_torch_threads()
                 dist.destroy_process_group()
             leaks.restore_settings(before)
             sys.path[:] = path
