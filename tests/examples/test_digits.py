@@ -39,6 +39,7 @@ def test_two_processes_end_in_the_bits_of_one_with_accumulation(tmp_path: Path) 
     assert two["sha256 of the weights"] == one["sha256 of the weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(160)
 def test_float64_metrics_agree_to_1e_12_at_every_epoch(tmp_path: Path) -> None:
     flags = ("--precision", "64-true", "--epochs", "2")
