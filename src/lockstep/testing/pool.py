@@ -32,7 +32,7 @@ from typing import IO, Any
 import cloudpickle
 
 from lockstep.testing.failure import RankFailure, rank_failure, rank_timeout
-from lockstep.testing.worker import STACKS_SIGNAL, Call, Outcome
+from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, Call, Outcome
 
 GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after one has failed."""
@@ -161,6 +161,10 @@ class RankPool:
             for worker in progress.waiting.values():
                 _kill(worker.pid)
                 worker.status = -1
+            for rank, outcome in progress.outcomes.items():
+                if outcome.value is not None:
+                    with contextlib.suppress(BrokenPipeError):  # it has died since: `_heal` will see it
+                        workers[rank].pipe.send_bytes(LEAVE)
         if progress.failed():
             raise _failure(fn, world, progress, late)
         if late:

@@ -28,6 +28,10 @@ from lockstep.testing import leaks
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGXCPU)
 
 
+LEAVE = b"leave"
+"""What a rank is told when all have come to the end of a call."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One function call, as it travels to one rank."""
@@ -77,6 +81,9 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
             pipe.send_bytes(pickle.dumps(outcome))
             if outcome.value is None:
                 return  # a half-made group cannot be undone: the pool forks a fresh rank
+            # torch's groups are made without a barrier: a rank that left now could be one that another still connects to
+            if pipe.recv_bytes() != LEAVE:
+                return
             if dist.is_initialized():
                 # A thread of gloo's that lets go of the group as the last one (the callback of a future may hold it)
                 # would wait for its own end, which aborts the process.
