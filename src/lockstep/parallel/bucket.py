@@ -57,6 +57,7 @@ class Bucket:
         self.views: list[Tensor] = []
         self.big = [index for index, p in enumerate(self.parameters) if p.numel() >= BIG]
         self.poured: set[int] = set()
+        self._scalar: tuple[float, float | Tensor] = (1.0, 1.0)
         self._marks = torch.frombuffer(self.used, dtype=torch.uint8)
         self._everyone = range(len(self.parameters))
         self._marked = marked
@@ -98,6 +99,8 @@ class Bucket:
         ends.append(self.end)
         self._runs = [self.buffer[a:b] for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
         self._clean = [torch.view_as_real(run) if run.is_complex() else run for run in self._runs]
+        nothing = torch.full((1,), -0.0, dtype=flat.dtype, device=flat.device)
+        self._blank = [nothing.expand_as(run) for run in self._clean]
 
     # -- a round
 
@@ -115,8 +118,11 @@ class Bucket:
         if not with_grad:
             self.used[:] = bytes(count)
             if views:
-                for run in self._clean:
-                    run.fill_(-0.0)
+                if len(self._clean) > 1:
+                    torch._foreach_copy_(self._clean, self._blank)
+                else:
+                    for run in self._clean:
+                        run.fill_(-0.0)
                 for parameter, view in self._small:
                     parameter.grad = view
             return
@@ -145,12 +151,12 @@ class Bucket:
                 parameter.grad = grad
             self.kept = None
 
-    def pour(self, index: int, scale: float) -> None:
-        """Put the gradient of a big parameter that had none into the buffer, times ``scale``."""
-        parameter, view = self._pairs[index]
-        torch.mul(parameter.grad.detach(), scale, out=view)  # type: ignore[union-attr]
-        parameter.grad = view
-        self.poured.add(index)
+    def scalar(self, scale: float) -> float | Tensor:
+        """``scale`` as what a gradient is multiplied by soonest, to the same bits."""
+        if self._scalar[0] != scale:
+            exact = self.dtype in (torch.float32, torch.float64) and self.device.type == "cpu"
+            self._scalar = scale, torch.tensor(scale, dtype=self.dtype) if exact else scale
+        return self._scalar[1]
 
     def collect(self, views: bool, scale: float, there: bool = False) -> float:
         """Bring into the buffer what is not there, and the marks.
@@ -175,12 +181,13 @@ class Bucket:
                 if views and kept is None:
                     parameter.grad = view
         if self.big:
-            if scale != 1:
-                for run in self._runs:
-                    run.mul_(scale)
-            for index in self.big:
-                if index not in self.poured:
-                    self._settle(index, views, scale)
+            scalar = self.scalar(scale)
+            if scale != 1 and self._runs:
+                torch._foreach_mul_(self._runs, scalar)
+            if len(self.poured) < len(self.big):
+                for index in self.big:
+                    if index not in self.poured:
+                        self._settle(index, views, scalar)
             scale = 1
         if self._marked:
             if 0 in self.used:
@@ -189,15 +196,14 @@ class Bucket:
                 self._tail.fill_(1)
         return scale
 
-    def _settle(self, index: int, views: bool, scale: float) -> None:
+    def _settle(self, index: int, views: bool, scale: float | Tensor) -> None:
         """Bring a big gradient into the buffer, times ``scale``."""
         parameter, view = self._pairs[index]
         grad = parameter.grad if self.kept is None else self.kept[index]
         if grad is None or grad is view:
-            if scale != 1:
-                view.mul_(scale)
+            view.mul_(scale)
             return
-        torch.mul(grad.detach(), scale, out=view)
+        torch.mul(grad.detach() if grad.requires_grad else grad, scale, out=view)
         if views and self.kept is None:
             parameter.grad = view
 

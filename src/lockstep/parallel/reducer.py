@@ -398,9 +398,19 @@ class Reducer:
             if self._pours and bucket.kept is None:
                 if index in poured:
                     raise RuntimeError(NESTED.format(names=[bucket.names[index]]))
-                if parameter.grad is not view:
-                    bucket.pour(index, self._scale)
-            accumulated(parameter)
+                grad = parameter.grad
+                if grad is not view:
+                    torch.mul(grad.detach() if grad.requires_grad else grad, bucket.scalar(self._scale), out=view)
+                    parameter.grad = view
+                    poured.add(index)
+                used[index] = 1
+            elif bucket.kept is None:
+                used[index] = 1
+            else:
+                parameter.grad = None
+            waiting.discard(index)
+            if not waiting:
+                complete(bucket)
 
         return accumulated_big
 

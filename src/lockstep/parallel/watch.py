@@ -70,6 +70,7 @@ class Watch:
         self._sync = True  # of the last forward
         self._waiting = False  # a forward was made since the last backward
         self._found = 0  # index of the parameter that told the last backward from torch.autograd.grad
+        self._node: Any = None  # of the graph, where its gradient is accumulated
         self._passed = -1  # the graph task that leaves no gradients
         self._announced = -1  # the graph task that may; its end is this backward's
         self._leaf_hooks: list[Any] = []
@@ -168,15 +169,16 @@ class Watch:
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
         """Whether the backward that runs now is one, and not `torch.autograd.grad`; None if that cannot be told."""
-        count = len(self.parameters)
+        count, first = len(self.parameters), self._found
         for step in range(count):
-            index = (self._found + step) % count
+            index = (first + step) % count
             parameter = self.parameters[index]
             if not parameter.requires_grad:
                 continue
+            if step or self._node is None:
+                self._found, self._node = index, get_gradient_edge(parameter).node
             try:
-                if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
-                    self._found = index
+                if torch._C._will_engine_execute_node(self._node):
                     return True
             except RuntimeError:  # its gradient is asked for by name, for the caller
                 return False
