@@ -17,6 +17,7 @@ from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
 from lockstep.data.workers import opened
+from lockstep.launch.heed import heeding
 from tests.data.loaders import epoch, feed_of
 
 WORKERS = 2
@@ -145,12 +146,12 @@ class Worker:
     def is_alive(self) -> bool:
         return not self.ended
 
-    def terminate(self) -> None:
+    def kill(self) -> None:
         self.ended = True
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_workers_are_terminated_only_if_the_lock_is_lost(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_killed_only_if_the_lock_is_lost(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "SECONDS_FOR_LOCK", 0.01)
     event, worker = torch.multiprocessing.Event(), Worker()
     iterator: Any = opened(Iterable(_workers_done_event=event, _workers=[worker]))
@@ -169,3 +170,45 @@ def test_other_iterators_stay_as_they_are(attributes: dict[str, Any]) -> None:
     iterator = Iterable(**attributes)
     assert opened(iterator) is iterator
     assert vars(iterator) == attributes
+
+
+class Patient(Dataset[int]):
+    """Samples are the workers' process ids."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_do_not_see_the_signals_that_are_heeded(context: str) -> None:
+    noted: list[int] = []
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    with heeding(numbers, noted.append):
+        feed = DataLoader(Patient(), batch_size=1, num_workers=1, multiprocessing_context=context)
+        iterator = opened(feed)
+        first = int(next(iterator))
+        for number in numbers:
+            os.kill(first, number)
+        assert {int(pid) for pid in iterator} == {first}
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert noted == [signal.SIGUSR2]  # this process hears again
+
+
+class Masks(Dataset[bool]):
+    """Samples are whether the worker has SIGUSR1 blocked."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> bool:
+        return signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_workers_hear_what_nobody_heeds() -> None:
+    assert [bool(found) for found in opened(DataLoader(Masks(), num_workers=1))] == [False] * 4
+    with heeding([signal.SIGUSR1], print):
+        assert [bool(found) for found in opened(DataLoader(Masks(), num_workers=1))] == [True] * 4

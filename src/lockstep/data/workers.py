@@ -1,12 +1,21 @@
-"""Loader workers: one that is killed does not hold up the end of its pass."""
+"""Loader workers: signals are not for them, and one that is killed does not hold up the end of its pass."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 SECONDS_FOR_LOCK = 1.0
 """A worker that lives holds the lock for microseconds."""
+
+SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a terminal or a cluster sends to all processes of a job."""
 
 
 def opened(loader: Iterable[Any]) -> Iterator[Any]:
@@ -16,9 +25,13 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     Killed in that moment (by the kernel, for want of memory), it never gives the lock back, and the process that
     trains would wait for it without end instead of raising torch's error. That process is given another event here.
 
+    A cluster signals all processes of a job, and the run could not come to its boundary without its workers: what is
+    heeded here while they are made, they do not see, however they are started.
+
     Nothing is changed on the way of a batch. Iterators that are not made as torch 2 makes them stay as they are.
     """
-    iterator = iter(loader)
+    with _deaf(loader):
+        iterator = iter(loader)
     event = getattr(iterator, "_workers_done_event", None)
     if isinstance(event, _Done):
         return iterator  # persistent workers: it is that of the pass before
@@ -27,6 +40,32 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     if workers and condition is not None and flag is not None:
         iterator._workers_done_event = _Done(condition, flag, workers)  # type: ignore[attr-defined]
     return iterator
+
+
+@contextmanager
+def _deaf(loader: Iterable[Any]) -> Iterator[None]:
+    """A process that ``loader`` starts inside has those blocked for which this one has a handler written in Python."""
+    ours = {number for number in SENT_TO_ALL if callable(signal.getsignal(number))}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        ours.discard(signal.SIGINT)
+    if not ours:
+        yield
+        return
+    _kill_at_exit()
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    if getattr(loader, "num_workers", 0) and context.get_start_method() != "fork":
+        resource_tracker.ensure_running()  # which unblocks SIGTERM when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def _kill_at_exit() -> None:
+    """Once: Python ends what is left of them by a SIGTERM, of which they would hear nothing, and then waits."""
+    atexit.register(lambda: [worker.kill() for worker in multiprocessing.active_children() if worker.daemon])
 
 
 class _Done:
@@ -52,4 +91,4 @@ class _Done:
             return
         for worker in self._workers:
             if worker.is_alive():
-                worker.terminate()  # torch's workers exit without an error if it is their parent that asks
+                worker.kill()  # of another signal it may hear nothing
