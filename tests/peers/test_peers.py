@@ -44,6 +44,10 @@ EVERYDAY = (
     "test_ddp_join_respects_forward_sync_buffers_false",
     "test_ddp_sync_module_states",
     "test_ddp_remove_autograd_hooks",
+    "test_ddp_native_mixed_precision_ignored_params",
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
+    "test_different_graph_across_ranks",
+    "test_skip_all_reduce_unused_parameters",
     "test_ddp_inference",
     "test_stateless_api_with_ddp",
     "test_verify_model_across_rank_without_logger",
@@ -77,7 +81,7 @@ def test_ours_passes_what_torchs_passes_but_for_a_few() -> None:
     theirs = [test for test, row in TESTS.items() if row["torch"] == "passes"]
     ours = [test for test in theirs if "passes" in (TESTS[test]["lockstep"], TESTS[test].get("own words"))]
     assert len(theirs) >= 95
-    assert len(theirs) - len(ours) <= 25
+    assert len(theirs) - len(ours) <= 12
 
 
 @other_torch

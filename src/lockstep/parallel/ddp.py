@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import profiler
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -28,14 +29,14 @@ from lockstep.parallel.caps import plan_by_caps
 from lockstep.parallel.copies import Copies
 from lockstep.parallel.devices import Device, OnDevices
 from lockstep.parallel.join import JoinsUneven
-from lockstep.parallel.newcomers import Newcomers
+from lockstep.parallel.newcomers import Newcomers, find_changed
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.rollcall import RollCall, say_who_is_absent
 from lockstep.parallel.start import broadcast_module_state as broadcast_module_state
 from lockstep.parallel.start import check_same_module as check_same_module
 from lockstep.parallel.start import find_group, find_unusable, sparse_names
 from lockstep.parallel.start import sync_buffers as sync_buffers
-from lockstep.parallel.torch_names import IGNORED, TorchNames
+from lockstep.parallel.torch_names import IGNORED, TorchNames, buffers_in_forwards
 from lockstep.parallel.watch import Watch
 from lockstep.parallel.weight import Weight, check_weight
 
@@ -50,11 +51,9 @@ WHOLE = (
     "{name} is compiled as a whole: its gradients come all at once, when its backward has ended, so no reduction "
     "overlaps the computation. Compile its blocks instead: for block in model.blocks: block.compile()"
 )
+FORWARD = "DistributedDataParallel.forward"
+"""A forward's range in a profile, by torch's name."""
 LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
-MIXED = (
-    "mixed_precision={value!r}: not offered, since it works with torch's own reducer only; run the forward under "
-    "torch.autocast, and let the gradients travel in 16 bits by a communication hook"
-)
 
 
 class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
@@ -76,7 +75,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             replica on each (`lockstep.parallel.dp.DataParallel`) and the module on the first.
         output_device: where outputs of several devices are put together; default: the first of them.
         dim: along which a batch is cut up.
-        broadcast_buffers: older name of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
+        broadcast_buffers: deprecated name of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
         init_sync: compare the ranks' modules, then give all of them rank 0's parameters and buffers.
         process_group: the ranks; ``None`` is the default group.
         bucket_cap_mb: size in MiB of the buckets in which gradients travel; default 25.
@@ -87,9 +86,11 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         static_graph: every backward gives gradients to the same parameters in the same order: costs less.
         delay_all_reduce_named_params, param_to_hook_all_reduce: taken, both or none; buckets travel when they are
             full, so there is nothing to delay.
-        mixed_precision: refused; use ``torch.autocast``.
+        mixed_precision: torch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: forwards with casts of
+            parameters and inputs, gradients sent in low precision; parameters and ``.grad`` stay in full.
         device_mesh: a mesh of one dimension whose ranks are the group.
-        skip_all_reduce_unused_params: taken and not needed: who used what is agreed upon in each step.
+        skip_all_reduce_unused_params: leave out the buckets that no rank uses in the first backward; none of their
+            parameters may be used later.
         bucket_cap_mb_list: sizes in MiB of the buckets one by one, that of the parameters defined first in front;
             the last one holds for all that come after.
         batched_grad_copy: taken and not needed: views are not copied.
@@ -144,8 +145,6 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         shared_memory: bool = True,
     ) -> None:
         super().__init__()
-        if mixed_precision is not None:
-            raise MisconfigurationException(MIXED.format(value=mixed_precision))
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
         self.process_group = find_group(process_group, device_mesh, module)
@@ -162,11 +161,15 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
         self.device_type = self.device.type
         self._set_devices(device_ids, output_device)
-        self.forward_sync_buffers = _first(forward_sync_buffers, broadcast_buffers, True)
+        self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = None
+        self.mixed_precision = mixed_precision
+        if mixed_precision is not None:
+            from lockstep.parallel.mixed_precision import LowPrecision  # with hooks behind it: most runs have none
+
+            self._low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.check_reduction = check_reduction
@@ -190,6 +193,9 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         if init_sync:
             buffers = forward_sync_buffers is not None or self.forward_sync_buffers
             broadcast_module_state(self.module, self.process_group, ignored=self.parameters_to_ignore, buffers=buffers)
+        if self._low is not None:
+            self._low.set_up()
+            self._comm_hook = self._low.comm_hook(self.process_group)
         self._attach()
 
     # -- the reducer
@@ -203,6 +209,15 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         plan: Plan | None = None
         if self.bucket_bytes_cap_list:
             plan = plan_by_caps(named, self.bucket_bytes_cap_list)
+        options: dict[str, Any] = {}
+        if (
+            self.skip_all_reduce_unused_params
+            and self._make_reducer is Reducer
+            and comm.world_size(self.process_group) > 1
+        ):
+            from lockstep.parallel.sparing import Sparing
+
+            options["transport"] = Sparing.open(self.process_group, (p for _, p in named), self.shared_memory)
         self._reducer = reducer = self._make_reducer(
             named,
             self.process_group,
@@ -212,9 +227,11 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             static_graph=self.static_graph,
             sparse=sparse_names(self.module),
             shared_memory=self.shared_memory,
+            **options,
         )
         if self._comm_hook is not None:
             reducer.register_comm_hook(*self._comm_hook)
+        self._first_plan = reducer.plan()
         self._world = comm.world_size(self.process_group)
         self._checks = RollCall(self.process_group, self.module) if self.check_reduction and self._world > 1 else None
         parameters = [parameter for _, parameter in named]
@@ -267,41 +284,50 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         from lockstep.parallel.hooks.check import check_hook, prepare_state
         from lockstep.parallel.hooks.local_steps import marks_of
 
-        check_hook(state, hook, self._watch.parameters, self.process_group)
-        state = prepare_state(state, self.process_group, hook)
-        marks = marks_of(hook, state)
-        self.reducer.register_comm_hook(state, hook, marks)
+        try:
+            check_hook(state, hook, self._watch.parameters, self.process_group)
+            state = prepare_state(state, self.process_group, hook)
+            marks = marks_of(hook, state)
+            self.reducer.register_comm_hook(state, hook, marks)
+        except Exception as error:
+            self._noted(error)
+            raise
         self._comm_hook = (state, hook, marks)
 
     # -- a step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; ranks meet here where gradients are enabled."""
-        if self._reducer is None:
-            self._attach()
-        grad = torch.is_grad_enabled()
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, inside the backward
+        profiled = profiler._is_profiler_enabled and profiler.record_function(FORWARD).__enter__()
+        try:
+            if self._reducer is None:
+                self._attach()
+            grad = torch.is_grad_enabled()
+            if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, inside the backward
+                outputs = self._run(inputs, kwargs)
+                if grad and self._world > 1:
+                    self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+                return outputs
+            alone = self._world == 1 and self._comm_hook is None
+            if alone and self._weight is None and not self._join_config.enable:
+                return self._run(inputs, kwargs)
+            sync = grad and self.require_backward_grad_sync
+            weight = self._prepare_forward(grad, sync)
             outputs = self._run(inputs, kwargs)
-            if grad and self._world > 1:
-                self._watch.outputs(outputs, self.require_backward_grad_sync, expected=False)
+            if self._buffers_at(_BufferCommHookLocation.POST_FORWARD):
+                self._align_buffers(0)
+            self.require_forward_param_sync = sync
+            if not sync:  # no backward will wait for them
+                self._await_buffers()
+            if grad:
+                if weight is not None:
+                    outputs = weight.apply(outputs)
+                light = weight is not None and weight.weight == 0
+                self._watch.outputs(outputs, sync, light, expected=sync and self.training)
             return outputs
-        alone = self._world == 1 and self._comm_hook is None
-        if alone and self._weight is None and not self._join_config.enable:
-            return self._run(inputs, kwargs)
-        sync = grad and self.require_backward_grad_sync
-        weight = self._prepare_forward(grad, sync)
-        outputs = self._run(inputs, kwargs)
-        if self._buffers_at(_BufferCommHookLocation.POST_FORWARD):
-            self._align_buffers(0)
-        self.require_forward_param_sync = sync
-        if not sync:  # no backward will wait for them
-            self._await_buffers()
-        if grad:
-            if weight is not None:
-                outputs = weight.apply(outputs)
-            light = weight is not None and weight.weight == 0
-            self._watch.outputs(outputs, sync, light, expected=sync and self.training)
-        return outputs
+        finally:
+            if profiled:
+                profiled.__exit__(None, None, None)
 
     def _prepare_forward(self, grad: bool, sync: bool) -> Weight | None:
         """Meet the other ranks before a forward."""
@@ -310,7 +336,9 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         if torch.compiler.is_compiling():
             warn_once(WHOLE.format(name=type(self.module).__name__))
         if sync:
-            self._check_parameters()
+            problem = find_changed(self._frozen, self._newcomers)
+            if problem is not None:
+                raise self._noted(MisconfigurationException(f"rank {self._distributed_rank}: {problem}"))
         buffers = self._buffers_at(_BufferCommHookLocation.PRE_FORWARD)
         if self._join_config.enable:
             if self._weight is not None:
@@ -326,21 +354,6 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         if self._weight is None or not grad:
             return None
         return Weight(self._weight, self.process_group, self.device)
-
-    def _check_parameters(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise MisconfigurationException(
-                    f"rank {self._distributed_rank}: parameter {name!r} was frozen when the model was wrapped and "
-                    "requires a gradient now: wrap the model with the parameter unfrozen (requires_grad may be "
-                    "switched off, and on again, afterwards), or wrap it again now"
-                )
-        newcomers = self._newcomers
-        if newcomers is not None and newcomers.found is not None:
-            raise MisconfigurationException(
-                f"rank {self._distributed_rank}: parameter {newcomers.found!r} was added to the model after it was "
-                "wrapped, and its gradient would not be averaged: add it before, or wrap model.module again"
-            )
 
     def _buffers_at(self, location: _BufferCommHookLocation) -> bool:
         """Whether buffers are brought in line there."""
@@ -379,10 +392,12 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             yield
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or LOST.search(str(error))):
+                self._noted(error)
                 raise
             moment = f"{what} of round {self.reducer.rounds + 1}"
             absent = say_who_is_absent(self.process_group, moment)
-            raise RuntimeError(f"rank {self._distributed_rank}, averaging the {moment}: {absent}") from error
+            said = f"rank {self._distributed_rank}, averaging the {moment}: {absent}"
+            raise self._noted(RuntimeError(said)) from error
 
     def skip_backward(self) -> None:
         """In place of a backward, where this rank's loss depends on no output: let the others go on.
@@ -448,6 +463,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         if kinds != [(parameter.dtype, parameter.device) for parameter in self.module.parameters()]:
             self._detach()  # its buffers are of the old kind
             self.device = next(self.module.parameters()).device
+            if self._low is not None:
+                self._low.tell()
         return self
 
 

@@ -22,6 +22,7 @@ class OnDevices(nn.Module):
     module: nn.Module
     device: torch.device
     dim: int
+    _low: Any = None
 
     def _set_devices(self, device_ids: Sequence[Device] | str | None, output_device: Device | None) -> None:
         if isinstance(device_ids, str) and device_ids != "all":
@@ -70,8 +71,10 @@ class OnDevices(nn.Module):
         device = dp.as_device(device_id)
         return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
 
-    def _run(self, inputs: Any, kwargs: Any) -> Any:
+    def _run(self, inputs: Any, kwargs: Any, cast: bool = True) -> Any:
         """The module's forward on its devices."""
+        if cast and self._low is not None:
+            return self._low.run(partial(self._run, cast=False), inputs, kwargs)
         if not self._devices:
             return self.module(*inputs, **kwargs)
         if not self._scatters:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -56,6 +56,28 @@ class Newcomers:
     def _note(self, name: str) -> None:
         if not self.found and name not in self._ignored:
             self.found = name
+
+
+def find_changed(frozen: Mapping[str, Parameter], newcomers: Newcomers | None) -> str | None:
+    """Whose gradient would not be averaged, if anybody's: a sentence without its beginning, the rank.
+
+    Args:
+        frozen: parameters that were so when the model was wrapped.
+        newcomers: those since then; None where nobody minds.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            return (
+                f"parameter {name!r} was frozen when the model was wrapped and requires a gradient now: wrap the model "
+                "with the parameter unfrozen (requires_grad may be switched off, and on again, afterwards), or wrap it "
+                "again now"
+            )
+    if newcomers is not None and newcomers.found is not None:
+        return (
+            f"parameter {newcomers.found!r} was added to the model after it was wrapped, and its gradient would not be "
+            "averaged: add it before, or wrap model.module again"
+        )
+    return None
 
 
 def _through(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[[nn.Module, str, Any], None]:

@@ -89,6 +89,7 @@ class Reducer:
             round. Set it before `prepare` to have the reduction overlap the backward.
         muted: for one backward, drop the gradients that it makes: this rank's share of the batch is empty.
             What was accumulated before counts, and the collectives run as always.
+        undefined: for one backward, look who really gets a gradient: autograd may visit parameters with none.
         divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
         stray: called, inside a backward that was not prepared, when a gradient comes; it may `prepare` then.
         rounds: completed rounds.
@@ -119,6 +120,7 @@ class Reducer:
             )
         self.sync = True
         self.muted = False
+        self.undefined = False
         self.stray: Callable[[], None] | None = None
         self.rounds = 0
         self.collectives = 0
@@ -291,12 +293,14 @@ class Reducer:
             self._build()
         self._armed = self._started = True
         self._arrived.clear()
-        early = self.sync and self._overlap
+        early = self.sync and self._overlap and not self.undefined
         self._pours = early  # where gradients come once each, they can be scaled as they come
         self._scale = 1 / self.divisor if self._transport.divides else 1.0
         record = self._record
+        views = self._views and not self.undefined
+        self.undefined = False
         for bucket in self._buckets:
-            bucket.arm(self._views, early and record is None)
+            bucket.arm(views, early and record is None)
             if early and record is None:
                 bucket.skip_frozen()
         if record is not None:
@@ -399,11 +403,11 @@ class Reducer:
                 if index in poured:
                     raise RuntimeError(NESTED.format(names=[bucket.names[index]]))
                 grad = parameter.grad
-                if grad is not view:
+                if grad is not view and grad is not None:  # None: a Function's backward, further up, gave nothing
                     torch.mul(grad.detach() if grad.requires_grad else grad, bucket.scalar(self._scale), out=view)
                     parameter.grad = view
                     poured.add(index)
-                used[index] = 1
+                used[index] = grad is not None
             elif bucket.kept is None:
                 used[index] = 1
             else:

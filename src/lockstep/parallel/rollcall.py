@@ -30,13 +30,12 @@ class RollCall:
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
-        self._module = module
+        self._named = list(module.named_parameters())  # now: in a backward other tensors may stand in for them
         self._sums: dict[str, int] = {}
 
     def note(self) -> None:
         """Remember the gradients as they are now; the next `answer` compares them."""
-        named = self._module.named_parameters()
-        self._sums = {name: checksum(p.grad) for name, p in named if p.grad is not None}
+        self._sums = {name: checksum(p.grad) for name, p in self._named if p.grad is not None}
 
     def answer(self, stage: str, missing: list[str]) -> None:
         """Say where this rank is, and hear where the others are.

@@ -102,11 +102,12 @@ def find_group(group: comm.Group, mesh: Any, module: nn.Module) -> Any:
             "torch.distributed.init_process_group(...) first, on every rank"
         )
     if group is not None and mesh is not None:
-        raise MisconfigurationException("process_group and device_mesh: give one of them")
+        raise MisconfigurationException("Cannot specify both process_group and device_mesh arguments. Give one of them")
     if mesh is not None:
         if mesh.ndim != 1:
             raise MisconfigurationException(
-                f"device_mesh={mesh!r}: give one of one dimension, such as mesh['replicate']"
+                f"Only 1D device mesh is supported, and device_mesh={mesh!r} has {mesh.ndim} dimensions: give one of "
+                "them, as in mesh['replicate']"
             )
         if mesh._get_root_mesh() != mesh:
             from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+from torch.nn.parameter import Parameter
 
-from lockstep.ground import comm
+from lockstep.parallel.facts import facts
 from lockstep.parallel.newcomers import Newcomers
-from lockstep.parallel.start import broadcast_buffers
+from lockstep.parallel.start import broadcast_buffers, sparse_names
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module: names of parameters and buffers that its container leaves alone."""
+
+
+def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
+    """What a container's two arguments say about its buffers; the older one is deprecated, as in torch."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
+            "it, buffers are rank 0's at the start in any case), which counts where both are given",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
 
 
 class TorchNames(nn.Module):
@@ -38,8 +51,7 @@ class TorchNames(nn.Module):
     _buffer_futures: list[Any]
     _newcomers: Newcomers | None
     _holders: list[dict[str, Tensor | None]] | None = None
-    _comm_hook: tuple[Any, ...] | None
-    _has_joined: bool
+    _error: str | None = None
     broadcast_bucket_size = 250 * 2**20
 
     @staticmethod
@@ -167,13 +179,44 @@ class TorchNames(nn.Module):
 
     # -- the reducer
 
+    def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
+        """The parameters that are averaged, in order, and whether each one's gradients are sparse."""
+        sparse = sparse_names(self.module)
+        named = [(name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        named = [(name, p) for name, p in named if p.requires_grad]
+        return [p for _, p in named], [name in sparse for name, _ in named]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
+        """The names of ``parameters``, by their places.
+
+        Raises:
+            ValueError: they are not those that are averaged.
+        """
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and name not in self.parameters_to_ignore:
+                if id(parameter) not in places:
+                    raise ValueError(f"Param with name {name} of the module is not among the given parameters")
+                names[places[id(parameter)]] = name
+        if len(names) != len(places):
+            raise ValueError(
+                f"Expected param to name mapping of {len(names)} parameters that are averaged, and not of {len(places)}"
+            )
+        return names
+
     def _set_static_graph(self) -> None:
         """Promise that every backward is like the first, before the first backward."""
         if self.static_graph:
             warnings.warn("static_graph is True already; it need not be set again.", stacklevel=2)
             return
         if self.reducer.rounds:
-            raise RuntimeError("_set_static_graph() comes too late: a backward has been; give static_graph=True")
+            raise self._noted(
+                RuntimeError(
+                    "_set_static_graph() should be called before training loop starts, and a backward has been: give "
+                    "static_graph=True to the container"
+                )
+            )
         self.static_graph = True
         self._detach()
 
@@ -184,7 +227,8 @@ class TorchNames(nn.Module):
         """Raise if the last backward did not reduce everything."""
         names = self.reducer.missing()
         if names:
-            raise RuntimeError(f"the last backward ended before the gradient of parameter {names[0]!r} was reduced")
+            error = f"the last backward ended before the gradient of parameter {names[0]!r} was reduced"
+            raise self._noted(RuntimeError(error))
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over other ranks from now on."""
@@ -205,32 +249,11 @@ class TorchNames(nn.Module):
         return dist.get_rank(self.process_group)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Settings and counts, by the names of torch's container."""
-        parameters = [p for p in self._get_data_parallel_params(self.module) if p.requires_grad]
-        sizes = {name: p.nbytes for name, p in self.module.named_parameters()}
-        plan = [sum(sizes[name] for name in bucket) for bucket in self.reducer.plan()]
-        hook = self._comm_hook
-        ids, out = getattr(self, "device_ids", None), getattr(self, "output_device", None)
-        return {
-            "world_size": comm.world_size(self.process_group),
-            "rank": comm.rank(self.process_group),
-            "module_name": type(self.module).__name__,
-            "device_ids": " ".join(map(str, ids or ())),
-            "output_device": -1 if out is None else out,
-            "backend_name": dist.get_backend(self.process_group),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "iteration": self.reducer.rounds,
-            "comm_hook": None if hook is None else getattr(hook[1], "__qualname__", type(hook[1]).__name__),
-            "join_uneven_inputs": self._has_joined,
-            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
-            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-            "bucket_sizes": ", ".join(map(str, plan)),
-            "num_buckets_reduced": len(plan),
-            "has_rebuilt_buckets": int(self.reducer.rounds > 0),
-        }
+        """Settings and counts, by the names of torch's container: see `lockstep.parallel.facts.facts`."""
+        parameters, _ = self._build_params_for_reducer()
+        return facts(self, parameters, self._build_debug_param_to_name_mapping(parameters))
+
+    def _noted(self, error: Exception) -> Exception:
+        """``error``, after it has been noted for `_get_ddp_logging_data`."""
+        self._error = f"{type(error).__name__}: {error}"
+        return error

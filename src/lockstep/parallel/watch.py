@@ -95,9 +95,10 @@ class Watch:
         for hook in self._leaf_hooks:
             hook.remove()
         self._leaf_hooks = []
-        for output in (outputs,) if isinstance(outputs, Tensor) else find_tensors(outputs):
+        single = isinstance(outputs, Tensor)
+        for output in (outputs,) if single else find_tensors(outputs):
             if output.requires_grad:
-                hook = output.register_hook(self._make_hook(weakref.ref(output), sync))
+                hook = output.register_hook(self._make_hook(weakref.ref(output), sync, single))
                 if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
                     self._leaf_hooks.append(hook)
         self.expected = self.expected or (sync and expected)
@@ -105,10 +106,12 @@ class Watch:
         self._sync = sync
         self._waiting = True
 
-    def _make_hook(self, output: weakref.ref[Tensor], sync: bool) -> Callable[[Tensor], None]:
+    def _make_hook(self, output: weakref.ref[Tensor], sync: bool, single: bool) -> Callable[[Tensor | None], None]:
         container = self._container()  # which the outputs' graph keeps alive by this hook
 
-        def reached(grad: Tensor) -> None:
+        def reached(grad: Tensor | None) -> None:
+            if grad is None and single and not self._armed:
+                self._reducer.undefined = True
             if container is not None:
                 self._begin(sync, output)
 
