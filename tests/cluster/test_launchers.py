@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.port import free_port
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +43,7 @@ def said(process: subprocess.Popen[str]) -> list[str]:
     return sorted(out.splitlines())
 
 
-def ranks(*places: str) -> list[str]:
+def lines(*places: str) -> list[str]:
     """Two ranks share samples 1 .. 8 one by one: the mean of each window is 1.5, 3.5, 5.5, 7.5."""
     weight = -0.01 * (1.5 + 3.5 + 5.5 + 7.5)
     return [f"{place} DDPStrategy {weight} WARN" for place in places]
@@ -52,7 +54,7 @@ TWO = ("0 2 0 2 0 1", "1 2 1 2 0 1")
 
 def test_torchrun(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert said(start(tmp_path, words)) == ranks(*TWO)
+    assert said(start(tmp_path, words)) == lines(*TWO)
 
 
 MPIRUN = shutil.which("mpirun")
@@ -63,7 +65,7 @@ WORDS = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.exec
 @pytest.mark.slow
 @needs_mpi
 def test_mpirun(tmp_path: Path) -> None:
-    assert said(start(tmp_path, WORDS, "{'devices': 2}")) == ranks(*TWO)
+    assert said(start(tmp_path, WORDS, "{'devices': 2}")) == lines(*TWO)
 
 
 @pytest.mark.slow
@@ -75,14 +77,15 @@ def test_mpirun_with_flags_that_do_not_fit(tmp_path: Path) -> None:
     assert "devices=3, num_nodes=1 make 3 rank(s), but mpirun started 2 (world size 2): use devices=2" in err
 
 
-def test_two_nodes_by_hand(tmp_path: Path) -> None:
+def test_two_nodes_by_hand(ranks: RankPool, tmp_path: Path) -> None:
     """The same command on each; the strategy is ddp without being named."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    both = [
-        start(tmp_path, [sys.executable], "{'devices': 1, 'num_nodes': 2}", NODE_RANK=str(node), **meeting)
-        for node in (0, 1)
-    ]
-    assert [*said(both[0]), *said(both[1])] == ranks("0 2 0 1 0 2", "1 2 0 1 1 2")
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NCCL_DEBUG": "WARN"}
+    (tmp_path / "train.py").write_text(SCRIPT)
+    nodes = [{**meeting, "NODE_RANK": str(node)} for node in (0, 1)]
+    flags = "{'devices': 1, 'num_nodes': 2}"
+    both = run_script(ranks, tmp_path / "train.py", flags, folder=tmp_path, world=2, environ=nodes)
+    assert [done.returncode for done in both] == [0, 0], both[0].stderr + both[1].stderr
+    assert [done.stdout.strip() for done in both] == lines("0 2 0 1 0 2", "1 2 0 1 1 2")
 
 
 @pytest.mark.slow
@@ -90,4 +93,4 @@ def test_pods_by_rank_and_world_size(tmp_path: Path) -> None:
     """As Kubeflow's PyTorchJob starts them."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     both = [start(tmp_path, [sys.executable], RANK=str(rank), **meeting) for rank in (0, 1)]
-    assert [*said(both[0]), *said(both[1])] == ranks("0 2 0 1 0 2", "1 2 0 1 1 2")
+    assert [*said(both[0]), *said(both[1])] == lines("0 2 0 1 0 2", "1 2 0 1 1 2")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.launch.gate import CollectiveMismatch, compared, put_up
+from lockstep.launch import gate
+from lockstep.launch.gate import CollectiveMismatch, compared, put_up, take_down, told_by
+from lockstep.launch.ledger import Reading
+from lockstep.launch.noting import COLLECTIVES, MESSAGES
 from lockstep.testing.pool import RankPool
 
 
 def _strided(async_op: bool) -> list[Any]:
-    before = dist.all_reduce, dist.reduce
     put_up()
     put_up()
     try:
@@ -30,8 +33,7 @@ def _strided(async_op: bool) -> list[Any]:
         dist.reduce(one[1], 0)
         return [everything, turned, one[1]]
     finally:
-        for home in (dist, dist.distributed_c10d):
-            home.all_reduce, home.reduce = before
+        take_down()
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -92,3 +94,132 @@ def test_calls_that_do_not_fit_are_named_on_every_rank(ranks: RankPool, kind: st
 def test_calls_that_fit_are_made(ranks: RankPool) -> None:
     for said in ranks(2).run(_calls, "nothing"):
         assert said == "fine: [4.0, 4.0, 4.0, 4.0]"
+
+
+# -- what is noted
+
+
+def _noted() -> list[tuple[Any, ...]]:
+    take_down()
+    from torch.distributed import irecv, isend  # before the gate is put up, as a module's own import
+
+    put_up()
+    assert gate._noting is not None
+    reading, rank = Reading(gate._noting.ledger.address), dist.get_rank()
+    before = reading.count
+    told_by(lambda: ("on_validation_epoch_end", 7))
+    try:
+        ones, both = torch.ones(4), torch.zeros(8)
+        dist.all_reduce(ones, dist.ReduceOp.MAX)
+        dist.broadcast(ones, 1)
+        dist.all_gather_into_tensor(both, ones)
+        work = dist.all_reduce(ones, async_op=True)
+        assert work is not None
+        begun = reading.newest(1)[0]
+        work.wait()
+        dist.all_gather_object([None, None], rank)  # makes two more, which are its own
+        for done in dist.batch_isend_irecv([dist.P2POp(isend, ones, 1 - rank), dist.P2POp(irecv, both[:4], 1 - rank)]):
+            done.wait()
+        pair = dist.new_group([0, 1])
+        dist.barrier(pair)
+        with contextlib.suppress(TypeError):
+            dist.all_reduce("no tensor")  # type: ignore[arg-type]
+        dist.barrier()
+    finally:
+        told_by(None)
+        take_down()
+    dist.barrier()  # no more
+    return [
+        *[
+            (note.named, note.payload, note.members, note.whole, note.inside, bool(note.done), note.place, note.batch)
+            for note in reading.notes(before + 1)
+        ],
+        (begun.inside, begun.done),
+    ]
+
+
+def test_every_collective_is_noted(ranks: RankPool) -> None:
+    found, other = ranks(2).run(_noted)
+    assert found == other
+    assert found.pop() == (False, None)  # it was begun, and nobody had waited for it
+    assert [(name, payload, whole) for name, payload, _, whole, *_ in found] == [
+        ("all_reduce #1", "float32 (4,) MAX", True),
+        ("broadcast #2", "float32 (4,)", True),
+        ("all_gather_into_tensor #3", "float32 (4,)", True),
+        ("all_reduce #4", "float32 (4,) SUM", True),
+        ("all_gather_object #5", "", True),
+        ("batch_isend_irecv", "", False),
+        ("barrier #1", "", True),
+        ("all_reduce #6", "", True),
+        ("barrier #7", "", False),  # nobody knows whether the call before it was made
+    ]
+    assert {members for _, _, members, *_ in found} == {(0, 1)}
+    assert not any(inside for _, _, _, _, inside, *_ in found)
+    assert [name for name, _, _, _, _, done, *_ in found if not done] == ["batch_isend_irecv"]
+    assert all(place.startswith(f"{__file__}:") for *_, place, _ in found)
+    assert {batch for *_, batch in found} == {7}
+
+
+def _past_the_gate() -> list[tuple[str, bool]]:
+    take_down()
+    before = dist.all_reduce
+    put_up()
+    assert gate._noting is not None
+    reading = Reading(gate._noting.ledger.address)
+    count = reading.count
+    try:
+        dist.barrier()
+        before(torch.ones(2))
+        dist.barrier()
+        return [(note.named, note.whole) for note in reading.notes(count + 1)]
+    finally:
+        take_down()
+
+
+def test_a_group_knows_of_calls_that_do_not_come_by(ranks: RankPool) -> None:
+    """Their numbers are no proof then: one rank may run a compiled graph where another does not."""
+    for found in ranks(2).run(_past_the_gate):
+        assert found == [("barrier #1", True), ("barrier #2", False)]
+
+
+def _compiled() -> tuple[list[float], int, int]:
+    from torch.distributed import _functional_collectives as functional
+
+    take_down()
+    put_up()
+    assert gate._noting is not None
+    reading = Reading(gate._noting.ledger.address)
+    count = reading.count
+
+    def both(value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return value + functional.all_reduce(value, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+
+    try:
+        compiled = torch.compile(both, fullgraph=True, backend="eager")(torch.ones(2)).tolist()
+        made = reading.count
+        assert both(torch.ones(2)).tolist() == compiled
+        return compiled, made - count, reading.count - made
+    finally:
+        take_down()
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_goes_past_the_gate_whole(ranks: RankPool) -> None:
+    for compiled, in_graph, eager in ranks(2).run(_compiled, timeout=120):
+        assert compiled == [6.0, 6.0]
+        assert (in_graph, eager) == (0, 2)
+
+
+def test_taken_down_all_is_as_it_was() -> None:
+    take_down()
+    names = (*COLLECTIVES, *MESSAGES)
+    before = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names if hasattr(home, name)]
+    wait, made = dist.Work.wait, dist.P2POp.__init__
+    put_up()
+    assert dist.all_reduce is not before[0]
+    assert dist.Work.wait is not wait
+    take_down()
+    after = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names if hasattr(home, name)]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert (dist.Work.wait, dist.P2POp.__init__) == (wait, made)

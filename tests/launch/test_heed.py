@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from lockstep.launch.heed import ENDED, heeding, is_under_lockstep, unheeded
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 
 def test_a_signal_is_noted_and_ends_nothing() -> None:
@@ -45,8 +46,9 @@ def test_forked_processes_take_no_notice() -> None:
     assert os.waitstatus_to_exitcode(status) == 10
 
 
-def test_what_is_not_heeded_does_what_the_system_does() -> None:
-    text = """
+def test_what_is_not_heeded_does_what_the_system_does(ranks: RankPool, tmp_path: Path) -> None:
+    script = tmp_path / "unheeded.py"
+    script.write_text("""
 import os, signal
 from lockstep.launch.heed import heeding, unheeded
 with heeding([signal.SIGTERM], lambda number: print("noted", flush=True)):
@@ -56,8 +58,8 @@ with heeding([signal.SIGTERM], lambda number: print("noted", flush=True)):
     with unheeded(signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGTERM)
     print("not here")
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+""")
+    (done,) = run_script(ranks, script, folder=tmp_path)
     assert (done.stdout, done.returncode) == ("noted\n", -signal.SIGTERM)
 
 

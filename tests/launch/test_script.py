@@ -238,7 +238,7 @@ def test_no_script_no_command() -> None:
 def test_an_interactive_session_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", main_module())
     monkeypatch.setattr(sys, "argv", [""])
-    with pytest.raises(MisconfigurationException, match=r"strategy='ddp'.*use strategy='ddp_spawn'"):
+    with pytest.raises(MisconfigurationException, match=r"strategy='ddp'.*use strategy='ddp_notebook'"):
         ScriptLauncher(TWO).launch(print)
     assert "LOCAL_RANK" not in os.environ
 

@@ -11,6 +11,8 @@ import pytest
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.srun import STARTED, arguments, become_srun
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -36,17 +38,17 @@ exit 5
 """
 
 
-def run(folder: Path, devices: int, **more: str) -> subprocess.CompletedProcess[str]:
+def run(ranks: RankPool, folder: Path, devices: int) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT.format(devices=devices))
     (folder / "srun").write_text(FAKE)
     (folder / "srun").chmod(0o755)
-    environ = {**os.environ, **BATCH, "PATH": f"{folder}:{os.environ['PATH']}", "NCCL_DEBUG": "INFO", **more}
-    words = [sys.executable, "train.py", "--lr", "0.1"]
-    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
+    environ = {**BATCH, "PATH": f"{folder}:{os.environ['PATH']}", "NCCL_DEBUG": "INFO"}
+    (done,) = run_script(ranks, folder / "train.py", "--lr", "0.1", folder=folder, environ=environ)
+    return done
 
 
-def test_the_script_is_started_by_srun(tmp_path: Path) -> None:
-    done = run(tmp_path, 2)
+def test_the_script_is_started_by_srun(ranks: RankPool, tmp_path: Path) -> None:
+    done = run(ranks, tmp_path, 2)
     assert done.returncode == 5, done.stderr  # srun's code is the script's
     first, second = done.stdout.splitlines()
     assert first == "before the Trainer"
@@ -56,8 +58,8 @@ def test_the_script_is_started_by_srun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_flags_that_do_not_fit_start_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path, 8)
+def test_flags_that_do_not_fit_start_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    done = run(ranks, tmp_path, 8)
     assert done.returncode == 1
     assert done.stdout == "before the Trainer\n"
     assert done.stderr.endswith("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n")

@@ -14,15 +14,20 @@ from lockstep.strategies.single import SingleDeviceStrategy
 
 def test_auto_is_plain_on_one_process_and_ddp_on_several() -> None:
     assert type(make_strategy("auto", 1)) is SingleDeviceStrategy
-    assert type(make_strategy("auto", 2)) is DDPStrategy
+    assert make_strategy("auto", 2).launcher == "script"
+
+
+def test_auto_starts_no_script_where_there_is_none() -> None:
+    assert make_strategy("auto", 2, interactive=True).launcher == "spawn"
+    assert type(make_strategy("auto", 1, interactive=True)) is SingleDeviceStrategy
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("ddp")])
 def test_every_name_of_ddp_makes_it(name: str) -> None:
     strategy = make_strategy(name, 2)
     assert isinstance(strategy, DDPStrategy)
-    spawns = any(word in name for word in ("spawn", "fork", "notebook"))
-    assert strategy.launcher == ("spawn" if spawns else "script")
+    fresh = any(word in name for word in ("spawn", "notebook"))
+    assert strategy.launcher == ("spawn" if fresh else "fork" if "fork" in name else "script")
     assert type(make_strategy(name.upper(), 2)) is DDPStrategy
 
 
@@ -72,5 +77,5 @@ def test_another_name_is_refused(asked: Any, said: str) -> None:
 
 
 def test_a_start_method_that_is_none() -> None:
-    with pytest.raises(MisconfigurationException, match=r"DDPStrategy\(start_method='fork'\)"):
-        DDPStrategy(start_method="fork")
+    with pytest.raises(MisconfigurationException, match=r"DDPStrategy\(start_method='forkserver'\)"):
+        DDPStrategy(start_method="forkserver")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lockstep.testing import RandomDataset, RankPool, leaks
+from lockstep.testing import RandomDataset, leaks
 from lockstep.testing.pool import pool_processes
 
 
@@ -59,9 +59,30 @@ def test_a_thread_is_named(before: leaks.Snapshot) -> None:
     thread.join()
 
 
-def test_a_port_is_named(before: leaks.Snapshot) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert found(before) == [f"port 0100007F:{server.getsockname()[1]} is still open"]
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_is_named(before: leaks.Snapshot, host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    shown = f"[{host}]" if ":" in host else host
+    with server:
+        assert found(before) == [f"port {shown}:{server.getsockname()[1]} is still open"]
+
+
+def test_a_look_at_the_ports_changes_no_socket() -> None:
+    """A Python socket that is made of a descriptor sets it non-blocking where there is a default time limit."""
+    before, limit = leaks.listening_ports(), socket.getdefaulttimeout()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket() as idle, socket.create_server(("127.0.0.1", 0)) as server:
+        socket.setdefaulttimeout(5)
+        try:
+            listening = leaks.listening_ports()
+        finally:
+            socket.setdefaulttimeout(limit)
+        assert listening - before == {f"127.0.0.1:{server.getsockname()[1]}"}
+        assert all(os.get_blocking(each.fileno()) for each in (ours, theirs, idle, server))
 
 
 def test_shared_memory_is_named(before: leaks.Snapshot) -> None:
@@ -119,11 +140,6 @@ def test_what_ends_by_itself_is_no_leak(before: leaks.Snapshot) -> None:
     subprocess.Popen(["sleep", "0.2"])
     next(iter(DataLoader(RandomDataset(4, 8), num_workers=1)))
     assert leaks.leaks(before, pool_processes()) == []
-
-
-def test_a_pool_is_no_leak(before: leaks.Snapshot) -> None:
-    with RankPool(1):
-        assert leaks.leaks(before, pool_processes()) == []
 
 
 LEAKY = """

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.testing import RankFailure, RankPool, RankTimeout
+from lockstep.testing import RankFailure, RankPool, RankTimeout, leaks
 from lockstep.testing.leaks import command_line
-from lockstep.testing.pool import Ranks
+from lockstep.testing.pool import Ranks, pool_processes
 
 FACTOR = 3.0
 
@@ -205,17 +205,14 @@ def test_ranks_that_wait_for_a_dead_one_are_ended(ranks: RankPool) -> None:
 
 
 def test_what_a_call_leaves_running_is_its_failure(ranks: RankPool) -> None:
-    def start_process() -> None:
+    def start() -> None:
         if dist.get_rank() == 1:
             subprocess.Popen(["sleep", "600"])
+            threading.Thread(target=time.sleep, args=(4,), name="dreamer", daemon=True).start()
 
-    def start_thread() -> None:
-        threading.Thread(target=time.sleep, args=(4,), name="dreamer", daemon=True).start()
-
-    with pytest.raises(RankFailure, match=r"rank 1 of 2: .*child process .* still runs: sleep 600"):
-        ranks(2).run(start_process)
-    with pytest.raises(RankFailure, match="thread 'dreamer' still runs"):
-        ranks(1).run(start_thread)
+    said = r"rank 1 of 2: .*child process \d+ still runs: sleep 600; thread 'dreamer' still runs"
+    with pytest.raises(RankFailure, match=said):
+        ranks(2).run(start)
 
 
 def test_what_cannot_be_pickled_fails_with_a_reason(ranks: RankPool) -> None:
@@ -225,9 +222,13 @@ def test_what_cannot_be_pickled_fails_with_a_reason(ranks: RankPool) -> None:
         ranks(1).run(str, threading.Lock())
 
 
-def test_closing_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_pool_is_no_leak_and_closing_leaves_no_process_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = leaks.snapshot(pool_processes())
     pool = RankPool(2)
+    assert leaks.leaks(before, pool_processes()) == []
     pids = [*pool.pids, pool._nursery.pid]
     assert pool.run(total, 1.0) == [FACTOR * 3] * 2
     pool.close()
@@ -240,29 +241,29 @@ def test_closing_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pyte
         pool.run(total, 1.0)
 
 
-def test_a_killed_owner_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(
-        "import time\nfrom lockstep.testing import RankPool\npool = RankPool(1)\n"
-        "print(*pool.pids, pool._nursery.pid, flush=True)\npool.run(time.sleep, 600, timeout=600)\n"
-    )
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    environ = {**os.environ, "TMPDIR": str(scratch)}
-    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environ)
-    assert owner.stdout is not None
-    pids = [int(word) for word in owner.stdout.readline().split()]
+def test_a_killed_owner_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    told, tell = os.pipe()
+    if not (owner := os.fork()):
+        try:
+            pool = RankPool(1)
+            os.write(tell, " ".join(map(str, (*pool.pids, pool._nursery.pid))).encode())
+            pool.run(time.sleep, 600, timeout=600)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    pids = [int(word) for word in os.read(told, 100).split()]
+    os.close(told)
     assert len(pids) == 2
     assert all(map(command_line, pids))
-    assert len(list(scratch.iterdir())) == 1
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
     deadline = time.monotonic() + 10
     while any(map(command_line, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [command_line(pid) for pid in pids] == ["", ""]
-    assert list(scratch.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-2, ValueError)])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lockstep.cluster.base import World
 from lockstep.cluster.slurm import Allocation
 from lockstep.cluster.table import Cluster
+from lockstep.cluster.torchelastic import STARTED
 from lockstep.ground.errors import MisconfigurationException
 
 
@@ -23,19 +24,21 @@ def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int,
     Raises:
         MisconfigurationException: with the flags that fit, and for SLURM the batch script's lines that fit the flags.
     """
+    who = _who(cluster, environ)
     fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
     if devices is None:
         if num_nodes not in (1, given.num_nodes):
             raise MisconfigurationException(
-                f"num_nodes={num_nodes}, but {cluster.started} started {given.num_nodes}: use "
+                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use "
                 f"num_nodes={given.num_nodes}" + _lines(cluster, None, num_nodes, environ)
             )
         return
     if devices * num_nodes != given.size:
         count = "WORLD_SIZE=" if cluster.name in ("torchelastic", "kubeflow") else "world size "
         raise MisconfigurationException(
-            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {cluster.started} "
-            f"started {given.size} ({count}{given.size}): use {fits}, or start the script {_otherwise(cluster)}"
+            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {who} "
+            f"started {given.size} ({count}{given.size}): use {fits}, or start the script "
+            + _otherwise(cluster, devices, num_nodes, environ)
             + _lines(cluster, devices, num_nodes, environ)
         )
     if cluster.name != "torchelastic" and num_nodes != given.num_nodes:
@@ -79,7 +82,14 @@ def _lines(cluster: Cluster, devices: int | None, num_nodes: int, environ: Mappi
     return lines_for(devices, num_nodes, environ) if cluster.name == "slurm" else ""
 
 
-def _otherwise(cluster: Cluster) -> str:
+def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
+    words = environ.get(STARTED) if cluster.name == "torchelastic" else None
+    return cluster.started if words is None else f"`lockstep run {words}`"
+
+
+def _otherwise(cluster: Cluster, devices: int, num_nodes: int, environ: Mapping[str, str]) -> str:
+    if cluster.name == "torchelastic" and STARTED in environ:
+        return f"by `lockstep run --devices {devices}{f' --nodes {num_nodes}' if num_nodes > 1 else ''}`"
     if cluster.name == "kubeflow":
         return "by torchrun in each pod (PyTorchJob's nprocPerNode)"
     return f"without {cluster.started}" if cluster.name != "slurm" else "in another job"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.cluster.base import World
+from lockstep.cluster.base import World, read_number
 from lockstep.cluster.slurm import attempt
 from lockstep.ground.errors import MisconfigurationException
 
@@ -23,7 +25,8 @@ def meet(
     """The store through which the ranks of a world find each other; returns when all are there.
 
     Each attempt at a run has its own part of the store: a rank that is left over from an earlier one, on a node that
-    was cut off say, and that reaches the store all the same, finds none of the others there.
+    was cut off say, and that reaches the store all the same, finds none of the others there. And where the store is
+    that of torchrun's agent, which stays over all restarts, nobody reads the addresses of ranks that are gone.
 
     Args:
         world: with the address and the port; rank 0 listens there, or torchrun's agent.
@@ -38,20 +41,82 @@ def meet(
     by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = world.is_zero and not by_agent
     patience = min(timeout, patience)
+    left = patience if listens else _wait_for_the_door(world.address, world.port, patience)
     try:
         store = dist.TCPStore(
             world.address,
             world.port,
             None if by_agent else world.size,
             is_master=listens,
-            timeout=patience,
+            timeout=left,
             wait_for_workers=not by_agent,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _named(world, error, patience, listens) from None  # torch's own has pages of C++ frames
+    number = attempt(environ)
+    if by_agent and world.num_nodes > 1:
+        number = _agreed(store, world, patience)
+    elif by_agent:
+        number = max(number, read_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
     store.set_timeout(timeout)
-    lives = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0), attempt(environ)
-    return dist.PrefixStore(f"lockstep/attempt{max(lives)}", store)
+    return dist.PrefixStore(f"lockstep/attempt{number}", store)
+
+
+def _wait_for_the_door(address: str, port: int, patience: timedelta) -> timedelta:
+    """Return when somebody listens there, or nine tenths of ``patience`` are over: with what is left of it.
+
+    torch's own second attempt comes half a second after its first, and a signal in between ends it with an error.
+    """
+    begin, seconds = time.monotonic(), patience.total_seconds()
+    while time.monotonic() - begin < 0.9 * seconds:
+        try:
+            socket.create_connection((address, port), timeout=seconds).close()
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        except OSError:  # nobody knows or reaches the address: torch's attempts and errors are the right ones
+            break
+    return timedelta(seconds=max(0.1 * seconds, seconds - (time.monotonic() - begin)))
+
+
+def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
+    """A number that no attempt has had, the same on all ranks of this one.
+
+    The agents of several nodes count their restarts each for itself, so that TORCHELASTIC_RESTART_COUNT does not tell
+    the attempts apart. Each rank leaves a name of its own, in the place of whoever was this rank before; rank 0 calls
+    every name by a new number, and says that it counts when those who have the places now have all heard it.
+    """
+    until = time.monotonic() + patience.total_seconds()
+    if world.is_zero:
+        number = store.add("lockstep/attempts", 1)
+        places = [f"lockstep/here/{rank}" for rank in range(1, world.size)]
+        while True:
+            here = [store.get(place).decode() for place in places] if store.check(places) else []
+            for name in here:
+                store.set(f"lockstep/call/{name}", str(number))
+            if here and store.check([f"lockstep/heard/{number}/{name}" for name in here]):
+                store.set(f"lockstep/go/{number}", "")
+                return number
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"not all of the {world.size} ranks came to the store at MASTER_ADDR={world.address}, "
+                    f"MASTER_PORT={world.port} within {patience.total_seconds():g} s: do all {world.num_nodes} agents "
+                    "run?"
+                )
+            time.sleep(0.01)
+    name = uuid.uuid4().hex
+    store.set(f"lockstep/here/{world.rank}", name)
+    while time.monotonic() < until:
+        if store.check([f"lockstep/call/{name}"]):
+            number = int(store.get(f"lockstep/call/{name}"))  # a rank 0 that is left over may have called first
+            store.set(f"lockstep/heard/{number}/{name}", "")
+            if store.check([f"lockstep/go/{number}"]):
+                return number
+        time.sleep(0.01)
+    raise RuntimeError(
+        f"rank {world.rank} heard nothing of rank 0 in the store at MASTER_ADDR={world.address}, "
+        f"MASTER_PORT={world.port} within {patience.total_seconds():g} s: is rank 0 running?"
+    )
 
 
 def _named(world: World, error: Exception, patience: timedelta, listens: bool) -> Exception:

@@ -1,11 +1,18 @@
-"""Ranks that torchrun (torchelastic) started, or anything that sets the same variables."""
+"""Ranks that torchrun (torchelastic) started, `lockstep run`, or anything that sets the same variables."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 
 from lockstep.cluster.base import World, read_number
 from lockstep.cluster.given import world_of
+
+STARTED = "LOCKSTEP_STARTED"
+"""The variable with the words of ``lockstep run`` that chose the number of ranks: ``--devices 4 --nodes 2``."""
+CAUSE = "LOCKSTEP_CAUSE"
+"""The variable with the path at which the agent of ``lockstep run`` looks for what ended the ranks."""
 
 
 def given_world(environ: Mapping[str, str]) -> World | None:
@@ -35,3 +42,44 @@ def given_world(environ: Mapping[str, str]) -> World | None:
         address=environ.get("MASTER_ADDR", "127.0.0.1"),
         port=read_number(environ, "MASTER_PORT"),
     )
+
+
+def sees_all_devices(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether every rank sees all devices of its node: `lockstep run` deals out none, as a cluster may."""
+    return STARTED in environ
+
+
+def promise_cause(environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the agent of ``lockstep run``, if there is one, that this process will hand it a cause when ranks fail."""
+    path = environ.get(CAUSE)
+    if path:
+        with contextlib.suppress(OSError), open(f"{path}.promised", "w"):
+            pass
+
+
+def hand_cause(text: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Hand what ended the ranks to the agent of ``lockstep run``, which prints it as the last line on the screen.
+
+    The first word on an attempt counts.
+
+    Args:
+        text: the line.
+        environ: the environment of a rank, or of a process that a rank has started.
+
+    Returns:
+        whether there is such an agent; elsewhere the caller has to say it.
+    """
+    path = environ.get(CAUSE)
+    if not path:
+        return False
+    beside = f"{path}.{os.getpid()}"
+    try:
+        with open(beside, "w") as file:
+            file.write(text)
+    except OSError:  # the agent has gone, and its folder with it
+        return False
+    with contextlib.suppress(OSError):
+        os.link(beside, path)
+    with contextlib.suppress(OSError):
+        os.unlink(beside)
+    return True

@@ -134,10 +134,20 @@ def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
         )
     if not found.is_available():
         raise MisconfigurationException(
-            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here: "
+            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here{_old_driver()}: "
             "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
         )
     return found
+
+
+def _old_driver() -> str:
+    """What to add where the driver is older than the CUDA that torch was built for."""
+    built = torch.version.cuda
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # 12040 is CUDA 12.4; 0: there is none
+    if built is None or not 0 < driver < 1000 * int(built.partition(".")[0]):
+        return ""
+    known = f"{driver // 1000}.{driver % 1000 // 10}"
+    return f" (it was built for CUDA {built}, and the driver of this machine knows CUDA {known}: update the driver)"
 
 
 def _make(name: str) -> Accelerator:

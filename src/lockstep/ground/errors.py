@@ -11,6 +11,22 @@ class MisconfigurationException(ValueError, RuntimeError):
     """
 
 
+class RankFailed(RuntimeError):
+    """Another rank has failed, so that this one cannot go on: the message says which, where and why.
+
+    Raised in place of what a collective says when its peer is gone ("Connection closed by peer"), which is its
+    ``__cause__``.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that failed first; -1 if it is not known."""
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
+
 class CorruptCheckpoint(RuntimeError):
     """A checkpoint file that is truncated, altered or no checkpoint at all."""
 

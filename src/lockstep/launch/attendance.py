@@ -6,16 +6,23 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from lockstep.ground.errors import RankFailed
 from lockstep.launch import sample
 from lockstep.launch.causes import Cause, Stand, cause_of
 from lockstep.launch.interrupt import hear
-from lockstep.launch.notes import leave_note
+from lockstep.launch.ledger import offer as offer_ledger
+from lockstep.launch.notes import NOTES, RANK, Notes, leave_note
 from lockstep.launch.stack import calling
+from lockstep.launch.tracebacks import shortened
+
+PATIENCE = 1.0
+"""Seconds that a rank which has lost another waits to be told why."""
 
 
 class _Rank:
@@ -26,34 +33,42 @@ class _Rank:
         self.address = ""
         self.call = 0
         self.called = ""
+        self.place = ""  # of the call, while it is in it
         self.raised: tuple[BaseException, Cause] | None = None
+        self.limits: dict[str, Any] = {}
 
 
 _rank = _Rank()
 
 
 @contextmanager
-def attended(rank: int, address: str, called: str = "") -> Iterator[None]:
+def attended(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
     """One call, from its first line to its last: where this rank stands, and what ended it, is noted.
 
     Args:
         rank: this process' global rank.
         address: of the notes of the process that started the ranks; "" where that was somebody else.
         called: the line of the user's code that called from another process.
+        launched: whether an address may be found later (:func:`report_to`).
     """
     _rank.rank, _rank.address = rank, address
     _rank.call, _rank.raised = _rank.call + 1, None
     place = _rank.called = called or calling().place()
-    if address:
+    _rank.place = place
+    if address or launched:
         hear()
         _note_what_nobody_catches()
-        _stand(place, inside=True, answers=sample.offer())
+        _stand(place, inside=True)
     try:
         yield
     except BaseException as error:
         failed(error)
+        reason = named(error)
+        if reason is not error:
+            raise reason from error
         raise
     finally:
+        _rank.place = ""
         _stand(place, inside=False)
 
 
@@ -72,6 +87,52 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
         leave_note(_rank.address, _rank.raised[1])
 
 
+def report_to(address: str) -> None:
+    """Leave notes here from now on: the supervisor has been found, maybe while this rank was in a call."""
+    _rank.address = address
+    if _rank.place:
+        _stand(_rank.place, inside=True)
+
+
+def note_early(environ: Mapping[str, str] = os.environ) -> None:
+    """In a rank that lockstep has started: note what ends the script before its first call."""
+    if RANK in environ and NOTES in environ and not _rank.address:
+        _rank.rank, _rank.address = int(environ[RANK]), environ[NOTES]
+        _note_what_nobody_catches()
+
+
+def named(error: BaseException) -> BaseException:
+    """The error itself; or, where a collective raised it since another rank is gone, one that says what ended that.
+
+    It waits for up to a second until that is known.
+    """
+    if not _rank.address or not isinstance(error, RuntimeError) or isinstance(error, RankFailed):
+        return error
+    note = note_on(error, _rank.rank)
+    first = _first_of_others() if note.lost else None
+    if first is None:
+        return error
+    reason = RankFailed(
+        f"{first[1]} (this is rank {_rank.rank}, which lost it in {note.doing}, {note.place})", first[0]
+    )
+    _rank.raised = (reason, note)
+    return reason
+
+
+def _first_of_others() -> tuple[int, str] | None:
+    """Rank and words of the first cause, where another rank is it; None if nobody knows within a second."""
+    notes, began = Notes.at(_rank.address), time.monotonic()
+    while notes is not None and time.monotonic() - began < PATIENCE:
+        for first in notes.others("first"):
+            if first["rank"] != _rank.rank:
+                return int(first["rank"]), str(first["first"])
+        own = [cause for cause in notes.read() if not cause.lost and cause.rank != _rank.rank]
+        if own and own[0].call == _rank.call and time.monotonic() - began > PATIENCE / 4:
+            return own[0].rank, str(own[0])
+        time.sleep(0.02)
+    return None
+
+
 def note_on(error: BaseException, rank: int) -> Cause:
     """The note that was left on an exception, or a new one where none was."""
     if _rank.raised is not None and _rank.raised[0] is error:
@@ -79,10 +140,21 @@ def note_on(error: BaseException, rank: int) -> Cause:
     return cause_of(rank, error)
 
 
-def _stand(place: str, inside: bool, answers: str = "") -> None:
+def expect(hang_timeout: float | None, hang_kill: float | None) -> None:
+    """Note how long this rank may wait for others: until it is told who waits for whom, and until the run is ended.
+
+    Args:
+        hang_timeout, hang_kill: seconds; None: for ever.
+    """
+    _rank.limits = {"hang_timeout": hang_timeout, "hang_kill": hang_kill}
+    _stand(_rank.called, inside=True)
+
+
+def _stand(place: str, inside: bool) -> None:
     if _rank.address:
+        answers, ledger = sample.offer(), offer_ledger()
         stand = Stand(_rank.rank, time.monotonic(), _rank.call, inside, place, os.getpid(), answers)
-        leave_note(_rank.address, stand)
+        leave_note(_rank.address, replace(stand, ledger=ledger, **_rank.limits))
 
 
 @functools.cache
@@ -97,7 +169,15 @@ def _note_what_nobody_catches() -> None:
         if note.lost:
             text = f"lockstep: rank {note.rank} lost the others in {note.doing} ({note.place})"
             print(text, file=sys.stderr, flush=True)
-        elif not (isinstance(error, KeyboardInterrupt) and _rank.rank):  # one rank's is enough
-            before(kind, error, trace)
+        elif isinstance(error, KeyboardInterrupt):
+            if not _rank.rank:  # one rank's is enough
+                before(kind, error, trace)
+        else:
+            if before is sys.__excepthook__:
+                print(shortened(error), end="", file=sys.stderr, flush=True)
+            else:
+                before(kind, error, trace)
+            if _rank.address:
+                leave_note(_rank.address, {"printed": _rank.rank})
 
     sys.excepthook = hook

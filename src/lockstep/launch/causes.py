@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.launch.children import Ended
 from lockstep.launch.stack import Stack, calling, reason_of, stack_of
+from lockstep.launch.tracebacks import shortened
 
 SLACK = 0.5
 """Seconds by which the end of a process may be seen later than what follows from it in the others."""
@@ -57,6 +58,9 @@ class Stand:
     process: int = 0  #: id of the rank's process
     answers: str = ""  #: where it answers for its stack
     ended: bool = False  #: whether its process has come to its end
+    ledger: str = ""  #: where its ledger of collectives lies
+    hang_timeout: float | None = None  #: seconds of waiting after which it is told who waits for whom; None: never
+    hang_kill: float | None = None  #: seconds of waiting after which the run is ended; None: never
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Stray:
     """Ranks that went different ways, so that each would have waited for another for ever."""
 
     text: str
+    trace: str = ""  #: the Python stacks of the ranks, to be printed before the text
 
     def __str__(self) -> str:
         return self.text
@@ -81,8 +86,9 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
     stack = stack_of(error)
     stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
     lost = stack.waits and isinstance(error, RuntimeError)  # torch's errors of collectives are RuntimeErrors
-    trace = "".join(traceback.format_exception(error))
-    return Cause(rank, time.monotonic(), reason_of(error), stack.place(called), trace, call, lost, stack.doing)
+    return Cause(
+        rank, time.monotonic(), reason_of(error), stack.place(called), shortened(error), call, lost, stack.doing
+    )
 
 
 def first_cause(
@@ -90,6 +96,7 @@ def first_cause(
     noted: list[Cause],
     stands: Mapping[int, Stand] | None = None,
     caught: Sequence[Cause] = (),
+    proof: Stray | None = None,
 ) -> Ended | Cause | Stray | None:
     """What ended the run; None if nothing failed.
 
@@ -102,18 +109,22 @@ def first_cause(
         noted: notes of ranks whose failure was not caught, in order of time.
         stands: where the ranks stand, by rank.
         caught: notes of ranks that did not fail, for their scripts caught what came out of their newest calls.
+        proof: that the ranks' calls did not match, which aborts processes and breaks connections.
     """
     own = [cause for cause in noted if not cause.lost]
     ranks = {cause.rank for cause in noted}
     silent = next((end for end in ended if end.rank not in ranks), None)
     if silent is not None and not (own and own[0].at < silent.at - SLACK):
-        return silent
+        aborted = silent.code in (None, -signal.SIGABRT)  # None: nobody could ask
+        return proof if proof is not None and aborted else silent
     if own:
         return own[0]
     if not noted:
         return None
     if caught:
         return caught[0]
+    if proof is not None:
+        return proof
     return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.place})" for c in noted}) or noted[0]
 
 

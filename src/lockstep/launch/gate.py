@@ -1,18 +1,21 @@
-"""The gate before torch's collectives: strided tensors are made whole, and ranks can compare what they are about to do.
+"""The gate before torch's collectives: each is noted, strided tensors are made whole, and ranks can compare what they
+are about to do.
 
 Two mistakes are silent on gloo: an all-reduce of a strided view leaves some of its elements as they were, and two
 collectives of one size that ranks call in another order, or with another operation, mix up their data. The first is
-mended here, always. The second costs a round through the ranks' store for each collective, so it is looked for on
-demand (`compared`).
+mended here, always. The second is found in the ledgers within a second or two, after the fact (`lockstep.launch.hang`);
+before the fact it costs a round through the ranks' store for each collective, on demand (`compared`).
 
 Only calls through ``torch.distributed`` (and its ``distributed_c10d``) come by: those of FSDP, of metrics, and a user's
-own. What a module has taken by ``from torch.distributed import all_reduce`` before the gate was put up does not.
+own. What a module has taken by ``from torch.distributed import all_reduce`` before the gate was put up does not, nor
+what a compiled graph or C++ does. A group's own count of its collectives tells when that has happened.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.launch.noting import COLLECTIVES, FUNCTIONAL, MESSAGES, Noting
+from lockstep.launch.sample import answer_by
 from lockstep.launch.stack import calling
 
 IN_PLACE = ("all_reduce", "reduce")
@@ -185,13 +190,79 @@ def _words(name: str, given: dict[str, Any]) -> Iterator[str]:
 # -- putting it up
 
 _HOMES = (dist, dist.distributed_c10d)
+_replaced: list[tuple[Any, str, Any]] = []
+"""What stood where the gate stands: object, name, value."""
+_noting: Noting | None = None
 
 
 def put_up() -> None:
-    """Have torch reduce strided tensors rightly from here on, in this process; once."""
-    for name in IN_PLACE:
-        if not hasattr(getattr(dist, name), "_is_gate"):
-            _replace(name, _whole(getattr(dist, name)), mark=True)
+    """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
+    global _noting
+    if not _replaced:
+        _noting = noting = Noting()
+        for name in COLLECTIVES:
+            function = getattr(dist.distributed_c10d, name, None)
+            if function is not None:
+                _replace(name, _with_note(name, function))
+        _put_up_messages(noting)
+        _set(dist.Work, "wait", noting.waited(dist.Work.wait))
+        noting.on_group = _take_in_functional
+    _take_in_functional()
+
+
+def _take_in_functional() -> None:
+    """Note torch's functional collectives once they are imported: DTensor makes them, in groups that are new here."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and _noting is not None and not hasattr(functional.all_reduce, "is_gate"):
+        for name in FUNCTIONAL:
+            function = getattr(functional, name, None)
+            if function is not None:
+                _set(functional, name, _noting.functional(name, function))
+        functional.all_reduce.is_gate = True
+
+
+def take_down() -> None:
+    """Put torch's own functions back: for what is to be measured or tested without the gate."""
+    while _replaced:
+        home, name, value = _replaced.pop()
+        setattr(home, name, value)
+
+
+def told_by(where: Callable[[], tuple[str, int]] | None) -> None:
+    """Say who knows in which hook this rank is, and at which batch; None: nobody any more."""
+    if _noting is not None:
+        put_up()
+        _noting.where = where
+        answer_by(None if where is None else _noting.say)
+
+
+def _with_note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    assert _noting is not None
+    noted = _noting.collective(name, function, _whole(function) if name in IN_PLACE else None)
+    noted.inner = function  # type: ignore[attr-defined]
+    return noted
+
+
+def _put_up_messages(noting: Noting) -> None:
+    """Messages, too. A ``P2POp`` holds ``isend`` or ``irecv``, and torch asks which of them by their identity, so one
+    that somebody has taken before is made the one of now."""
+    c10d: Any = dist.distributed_c10d
+    now = {}
+    for name in MESSAGES:
+        before = getattr(c10d, name)
+        now[before] = noting.message(name, before)
+        _replace(name, now[before])
+    check, init = c10d._check_op, dist.P2POp.__init__
+
+    def check_op(op: Any) -> None:
+        check(now.get(op, op))
+
+    @functools.wraps(init)
+    def made(self: Any, op: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, now.get(op, op), *args, **kwargs)
+
+    _set(c10d, "_check_op", check_op)
+    _set(dist.P2POp, "__init__", made)
 
 
 @contextmanager
@@ -206,19 +277,25 @@ def compared() -> Iterator[None]:
         CollectiveMismatch: on every rank of the group, in place of the collective: they are about to do different
             things. It says which, and where.
     """
-    originals = {name: getattr(dist, name) for name in COMPARED}
+    put_up()
+    before = len(_replaced)
     comparison = _Comparison()
-    for name, function in originals.items():
-        _replace(name, comparison.wrap(name, function))
+    for name in COMPARED:
+        _replace(name, _with_note(name, comparison.wrap(name, getattr(dist, name).inner)))
     try:
         yield
     finally:
-        for name, function in originals.items():
-            _replace(name, function)
+        while len(_replaced) > before:
+            home, name, value = _replaced.pop()
+            setattr(home, name, value)
 
 
-def _replace(name: str, function: Callable[..., Any], mark: bool = False) -> None:
-    if mark:
-        function._is_gate = True  # type: ignore[attr-defined]
+def _replace(name: str, function: Callable[..., Any]) -> None:
     for home in _HOMES:
-        setattr(home, name, function)
+        if hasattr(home, name):
+            _set(home, name, function)
+
+
+def _set(home: Any, name: str, value: Any) -> None:
+    _replaced.append((home, name, getattr(home, name)))
+    setattr(home, name, value)

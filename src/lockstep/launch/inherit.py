@@ -16,6 +16,7 @@ import torch.utils.data.dataloader
 from lockstep.cluster.detect import early_rank
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import hand_down_seed
+from lockstep.launch.attendance import note_early
 
 SEED = "PL_GLOBAL_SEED"
 """The variable with the seed, by the name that Lightning gave it."""
@@ -48,6 +49,8 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
         hand_down_seed(int(environ[SEED]))
     if PARENT in environ:
         end_with(int(environ[PARENT]))
+        if environ[PARENT] == str(os.getppid()):
+            note_early(environ)
 
 
 def end_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for the process that started them: where they stand, and what ended their runs."""
+"""Notes that ranks leave for the process that watches them: where they stand, and what ended their runs."""
 
 from __future__ import annotations
 
@@ -7,26 +7,50 @@ import os
 import tempfile
 import threading
 from dataclasses import asdict
+from typing import IO, Any
 
 from lockstep.launch.causes import Cause, Stand
+
+NOTES = "LOCKSTEP_NOTES"
+"""The variable with the address of the notes that a rank leaves when it fails."""
+
+RANK = "LOCKSTEP_RANK"
+"""The variable with the rank of a started process among all, for what it notes before its Trainer."""
 
 
 class Notes:
     """The notes of all ranks of a node: a file without a name, of which nothing is left, come what may.
+
+    Args:
+        descriptor: of the file, where another process has made it; None: make it.
 
     Attributes:
         descriptor: of the file; a started process inherits it and writes to it.
         address: the same for an environment variable; a process that got only the variable can tell.
     """
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as the ranks run
-        self.descriptor = self._file.fileno()
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._file: IO[bytes] | None = None
+        if descriptor is None:
+            self._file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as the ranks run
+            descriptor = self._file.fileno()
+        self.descriptor = descriptor
         self.address = f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
         self._lock = threading.Lock()
-        self._text = b""
+        self._closed = False
+        self._read = 0
         self._causes: dict[int, Cause] = {}
         self._stands: dict[int, Stand] = {}
+        self._others: list[dict[str, Any]] = []
+
+    @classmethod
+    def at(cls, address: str) -> Notes | None:
+        """The notes at an address; None if this process cannot read there."""
+        descriptor, inode = map(int, address.split(":"))
+        try:
+            return cls(descriptor) if os.fstat(descriptor).st_ino == inode else None
+        except OSError:
+            return None
 
     def read(self) -> list[Cause]:
         """The exceptions so far, the earliest first; of each rank the last."""
@@ -39,6 +63,16 @@ class Notes:
         with self._lock:
             self._take_in()
             return dict(self._stands)
+
+    def others(self, key: str) -> list[dict[str, Any]]:
+        """Other notes that have such a key, in the order in which they were left."""
+        with self._lock:
+            self._take_in()
+            return [note for note in self._others if key in note]
+
+    def leave(self, note: Cause | Stand | dict[str, Any]) -> None:
+        """Leave one."""
+        leave_note(self.address, note)
 
     def is_inside(self, rank: int) -> bool:
         """Whether a rank has gone into a call and not come out of it."""
@@ -55,32 +89,40 @@ class Notes:
                 for rank, cause in self._causes.items()
             )
 
+    def failed_at(self, rank: int) -> float | None:
+        """When a rank left a note on an exception; None if it has not."""
+        return next((cause.at for cause in self.read() if cause.rank == rank), None)
+
     def close(self) -> None:
         """Let go of the file; what was in it can still be read."""
         with self._lock:
             self._take_in()
-            self._file.close()
+            self._closed = True
+            if self._file is not None:
+                self._file.close()
 
     def _take_in(self) -> None:
-        size = 0 if self._file.closed else os.fstat(self.descriptor).st_size
-        if size <= len(self._text):
+        size = 0 if self._closed else os.fstat(self.descriptor).st_size
+        if size <= self._read:
             return
-        text = os.pread(self.descriptor, size, 0)
+        text = os.pread(self.descriptor, size - self._read, self._read)
         whole = text[: text.rfind(b"\n") + 1]
-        for line in whole[len(self._text) :].splitlines():
+        for line in whole.splitlines():
             note = json.loads(line)
             if "reason" in note:
                 self._causes[note["rank"]] = Cause(**note)
-            else:
+            elif "inside" in note:
                 self._stands[note["rank"]] = Stand(**note)
-        self._text = whole
+            else:
+                self._others.append(note)
+        self._read += len(whole)
 
 
-def leave_note(address: str, note: Cause | Stand) -> None:
-    """Write a note to the process that started this one; nowhere if that did not hand its file down."""
+def leave_note(address: str, note: Cause | Stand | dict[str, Any]) -> None:
+    """Write a note to the process that watches this one; nowhere if that did not hand its file down."""
     descriptor, inode = map(int, address.split(":"))
     try:
         if os.fstat(descriptor).st_ino == inode:
-            os.write(descriptor, json.dumps(asdict(note)).encode() + b"\n")
+            os.write(descriptor, json.dumps(note if isinstance(note, dict) else asdict(note)).encode() + b"\n")
     except OSError:  # closed, or its disk is full: the exception itself matters more
         return

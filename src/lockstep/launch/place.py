@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lockstep.cluster.described import DescribesRanks, described_world
 from lockstep.cluster.detect import Placement, detect, is_placed
 from lockstep.cluster.table import NAMES
-from lockstep.launch.script import ScriptLauncher
+from lockstep.launch.fork import ForkLauncher
+from lockstep.launch.script import ScriptLauncher, command_line
 from lockstep.launch.spawn import SpawnLauncher
 from lockstep.launch.srun import become_srun
 
@@ -51,6 +53,13 @@ def _known(cluster: Any) -> str | None:
     return NAMES.get(name) if isinstance(name, str) else None
 
 
+def is_interactive(placement: Placement) -> bool:
+    """Whether ranks have to be started, and there is no script that could be: a notebook, or Python's prompt."""
+    import __main__
+
+    return not placement.launched and command_line(__main__, sys.argv, sys.orig_argv) is None
+
+
 def directly(function: Callable[..., T], *args: Any) -> T:
     """Call ``function`` in this process: there are no other ranks to start."""
     return function(*args)
@@ -60,12 +69,12 @@ def launcher(kind: str | None, placement: Placement) -> Callable[..., Any]:
     """What calls a function on all ranks: ``launch(function, *args)``.
 
     Args:
-        kind: a strategy's ``launcher``: None, "script" or "spawn".
+        kind: a strategy's ``launcher``: None, "script", "spawn" or "fork".
         placement: from :func:`here`.
     """
-    if kind is None or placement.world.size == 1 or (kind == "spawn" and placement.launched):
+    if kind is None or placement.world.size == 1 or (kind != "script" and placement.launched):
         return directly
     # ranks that are there already go through the script launcher too: it leaves a note of what ends them
     if kind == "script":
         return ScriptLauncher(placement.world, placement.launched).launch
-    return SpawnLauncher(placement.world).launch
+    return (ForkLauncher if kind == "fork" else SpawnLauncher)(placement.world).launch

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.checkpoint import storage
 from lockstep.cluster import slurm
 from lockstep.cluster.base import read_number
 from lockstep.ground.rank import log
+from lockstep.launch.attempts import Attempts, Superseded
 
 LONGEST = 600.0
 """Seconds that a rank which has saved waits for SLURM to end it."""
 
 
-class Superseded(RuntimeError):
-    """A rank of an earlier attempt at a job, on a node that was cut off say, was about to touch its checkpoints."""
-
-
-class Job:
+class Job(Attempts):
     """The SLURM job of this process, and its file ``.lockstep-job-<number>.json``.
 
     The file says which attempt is the newest and which checkpoint each fit of it wrote last. Ranks that are left over
@@ -43,58 +39,30 @@ class Job:
         self, folder: str, requeues: bool, asks: tuple[int, ...], environ: Mapping[str, str] = os.environ
     ) -> None:
         self.number = environ["SLURM_JOB_ID"]
-        self.attempt = slurm.attempt(environ)
-        self.requeues = requeues
+        super().__init__(os.path.join(folder, f".lockstep-job-{self.number}.json"), slurm.attempt(environ))
+        self.requeues = self.saves = requeues
         self.asks = asks if requeues else ()
         array = environ.get("SLURM_ARRAY_JOB_ID")
         self._name = self.number if array is None else f"{array}_{read_number(environ, 'SLURM_ARRAY_TASK_ID')}"
         self._folder = folder
-        self.path = os.path.join(folder, f".lockstep-job-{self.number}.json")
+
+    def __str__(self) -> str:
+        return f"SLURM job {self.number}, attempt {self.attempt + 1}"
+
+    def told(self, newest: int) -> str:
+        return (
+            f"SLURM job {self.number} has been started anew (SLURM_RESTART_COUNT={newest}; here it is "
+            f"{self.attempt}), and its checkpoints are no longer this process' to write or remove"
+        )
 
     def checkpoint(self, call: int) -> str:
         """Where the run is saved before the job ends; ``call`` counts the fits of this process from 1."""
         return os.path.join(self._folder, f"lockstep-job-{self.number}-fit-{call}.ckpt")
 
-    # -- the file: rank 0 writes it ------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        """This attempt is the newest one from here on.
-
-        Raises:
-            Superseded: there is a newer one.
-        """
+    def enter(self, agents: Sequence[str] = ()) -> None:
         known = self.check()
         if self.attempt:
-            self._write({**known, "attempt": self.attempt})
-
-    def check(self) -> dict[str, Any]:
-        """What the file says.
-
-        Raises:
-            Superseded: that there is a newer attempt.
-        """
-        try:
-            with storage.reading(self.path) as file:
-                known: dict[str, Any] = json.load(file)
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
-        newest = known.get("attempt", 0)
-        if newest > self.attempt:
-            raise Superseded(
-                f"SLURM job {self.number} has been started anew (SLURM_RESTART_COUNT={newest}; here it is "
-                f"{self.attempt}), and its checkpoints are no longer this process' to write or remove"
-            )
-        return known
-
-    def saved(self, path: str, call: int) -> None:
-        """A checkpoint that a fit could go on from has been written."""
-        known = self.check()
-        self._write({**known, "attempt": self.attempt, "saved": {**known.get("saved", {}), str(call): path}})
-
-    def newest(self, call: int) -> str | None:
-        """The checkpoint that an earlier attempt at this fit wrote last, if it is still there; None in a first one."""
-        path = self.check().get("saved", {}).get(str(call)) if self.attempt else None
-        return path if path is not None and storage.exists(path) else None
+            self.write({**known, "attempt": self.attempt})
 
     def done(self, call: int) -> None:
         """A fit has come to its end: what is noted of it goes when this process ends in order.
@@ -114,13 +82,9 @@ class Job:
             if storage.exists(self.checkpoint(call)):
                 storage.remove(self.checkpoint(call))
             if left or self.attempt:
-                self._write({"attempt": self.attempt, "saved": left})
+                self.write({"attempt": self.attempt, "saved": left})
             elif known:
                 storage.remove(self.path)
-
-    def _write(self, known: dict[str, Any]) -> None:
-        with storage.replacing(self.path) as file:
-            file.write(json.dumps(known).encode())
 
     # -- the end -------------------------------------------------------------------------------------------
 

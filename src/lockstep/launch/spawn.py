@@ -24,6 +24,7 @@ from lockstep.launch.attendance import attended, failed
 from lockstep.launch.causes import Cause, Stray, first_cause
 from lockstep.launch.children import GRACE, Children, Ended
 from lockstep.launch.inherit import PARENT, bind_loader_workers, inherit
+from lockstep.launch.judge import settled
 from lockstep.launch.notes import Notes
 from lockstep.launch.parcel import pack, unpack
 from lockstep.launch.port import free_port
@@ -54,6 +55,8 @@ class SpawnLauncher:
         world: of the calling process, which stands in for local rank 0 and takes no part itself.
     """
 
+    strategy = "ddp_spawn"
+
     def __init__(self, world: World) -> None:
         self.world = world
 
@@ -70,17 +73,23 @@ class SpawnLauncher:
         """
         world = replace(self.world, port=self.world.port or free_port())
         notes, verdicts = Notes(), list[Verdict]()
-        children = Children(None, notes.is_inside, notes.is_someone_ending)
+        children = Children(None, notes.is_inside, notes.is_someone_ending, notes.failed_at, lambda rank: tell(rank))
 
         def stop(verdict: Verdict) -> None:
             verdicts.append(verdict)
             children.stop(GRACE / 4)
 
+        def tell(rank: int) -> None:
+            """Let the others, whose collectives raise now, know why."""
+            first = settled(children.failed, notes.read(), watch.stands()) if children.failed else None
+            if first is not None and not notes.others("first"):
+                notes.leave({"first": str(first), "rank": first.rank})
+
         watch = Watch(notes, world.local_size == world.size, stop, lambda: children.ended)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result:
             try:
-                _start(children, _Call(function, args, kwargs, world, calling().place()), result, notes)
+                self.start(children, Call(function, args, kwargs, world, calling().place()), result, notes)
                 watch.start()
                 try:
                     children.wait()
@@ -89,7 +98,7 @@ class SpawnLauncher:
                     watch.interrupt()
                     children.wait()
                 if children.failed or verdicts:
-                    raise _failure(children, notes, verdicts[0] if verdicts else None, watch)
+                    raise _failure(self.strategy, children, notes, verdicts[0] if verdicts else None, watch)
                 result.seek(0)
                 returned: T = unpack(result)
                 return returned
@@ -98,9 +107,13 @@ class SpawnLauncher:
                 children.stop()
                 notes.close()
 
+    def start(self, children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
+        """Start the ranks of this node, and begin to watch them."""
+        _start(children, call, result, notes)
+
 
 @dataclass
-class _Call:
+class Call:
     """What the ranks are to call."""
 
     function: Callable[..., Any]
@@ -110,7 +123,7 @@ class _Call:
     called: str  #: the line of the user's code that made it
 
 
-def _start(children: Children, call: _Call, result: IO[bytes], notes: Notes) -> None:
+def _start(children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
     world = call.world
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with tempfile.NamedTemporaryFile(prefix="lockstep-") as file:
@@ -128,7 +141,7 @@ def _start(children: Children, call: _Call, result: IO[bytes], notes: Notes) -> 
     children.watch()
 
 
-def _write(call: _Call, file: IO[bytes]) -> None:
+def _write(call: Call, file: IO[bytes]) -> None:
     """Write the call, and the state of this process that it may depend on."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     pack(_surroundings(), file)
@@ -138,49 +151,65 @@ def _write(call: _Call, file: IO[bytes]) -> None:
         raise MisconfigurationException(
             "strategy='ddp_spawn' sends the module, the data and the callbacks to other processes, and "
             f"something in them cannot travel ({error}): make it later, in setup() or train_dataloader(), "
-            "or use strategy='ddp'"
+            "or use strategy='ddp', or 'ddp_fork', where nothing has to travel"
         ) from error
     file.flush()
 
 
-def _failure(children: Children, notes: Notes, verdict: Verdict | None, watch: Watch) -> BaseException:
+def _failure(strategy: str, children: Children, notes: Notes, verdict: Verdict | None, watch: Watch) -> BaseException:
     """What to raise in the calling process: the first cause; or that all was interrupted."""
     ranks = {end.rank for end in children.failed}
     cause: Cause | Ended | Stray | None = None if verdict is None else verdict.cause
     if cause is None and not (verdict is not None and verdict.interrupted):
         noted = notes.read()
-        cause = first_cause(children.failed, [cause for cause in noted if cause.rank in ranks] or noted, watch.stands())
+        caught = [cause for cause in noted if cause.rank in ranks] or noted
+        cause = first_cause(children.failed, caught, watch.stands(), proof=watch.divergence())
     if (verdict is not None and verdict.interrupted) or (isinstance(cause, Cause) and cause.is_interrupt):
         return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Stray) else []))
     if isinstance(cause, Ended) and watch.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
     trace = f"a rank failed:\n\n{cause.trace}\n" if isinstance(cause, Cause) and not cause.is_exit else ""
-    return RuntimeError(f"{trace}strategy='ddp_spawn': {cause}")  # the first cause is the last thing on the screen
+    return RuntimeError(f"{trace}strategy={strategy!r}: {cause}")  # the first cause is the last thing on the screen
 
 
 def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:
-    """The life of a rank: read the call, make it, leave its result or a note on its failure.
+    """The life of a rank in a fresh process: read the call, and make it.
 
     Args:
         file: with the call.
+        result, notes, rank: as for :func:`live`.
+    """
+
+    def read() -> Call:
+        with file:
+            _restore(unpack(file))
+            call: Call = unpack(file)
+        return call
+
+    live(read, int(result), notes, int(rank))
+
+
+def live(take: Callable[[], Call], result: int, notes: str, rank: int) -> NoReturn:
+    """The life of a rank: take over the call, make it, leave its result or a note on its failure.
+
+    Args:
+        take: gives the call.
         result: descriptor of the file for the result.
         notes: address of the notes.
         rank: this process' global rank.
     """
     try:
         inherit(os.environ)
-        with file:
-            _restore(unpack(file))
-            call: _Call = unpack(file)
+        call = take()
         share_cores(os.environ, call.world.local_size)
         bind_loader_workers()
-        with attended(int(rank), notes, call.called):
+        with attended(rank, notes, call.called):
             returned = call.function(*call.args, **call.kwargs)
-        with os.fdopen(int(result), "wb") as out:
-            if int(rank) == call.world.rank:
+        with os.fdopen(result, "wb") as out:
+            if rank == call.world.rank:
                 pack(returned, out)
     except BaseException as error:
-        failed(error, int(rank), notes)
+        failed(error, rank, notes)
         _end(1)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -191,7 +220,8 @@ def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:
 def _end(code: int) -> NoReturn:
     """End this process as Python does, but leave its memory to the system: to tidy it up takes seconds on a busy
     machine, in which the others do not know yet that this rank has failed."""
-    atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):  # it has been printed, and is not what ended the call
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
             stream.flush()

@@ -9,12 +9,12 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import FrameType, TracebackType
 
-import torch
-
 LOCKSTEP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_spec = find_spec("torch")  # not imported: a process that only watches ranks has no use for it
+TORCH = os.path.dirname(os.path.abspath((_spec and _spec.origin) or "torch")) + os.sep
 _PATHS = sysconfig.get_paths()
 FOREIGN = (
     LOCKSTEP,
@@ -28,6 +28,9 @@ SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
 
 WAITING = (
     (f"distributed{os.sep}distributed_c10d.py", ""),
+    (f"distributed{os.sep}_functional_collectives.py", "wait_tensor"),
+    (f"launch{os.sep}noting.py", "waited"),
+    (f"launch{os.sep}gate.py", "_wait"),
     (f"parallel{os.sep}reducer.py", "finish"),
     (f"parallel{os.sep}shared.py", "wait"),
     (f"ground{os.sep}agreement.py", "settle"),
@@ -36,6 +39,8 @@ WAITING = (
 )
 """Ends of files, and functions in them ("": any), that wait for other ranks."""
 
+_LOADERS = (f"{TORCH}utils{os.sep}data{os.sep}", f"{LOCKSTEP}data{os.sep}")
+_FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
 DOINGS = {
     ("loop/state.py", "save"): "saving a checkpoint",
     ("loop/state.py", "read"): "reading a checkpoint",
@@ -55,6 +60,7 @@ DOINGS = {
     ("loop/fit.py", "_agree_on_stopping"): "asking who wants to stop",
     ("loop/fit.py", "_share_ending"): "ending the fit",
     ("loop/session.py", "_set_up"): "setting up",
+    ("launch/gate.py", "_wait"): "comparing what the ranks are about to do",
 }
 """What a rank does that is in such a function (of a file of lockstep's), for people."""
 
@@ -105,6 +111,16 @@ class Stack:
     def waits(self) -> bool:
         """Whether it stands in a collective: lockstep or torch waits for other ranks, below the user's code."""
         return any(frame.waits for frame in self._below_users())
+
+    @property
+    def loads(self) -> bool:
+        """Whether it fetches data: a data set's or a loader's code is under way."""
+        return not self.waits and any(frame.file.startswith(_LOADERS) for frame in self.frames)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether it is in a data set, for a loader."""
+        return any(frame.file == _FETCH for frame in self.frames)
 
     @property
     def doing(self) -> str:

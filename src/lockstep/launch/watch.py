@@ -13,6 +13,7 @@ from lockstep.launch import interrupt
 from lockstep.launch.causes import Cause, Stand, Stray, named, strayed, was_caught
 from lockstep.launch.children import FAREWELL as LONGEST
 from lockstep.launch.interrupt import Ear
+from lockstep.launch.lookout import Channel, Lookout
 from lockstep.launch.notes import Notes
 from lockstep.launch.sample import ask, is_there
 from lockstep.launch.stack import Stack
@@ -20,14 +21,20 @@ from lockstep.launch.stack import Stack
 PERIOD = 1.0
 """Seconds from one look to the next. A look costs this process some 50 us for each rank, and the ranks nothing."""
 
-QUIET = 3.0
+QUIET = 2.0
 """Seconds without any work of the processor after which a rank is asked where it is."""
+
+QUIET_AT_FIRST = 3.0
+"""The same while ranks connect to one another, which a signal disturbs, and where nobody looks for hangs."""
 
 BUSY = 0.05
 """The part of a second of processor time from which on a rank counts as working."""
 
 FAREWELL = 5.0
 """Seconds that a rank gets to end after its failure before it is asked where it is."""
+
+LATE = 5.0
+"""Seconds from one look to the next after which this process was asleep itself."""
 
 AT_ONCE = 3.0
 """Seconds that the ranks get to end after a second Ctrl-C."""
@@ -49,6 +56,7 @@ class Watch:
         everyone: whether the ranks of this node are all there are.
         on_verdict: called in the thread when the ranks have to be ended.
         ended: ranks whose processes came to their end and did not fail, with the time.
+        channel: to the watches of other nodes; None: there are none, or no way to them.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class Watch:
         everyone: bool,
         on_verdict: Callable[[Verdict], None],
         ended: Callable[[], dict[int, float]],
+        channel: Channel | None = None,
     ) -> None:
         self.ear = Ear()
         self.interrupted_at: float | None = None
@@ -68,6 +77,9 @@ class Watch:
         self._second_at = 0.0
         self._stopping = threading.Event()
         self._stillness: dict[int, _Stillness] = {}
+        self._seconds: dict[int, float] = {}  # for which each rank has not worked
+        self._looked_at = 0.0
+        self._lookout = Lookout(channel)
         self._asked_at, self._wait = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
@@ -87,6 +99,11 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join()
         self.ear.close()
+        self._lookout.close()
+
+    def divergence(self) -> Stray | None:
+        """What the ledgers prove, those of ranks included that have come to their end: that calls do not match."""
+        return self._lookout.divergence()
 
     def stands(self) -> dict[int, Stand]:
         """Where the ranks stand, those included that have come to their end."""
@@ -98,7 +115,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            select.select([self.ear], [], [], PERIOD)
+            select.select([self.ear], [], [], PERIOD / 4 if self._lookout.is_alarmed else PERIOD)
             self._presses += self.ear.heard()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():
@@ -107,6 +124,7 @@ class Watch:
 
     def _look(self) -> Verdict | None:
         stands, now = self.stands(), time.monotonic()
+        since, self._looked_at = now - (self._looked_at or now), now
         inside = {rank: stand for rank, stand in stands.items() if stand.inside}
         if not inside:
             if stands:  # a call is over, and its Ctrl-C with it
@@ -116,8 +134,20 @@ class Watch:
             verdict = self._pass_on(inside, now)
             if verdict is not None:
                 return verdict
+        if since > max(
+            3 * PERIOD, LATE
+        ):  # this process was stopped, or starved: what it knows of time is worth nothing
+            self._stillness.clear()
+            self._lookout.forget()
         still = {rank for rank, stand in inside.items() if self._is_still(stand, now)}
-        return self._failed(inside, now) or self._stray(stands, inside, still, now)
+        return self._failed(inside, now) or self._stray(stands, inside, still, now) or self._hung(inside, now)
+
+    def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+        """Ranks that wait for what their ledgers say cannot come, or for too long."""
+        if self._presses or any(cause.rank in inside for cause in self._notes.read() if cause.call):
+            return None  # it is ending
+        found = self._lookout.look(inside, self._seconds, now)
+        return None if found is None else Verdict(found)
 
     def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         if self.interrupted_at is None:
@@ -172,7 +202,9 @@ class Watch:
     def _is_still(self, stand: Stand, now: float) -> bool:
         """Whether a rank has not worked for a while."""
         stillness = self._stillness.setdefault(stand.rank, _Stillness())
-        return stillness.seconds(stand.process, now) >= QUIET
+        seconds = self._seconds[stand.rank] = stillness.seconds(stand.process, now)
+        connects = stand.hang_timeout is None and stand.hang_kill is None
+        return seconds >= (QUIET_AT_FIRST if connects else QUIET)
 
 
 def _ask(inside: dict[int, Stand], ranks: set[int]) -> dict[int, Stack]:

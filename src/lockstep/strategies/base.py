@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Strategy:
     Attributes:
         world: this process among the ranks.
         root_device: where the module and its batches go.
-        launcher: how ranks are started: None (nothing to start), "script" or "spawn".
+        launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         rounds: reductions over all ranks so far.
         sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; Trainer sets it.
@@ -277,7 +278,7 @@ class Strategy:
             if self._given_io is not None:
                 self._saved.add(str(filepath))
             if self.after_saving is not None and "optimizer_states" in checkpoint:
-                self.after_saving(str(filepath))
+                self.checkpoint_io.then(partial(self.after_saving, str(filepath)))
 
     def load_checkpoint(self, filepath: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, on every rank, to the CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
 from lockstep.ground.rank import rank_zero_info
 from lockstep.launch.gate import put_up
+from lockstep.launch.script import side
+from lockstep.launch.supervised import meet_nodes
 from lockstep.parallel.caps import plan_by_caps
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.rollcall import RollCall
@@ -32,7 +35,9 @@ from lockstep.strategies.options import check_others, checked_cap
 from lockstep.strategies.sharded import Sharding, check_options, check_shardable
 
 if TYPE_CHECKING:
+    from lockstep.cluster.base import World
     from lockstep.cluster.nccl import NcclVariables
+    from lockstep.precision.base import Precision
     from lockstep.strategies.hooked import CommunicationHook
     from lockstep.strategies.local_steps import LocalSteps
 
@@ -64,7 +69,8 @@ class DDPStrategy(Sharding):
             of `lockstep.parallel.outer.OuterOptimizer`, ``{}`` for DiLoCo's.
         process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
-        start_method: "popen" (this script once per rank) or "spawn" (the call, in fresh processes).
+        start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
+            in copies of this process, which start at once and share its memory).
         nccl: NCCL's variables, with or without ``NCCL_``, set before the group is made where neither the shell nor
             the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
         shared_memory: where all ranks are on one host, sum CPU gradients in memory that they share, not over TCP.
@@ -121,12 +127,13 @@ class DDPStrategy(Sharding):
         super().__init__()
         known = inspect.signature(DDPStrategy).parameters
         check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others}, known)
-        if start_method not in ("popen", "spawn"):
+        if start_method not in ("popen", "spawn", "fork"):
             raise MisconfigurationException(
-                f'DDPStrategy(start_method={start_method!r}): choose "popen" (this script once per rank) or "spawn".'
+                f'DDPStrategy(start_method={start_method!r}): choose "popen" (this script once per rank), "spawn" (the '
+                'call, in fresh processes) or "fork" (the call, in copies of this process).'
             )
         self.plugins = [plugin for plugin in (cluster_environment, checkpoint_io, precision_plugin) if plugin]
-        self.launcher = "script" if start_method == "popen" else "spawn"
+        self.launcher = "script" if start_method == "popen" else start_method
         self._backend = process_group_backend
         self._timeout = HALF_AN_HOUR if timeout is None else timeout
         self._nccl = None if nccl is None else _nccl_variables(nccl)
@@ -152,6 +159,13 @@ class DDPStrategy(Sharding):
         self._muted = False
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As on one process; where NCCL is to be used and cannot be, that is said before anything is started."""
+        super().connect(world, device, precision)
+        backend = self.process_group_backend
+        if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
+            _check_nccl(device.type)
 
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""
@@ -185,6 +199,7 @@ class DDPStrategy(Sharding):
         world, backend = self.world, self.process_group_backend
         # one rank has nobody to meet, so that no port is needed
         store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
+        meet_nodes(side(), world, store)
         device = self.root_device if backend == "nccl" else None
         dist.init_process_group(
             backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
@@ -447,6 +462,12 @@ def _nccl_variables(asked: Mapping[str, Any]) -> NcclVariables:
     return NcclVariables(asked)
 
 
+def _check_nccl(device_type: str) -> None:
+    from lockstep.launch.nccl import check_nccl
+
+    check_nccl(device_type)
+
+
 def _communication_hook(hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> CommunicationHook | None:
     if all(given is None for given in (hook, state, wrapper, period, outer)):
         return None
@@ -460,5 +481,7 @@ def _leave_group() -> None:
     if dist.is_initialized():
         # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
         # waits for them and holds it, so they get a moment first
-        time.sleep(0.1)
-        dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
+            time.sleep(0.1)
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()

@@ -11,7 +11,7 @@ from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
 
-SPAWN = {"start_method": "spawn"}
+SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "single_device": (SingleDeviceStrategy, {}),
     "dp": (DataParallelStrategy, {}),
@@ -21,11 +21,11 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_spawn": (DDPStrategy, SPAWN),
     "ddp_spawn_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
     "ddp_spawn_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
-    # In Lightning these fork. A fork of a process that has threads or CUDA may hang, and what fork is wanted for,
-    # calls from a notebook, works by spawning, since modules travel by value.
-    "ddp_fork": (DDPStrategy, SPAWN),
-    "ddp_fork_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
-    "ddp_fork_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
+    "ddp_fork": (DDPStrategy, FORK),
+    "ddp_fork_find_unused_parameters_true": (DDPStrategy, FORK | {"find_unused_parameters": True}),
+    "ddp_fork_find_unused_parameters_false": (DDPStrategy, FORK | {"find_unused_parameters": False}),
+    # In Lightning these fork. A notebook's kernel has threads, and mostly has used the GPU in an earlier cell; fresh
+    # processes work all the same, and modules from cells travel by value.
     "ddp_notebook": (DDPStrategy, SPAWN),
     "ddp_notebook_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
     "ddp_notebook_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
@@ -73,19 +73,22 @@ def drives_all_devices(asked: str | Strategy) -> bool:
     return bool(getattr(kind, "drives_all_devices", False))
 
 
-def make_strategy(asked: str | Strategy, world_size: int) -> Strategy:
+def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
     """The strategy for a name or an object.
 
     Args:
-        asked: a name, "auto" (one process: single device; several: ddp), or a Strategy.
+        asked: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), or a Strategy.
         world_size: number of ranks of the run.
+        interactive: whether there is no script that could be started once for each rank.
 
     Raises:
         MisconfigurationException: for a name that is not known or refused, or a strategy of one rank for several.
     """
     if isinstance(asked, str):
         asked = asked.lower()
-    made = asked if isinstance(asked, Strategy) else _named(asked, world_size)
+    if asked == "auto" and world_size > 1:
+        asked = "ddp_notebook" if interactive else "ddp"
+    made = asked if isinstance(asked, Strategy) else _named(asked)
     if world_size > 1 and made.launcher is None:
         name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(
@@ -95,9 +98,9 @@ def make_strategy(asked: str | Strategy, world_size: int) -> Strategy:
     return made
 
 
-def _named(asked: Any, world_size: int) -> Strategy:
+def _named(asked: Any) -> Strategy:
     if asked == "auto":
-        return SingleDeviceStrategy() if world_size == 1 else DDPStrategy()
+        return SingleDeviceStrategy()
     if isinstance(asked, str) and asked in NAMES:
         kind, arguments = NAMES[asked]
         return kind(**arguments)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +38,7 @@ class Snapshot:
     threads: frozenset[int]
     """Identities (``id``) of the Python threads."""
     ports: frozenset[str]
-    """TCP addresses on which this process listens, as the kernel's tables spell them."""
+    """TCP addresses (host:port) on which this process listens."""
     shared_memory: frozenset[str]
     """Names of the files in /dev/shm, whoever made them."""
     environ: Mapping[str, str]
@@ -121,22 +122,28 @@ def command_line(pid: int) -> str:
 
 def listening_ports() -> frozenset[str]:
     """The TCP addresses on which this very process listens (empty where the kernel has no /proc)."""
-    inodes = set()
+    found = set()
     with contextlib.suppress(OSError):
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{descriptor}")
-                if target.startswith("socket:["):
-                    inodes.add(target[len("socket:[") : -1])
-    found = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == "0A" and columns[9] in inodes:
-                    address, _, port = columns[1].rpartition(":")
-                    found.add(f"{address}:{int(port, 16)}")
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:["):
+                    found.update(_listening_at(int(descriptor)))
     return frozenset(found)
+
+
+def _listening_at(descriptor: int) -> list[str]:
+    """The address of a socket that listens for TCP connections; empty for any other.
+
+    Asked of the socket itself: the kernel's tables of all connections (/proc/net/tcp) take milliseconds to read.
+    """
+    # The family only makes room for any address; with SOCK_NONBLOCK Python leaves the descriptor's own flags alone.
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+    with socket.socket(socket.AF_INET6, kind, 0, fileno=os.dup(descriptor)) as probe:
+        family = probe.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN)
+        if family in (socket.AF_INET, socket.AF_INET6) and probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            host, port = probe.getsockname()[:2]
+            return [f"{host}:{port}" if family == socket.AF_INET else f"[{host}]:{port}"]
+    return []
 
 
 def shared_memory_files() -> frozenset[str]:

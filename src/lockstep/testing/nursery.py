@@ -73,10 +73,12 @@ def warm_up() -> None:
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
     import torch
-    import torch.distributed  # noqa: F401
+    import torch.distributed
 
     import lockstep.testing.worker  # noqa: F401
 
+    # torch imports its compiler, which takes over a second, when the first optimizer is made.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     gc.collect()
     gc.freeze()
 

@@ -328,6 +328,7 @@ def launcher_environment(rank: int, world: int, port: int, run_id: str) -> dict[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run_id,
+        "LOCKSTEP_SUPERVISE": "0",  # the pool watches its ranks itself
     }
 
 

@@ -81,7 +81,7 @@ def serve(pipe_descriptor: int, stacks_descriptor: int) -> None:
             pipe.send_bytes(pickle.dumps(outcome))
             if outcome.value is None:
                 return  # a half-made group cannot be undone: the pool forks a fresh rank
-            # torch's groups are made without a barrier: a rank that left now could be one that another still connects to
+            # torch's groups are made without a barrier: another rank may still connect to one that would leave now
             if pipe.recv_bytes() != LEAVE:
                 return
             if dist.is_initialized():

@@ -1,5 +1,5 @@
 """Exceptions, by the names that users import."""
 
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, RankFailed
 
-__all__ = ["MisconfigurationException"]
+__all__ = ["MisconfigurationException", "RankFailed"]

@@ -1,0 +1,296 @@
+"""A rank's ledger: its newest collectives, in memory that others can read while the rank is stopped, deaf or dead.
+
+The memory has no name: it goes when nobody maps it any more. Who watches the ranks opens it by way of ``/proc`` and
+then holds it itself. Nothing here needs torch.
+
+Layout: a header (magic number, count of notes, length of the words; what the rank has last said when it was asked),
+`ENTRIES` notes of 64 bytes each, written round and round, and the *words*: what notes name by a number (operations,
+groups, shapes, places, phases), one line of JSON each, in the order in which they were first seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ENTRIES = 2048
+"""Notes that are kept. A power of two."""
+WORDS = 2**18
+"""Bytes of words. What finds no place is word 0 of its kind: unknown."""
+KINDS = ("operation", "group", "payload", "place", "phase")
+
+ENTRY = struct.Struct("=qqIIHHHHiiddd")
+_MAGIC = 0x6C6F636B73746570
+_HEADER = 64
+_SIZE = _HEADER + ENTRIES * ENTRY.size + WORDS
+_MASK = ENTRIES - 1
+# places of 8 bytes in the header, and in a note
+_COUNT, _LENGTH = 1, 2
+_BATCH, _PHASE, _SAID = 3, 4, 5
+_FIRST = _HEADER // 8
+_LEFT, _DONE = 6, 7
+
+WHOLE, MESSAGE, ASIDE = 1, 2, 4
+"""Flags of a note: see `Note`."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One collective of a rank, as its ledger has it. Times are on the clock of ``time.monotonic``."""
+
+    index: int  #: counted over all notes of the rank, from 1
+    number: int  #: counted over the collectives of the group; 0 for a message from rank to rank
+    operation: str  #: "all_reduce"
+    group: str  #: the name of the group, the same on all its ranks
+    members: tuple[int, ...]  #: ranks of the group
+    payload: str  #: "float32 (4, 8) SUM"
+    elements: int  #: of the tensor; -1 where there is none, or ranks may differ
+    place: str  #: "train.py:88"; "" where lockstep made the call by itself
+    function: str  #: of that line
+    phase: str  #: the hook in which it was called, where the Trainer knows one
+    batch: int  #: -1: none
+    root: int  #: source or destination; -1: none
+    entered: float
+    left: float | None  #: None: the rank is inside
+    done: float | None  #: None: not known to be complete. What waits for its end is complete when it is left
+    whole: (
+        bool  #: whether everything that the group did until then has come by the gate, so that numbers can be compared
+    )
+    aside: bool = False  #: whether another thread than the one that trains has made it
+
+    @property
+    def inside(self) -> bool:
+        """Whether the rank has not come out of the call."""
+        return self.left is None
+
+    @property
+    def named(self) -> str:
+        """``"all_reduce #417"``."""
+        return f"{self.operation} #{self.number}" if self.number else self.operation
+
+    def differs(self, other: Note) -> bool:
+        """Whether two ranks did different things as the same collective of one group; then their calls do not match."""
+        mine, theirs = self._matched(), other._matched()
+        return any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def _matched(self) -> tuple[Any, ...]:
+        dtype, _, rest = self.payload.partition(" ")
+        operation: str | None = rest.rpartition(") ")[2] if self.operation in _REDUCING else None
+        if operation in ("", "?"):
+            operation = None
+        elements = None if self.elements < 0 or self.operation not in _ALIKE else self.elements
+        dtype_too = dtype if self.operation in _REDUCING and dtype else None
+        root = None if self.root < 0 else self.root
+        return self.operation, elements, dtype_too, operation, root
+
+
+_REDUCING = ("all_reduce", "reduce")
+_ALIKE = ("all_reduce", "reduce", "broadcast")
+
+
+class Ledger:
+    """The side that writes; a process has one, see `own`.
+
+    Attributes:
+        address: where others find the memory; "" on a system without ``/proc``.
+        enter: ``enter(number, payload, place, operation, group, phase, flags, batch, root)`` notes that a collective
+            begins, words by their numbers, and gives the note's index.
+        leave: ``leave(index, complete)`` notes that the call is over, and whether the collective is too.
+        complete: ``complete(index)`` notes that an asynchronous collective has been waited for.
+    """
+
+    def __init__(self) -> None:
+        self.address, handle = "", -1
+        if sys.platform.startswith("linux"):
+            handle = os.memfd_create("lockstep-ledger")
+            os.truncate(handle, _SIZE)
+            self.address = f"/proc/{os.getpid()}/fd/{handle}:{os.fstat(handle).st_ino}"
+        self._memory = mmap.mmap(handle, _SIZE)
+        view = memoryview(self._memory)[: _SIZE - WORDS]
+        self._longs, self._times = view.cast("q"), view.cast("d")
+        self._longs[0] = _MAGIC
+        self._counts = dict.fromkeys(KINDS, 0)
+        self._full: set[str] = set()
+        self.enter, self.leave, self.complete = _writers(self._memory, self._longs, self._times)
+
+    def word(self, kind: str, *value: Any) -> int:
+        """Give a word its number; 0 where there is no place for it.
+
+        Args:
+            kind: one of `KINDS`.
+            value: what JSON knows.
+        """
+        if kind in self._full:
+            return 0
+        line = json.dumps([kind, *value]).encode() + b"\n"
+        length = self._longs[_LENGTH]
+        # shapes may be without number: what else there is finds its place
+        if length + len(line) > (WORDS // 2 if kind == "payload" else WORDS) or self._counts[kind] >= 65535:
+            self._full.add(kind)
+            return 0
+        begin = _SIZE - WORDS + length
+        self._memory[begin : begin + len(line)] = line
+        self._longs[_LENGTH] = length + len(line)
+        self._counts[kind] += 1
+        return self._counts[kind]
+
+    def say(self, phase: int, batch: int) -> None:
+        """Note where this rank is: somebody asks."""
+        self._longs[_BATCH], self._longs[_PHASE] = batch, phase
+        self._times[_SAID] = time.monotonic()
+
+
+def _writers(
+    memory: mmap.mmap, longs: memoryview, times: memoryview[float]
+) -> tuple[Callable[..., int], Callable[[int, bool], None], Callable[[int], None]]:
+    """What runs at each collective: functions of local names, since looking things up costs more than writing."""
+    clock, counter, write = time.monotonic, itertools.count(1), ENTRY.pack_into
+
+    def enter(
+        number: int, payload: int, place: int, operation: int, group: int, phase: int, flags: int, batch: int, root: int
+    ) -> int:
+        index = next(counter)
+        at = _HEADER + (index & _MASK) * 64
+        now = clock()
+        write(memory, at, index, number, payload, place, operation, group, phase, flags, batch, root, now, 0.0, 0.0)
+        longs[_COUNT] = index
+        return index
+
+    def leave(index: int, complete: bool) -> None:
+        at = _FIRST + (index & _MASK) * 8
+        if longs[at] == index:  # not so long ago that another has its place
+            now = times[at + _LEFT] = clock()
+            if complete:
+                times[at + _DONE] = now
+
+    def complete(index: int) -> None:
+        at = _FIRST + (index & _MASK) * 8
+        if longs[at] == index:
+            times[at + _DONE] = clock()
+
+    return enter, leave, complete
+
+
+_own: tuple[int, Ledger] | None = None
+
+
+def own() -> Ledger:
+    """The ledger of this process, made when it is first asked for."""
+    global _own
+    if _own is None or _own[0] != os.getpid():  # a forked process has one of its own
+        _own = os.getpid(), Ledger()
+    return _own[1]
+
+
+def offer() -> str:
+    """Let other processes read this one's ledger.
+
+    Returns:
+        where it lies: what `Reading` wants to know. "" where a system cannot do that.
+    """
+    return own().address
+
+
+class Reading:
+    """A ledger of another process, opened while that still runs, readable for as long as this object lives.
+
+    Args:
+        address: what the process' `offer` returned.
+
+    Raises:
+        OSError, ValueError: there is no ledger.
+    """
+
+    def __init__(self, address: str) -> None:
+        path, _, inode = address.partition(":")
+        with open(path, "rb") as file:
+            if str(os.fstat(file.fileno()).st_ino) != inode:
+                raise OSError(f"{path} is no ledger")
+            self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+        if self._long(0) != _MAGIC:
+            raise OSError(f"{path} is no ledger")
+        self._length = 0
+        self._words: dict[str, list[list[Any]]] = {kind: [] for kind in KINDS}
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()
+
+    @property
+    def count(self) -> int:
+        """How many notes were made so far."""
+        return self._long(_COUNT)
+
+    def said(self, since: float) -> tuple[str, int] | None:
+        """The hook in which the rank is, and the batch, if it was asked for that and has answered since."""
+        if struct.unpack("=d", self._memory[8 * _SAID : 8 * _SAID + 8])[0] < since:
+            return None
+        batch = struct.unpack("=q", self._memory[8 * _BATCH : 8 * _BATCH + 8])[0]
+        return self._word("phase", self._long(_PHASE), [""])[0], batch
+
+    def newest(self, most: int = 8) -> list[Note]:
+        """The newest notes, the newest first."""
+        return self.notes(self.count - most + 1)[::-1]
+
+    def notes(self, first: int) -> list[Note]:
+        """Notes from the index ``first`` on, in order, as far as they are still there."""
+        count = self.count
+        found = (self._note(index) for index in range(max(1, first, count - ENTRIES + 2), count + 1))
+        return [note for note in found if note is not None]
+
+    def _note(self, index: int) -> Note | None:
+        at = _HEADER + (index & _MASK) * ENTRY.size
+        raw = self._memory[at : at + ENTRY.size]
+        if self._memory[at : at + ENTRY.size] != raw:  # it is just being written
+            raw = self._memory[at : at + ENTRY.size]
+        values = ENTRY.unpack(raw)
+        if values[0] != index:
+            return None
+        _, number, payload, place, operation, group, phase, flags, batch, root, entered, left, done = values
+        text, elements = self._word("payload", payload, ["", -1])
+        file, line, function = self._word("place", place, ["", 0, ""])
+        name, members = self._word("group", group, ["", []])
+        return Note(
+            index=index,
+            number=number,
+            operation=self._word("operation", operation, ["a collective"])[0],
+            group=name,
+            members=tuple(members),
+            payload=text,
+            elements=elements,
+            place=f"{file}:{line}" if file else "",
+            function=function,
+            phase=self._word("phase", phase, [""])[0],
+            batch=batch,
+            root=root,
+            entered=entered,
+            left=left or None,
+            done=done or None,
+            whole=bool(flags & WHOLE),
+            aside=bool(flags & ASIDE),
+        )
+
+    def _word(self, kind: str, number: int, unknown: list[Any]) -> list[Any]:
+        words = self._words[kind]
+        if number > len(words):
+            self._read_words()
+        return words[number - 1] if 0 < number <= len(words) else unknown
+
+    def _read_words(self) -> None:
+        length = self._long(_LENGTH)
+        begin = _SIZE - WORDS
+        for line in self._memory[begin + self._length : begin + length].splitlines():
+            kind, *value = json.loads(line)
+            self._words[kind].append(value)
+        self._length = length
+
+    def _long(self, place: int) -> int:
+        return int.from_bytes(self._memory[8 * place : 8 * place + 8], sys.byteorder)

@@ -1,0 +1,100 @@
+"""A line between two processes: messages as JSON, one a line, over a connected socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+LONGEST = 4 * 2**20
+"""Bytes of a message; whoever sends more is no process of lockstep's."""
+
+PATIENCE = 1
+"""Seconds that a message may take to be handed to the system: a peer that is stopped reads nothing."""
+
+Message = dict[str, Any]
+
+
+class Line:
+    """One end of it. Any thread may send; one thread at a time may receive.
+
+    Args:
+        connection: a connected stream socket; it belongs to the line from now on.
+
+    Example:
+        >>> here, there = map(Line, socket.socketpair())
+        >>> here.send({"say": "hello"}), there.receive()
+        (True, {'say': 'hello'})
+        >>> here.close()
+        >>> there.receive() is None
+        True
+        >>> there.close()
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE, 0))
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._rest = b""
+        self.error: OSError | None = None  #: why it is over, where the other end has not simply hung up
+
+    def send(self, message: Message, descriptor: int | None = None) -> bool:
+        """Send a message, and with it an open file, between processes of one machine.
+
+        Returns:
+            whether it went out; not where the other end is gone, or takes nothing in for a second.
+        """
+        text = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            try:
+                if descriptor is not None:
+                    socket.send_fds(self._socket, [text], [descriptor])
+                else:
+                    self._socket.sendall(text)
+            except (OSError, ValueError):
+                self.hang_up()  # half a message may be out
+                return False
+        return True
+
+    def receive(self) -> Message | None:
+        """The next message; waits for it. None when there will be no more."""
+        while b"\n" not in self._rest:
+            more = self._take()
+            if not more or len(self._rest) > LONGEST:
+                return None
+            self._rest += more
+        text, _, self._rest = self._rest.partition(b"\n")
+        try:
+            message = json.loads(text)
+        except ValueError:
+            return None
+        return message if isinstance(message, dict) else None
+
+    def receive_with_file(self) -> tuple[Message | None, int | None]:
+        """The first message of a line, and the file that came with it."""
+        try:
+            text, descriptors, _, _ = socket.recv_fds(self._socket, 2**16, 1)
+        except OSError:
+            return None, None
+        self._rest = text
+        return self.receive(), descriptors[0] if descriptors else None
+
+    def hang_up(self) -> None:
+        """End the conversation: whoever waits in :meth:`receive`, here or there, gets None."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and give the socket back."""
+        self.hang_up()
+        self._socket.close()
+
+    def _take(self) -> bytes:
+        try:
+            return self._socket.recv(2**16)
+        except OSError as error:
+            self.error = error
+            return b""

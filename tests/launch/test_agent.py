@@ -1,0 +1,107 @@
+"""The agent of `lockstep run`: what it tells its ranks, how it numbers nodes, which end it calls the first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
+
+from lockstep.launch.agent import Plan, _first, _not_met, _variables
+from lockstep.launch.in_order import InOrder
+
+ONE = Plan(("train.py",), "train-1", 2)
+
+
+def told(plan: Plan, **environ: str) -> dict[str, str]:
+    return _variables(plan, Path("/folder"), environ)
+
+
+def test_without_restarts_ranks_are_told_nothing_that_changes_a_fit() -> None:
+    assert told(ONE) == {"LOCKSTEP_STARTED": "--devices 2"}
+    several = Plan(("train.py",), "train-1", 2, (1, 3))
+    assert told(several) == {
+        "LOCKSTEP_STARTED": "--devices 2 --nodes 1:3",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+@pytest.mark.parametrize("flags", [{"max_restarts": 1}, {"resume": True}])
+def test_a_run_that_may_go_on_has_a_name_and_its_agent_one_of_its_own(flags: dict[str, Any]) -> None:
+    plan = Plan(("train.py",), "train-1", 2, **flags)
+    first, second = told(plan), told(plan)
+    assert first["LOCKSTEP_RUN"] == second["LOCKSTEP_RUN"] == "train-1"
+    assert first["LOCKSTEP_AGENT"] != second["LOCKSTEP_AGENT"]
+    assert first["LOCKSTEP_RESUME"] == str(int(plan.resume))
+
+
+def test_a_job_that_slurm_has_started_anew_has_the_same_agents() -> None:
+    plan, job = Plan(("train.py",), "train-1", 2, max_restarts=1), {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    names = [
+        told(plan, **job, SLURM_PROCID=task, SLURM_RESTART_COUNT=life)["LOCKSTEP_AGENT"]
+        for life, task in (("0", "0"), ("1", "0"), ("1", "1"))
+    ]
+    assert names[0] == names[1] != names[2]
+
+
+class Met:
+    """What torch's handler gives the nodes of a round, numbered by something else than their users."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.info = RendezvousInfo(store, rank, size, RendezvousStoreInfo("torch's", 1))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self.info
+
+
+def meet(numbers: list[int | None]) -> list[Any]:
+    """(number, address of the first node) of each node, or what it raised."""
+    store, found = dist.HashStore(), [None] * len(numbers)
+
+    def come(rank: int, number: int | None) -> None:
+        try:
+            info = InOrder(Met(store, rank, len(numbers)), number, f"node{rank}").next_rendezvous()  # type: ignore[arg-type]
+            found[rank] = (info.rank, info.bootstrap_store_info.master_addr)  # type: ignore[call-overload,union-attr]
+        except RendezvousStateError as error:
+            found[rank] = str(error)  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=come, args=each) for each in enumerate(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_nodes_have_the_numbers_that_their_users_gave_them() -> None:
+    assert meet([2, 0, 1]) == [(2, "node1"), (0, "node1"), (1, "node1")]
+    assert meet([None, 5, None]) == [(1, "node1"), (0, "node1"), (2, "node1")]
+    assert meet([0, 0]) == ["--node-rank 0 is given on 2 of the nodes"] * 2
+
+
+def failure(code: int, pid: int = 7) -> ProcessFailure:
+    return ProcessFailure(local_rank=0, pid=pid, exitcode=code, error_file="<N/A>")
+
+
+def test_the_end_that_others_follow_from_is_told() -> None:
+    ended = {0: failure(1), 1: failure(-signal.SIGKILL), 2: failure(-signal.SIGTERM)}  # the agent has ended rank 2
+    assert _first(ended) == "rank 1 (process 7) was killed by SIGKILL (exit code -9)"
+    assert _first({0: failure(-signal.SIGTERM), 1: failure(3)}) == "rank 1 (process 7) ended with exit code 3"
+    assert _first({0: failure(-signal.SIGTERM)}) == "rank 0 (process 7) was killed by SIGTERM (exit code -15)"
+
+
+def test_nodes_that_do_not_meet_are_told_what_to_do() -> None:
+    plan = Plan(("train.py",), "train-1", 2, (2, 2), node_rank=1, address="node1", port=29400, patience=9)
+    errors = {name: type(f"Rendezvous{name}Error", (Exception,), {}) for name in ("Connection", "Timeout", "Closed")}
+    assert "node 1 could not reach --master-addr node1 --master-port 29400 within 60 s" in _not_met(
+        plan, errors["Connection"]()
+    )
+    assert "fewer than 2 nodes came to --master-addr node1 --master-port 29400 within 9 s (--patience)" in _not_met(
+        plan, errors["Timeout"]()
+    )
+    assert _not_met(plan, errors["Closed"]()) == "another node has ended the run, and says why"

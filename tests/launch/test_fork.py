@@ -1,0 +1,168 @@
+"""``strategy="ddp_fork"``: a call in copies of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.cluster.base import World
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch import fork
+from lockstep.launch.fork import Forked, ForkLauncher, obstacle
+from lockstep.testing.pool import RankPool
+from tests.launch.forks import Net, data, trained, weights_of_a_rank
+
+SCRIPT = Path(__file__).with_name("forks.py")
+TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
+
+
+def test_a_script_that_has_done_all_that_makes_forks_hang(tmp_path: Path, ranks: RankPool) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    words, found = done.stdout.split("found: ")
+    assert words == "said before the fork\n"  # once: what waited to be written has not been copied
+    assert found.splitlines()[1:] == ["the script ends"]  # nor is what the script does at its end done by the ranks
+    found = json.loads(found.splitlines()[0])
+
+    # a module and a callback with locks and lambdas: the trained one is back, and has its own lock
+    assert found["metrics"] == ["loss", "loss_epoch", "loss_step"]
+    assert (found["seen"], found["threads"], found["rank"]) == (10, 2, 0)
+    assert found["usable"] is True
+    assert found["predicted"] == [[0, 1], [2, 3], [4, 5], [6]]  # as one process gives it: all samples, in order
+    assert found["predicted by loader"] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+    assert found["rows"] == 4  # the names, one from before, two epochs
+    forked = torch.load(tmp_path / "forked.pt")
+    for weights in ranks(2).run(weights_of_a_rank, str(tmp_path), timeout=60):
+        assert all(torch.equal(forked[name], value) for name, value in weights.items())
+
+    # how it ends
+    assert found["raised"][0] == "RuntimeError"
+    assert found["raised"][1].startswith("strategy='ddp_fork': rank 1 failed first, at ")
+    assert re.search(r"forks\.py:\d+: ValueError: a bad batch$", found["raised"][1])
+    assert "rank 1 (process " in found["killed"][1]
+    assert "was killed by SIGKILL" in found["killed"][1]
+    assert found["interrupted"] == ["interrupted=True", "0 epochs"]
+    assert found["group"][0] == "MisconfigurationException"
+    assert "it has a process group" in found["group"][1]
+    assert found["left"] == []
+
+
+@pytest.mark.slow
+def test_the_bits_are_those_of_spawned_ranks(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        module, trainer = trained("ddp_fork", str(tmp_path), 1)
+        spawned = Portable()
+        torch.manual_seed(3)
+        spawned.load_state_dict(Net().state_dict())
+        torch.manual_seed(3)
+        Net()  # draws what making the other one drew
+        again = type(trainer)(
+            devices=2, strategy="ddp_spawn", max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False
+        )
+        again.fit(spawned, data())
+    finally:
+        torch.set_num_threads(before)
+    assert module.seen == spawned.seen
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, spawned.state_dict()[name])
+    assert trainer.callback_metrics == again.callback_metrics
+
+
+class Portable(Net):
+    """The same, without what cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.lock, self.doubled
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch_idx)
+        loss = (self.layer(batch[0]) * 2).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+def test_where_a_pool_of_threads_cannot_be_ended_ranks_compute_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    try:
+        assert ForkLauncher(TWO).launch(lambda: (os.environ["LOCAL_RANK"], torch.get_num_threads())) == ("0", 2)
+        monkeypatch.setattr(fork, "end_openmp_pools", lambda: False)
+        assert ForkLauncher(TWO).launch(torch.get_num_threads) == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_rank_is_as_a_fresh_process() -> None:
+    here = os.getpid()
+
+    def look() -> Any:
+        import multiprocessing
+
+        handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        return handlers, multiprocessing.active_children(), os.getppid() == here, signal.set_wakeup_fd(-1)
+
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(writing)
+    try:
+        found = ForkLauncher(TWO).launch(look)
+    finally:
+        signal.set_wakeup_fd(before[1])
+        signal.signal(signal.SIGTERM, before[0])
+        os.close(reading)
+        os.close(writing)
+    assert found == ((signal.SIG_DFL, signal.default_int_handler), [], True, -1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"can_fork": False}, "no forks: use strategy='ddp_spawn'"),
+        ({"cuda": True}, "CUDA is in use.* use strategy='ddp_spawn'"),
+        ({"threads": ["python", "pt_autograd_0"]}, "a backward has run .*GPUs.* use strategy='ddp_spawn'"),
+        ({"group": True}, r"process group.*destroy_process_group\(\).* use strategy='ddp_spawn'"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(wrong: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine: dict[str, Any] = {"can_fork": True, "cuda": False, "group": False, "threads": ["python", "pt_gloo_runloop"]}
+    assert obstacle(**fine) is None
+    reason = obstacle(**{**fine, **wrong})
+    monkeypatch.setattr(fork, "why_not", lambda: reason)
+    with pytest.raises(MisconfigurationException, match=f"strategy='ddp_fork' copies .*process, but .*{says}"):
+        ForkLauncher(TWO).launch(print)
+
+
+def test_cuda_that_only_a_copy_finds_broken_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError, match=r"'ddp_fork': rank \d failed first.*CUDA is in use.*'ddp_spawn'"):
+        ForkLauncher(TWO).launch(print)
+
+
+def test_a_copy_is_waited_for_like_a_started_process() -> None:
+    ends, stays = fork._fork(lambda: os._exit(3), "ends"), fork._fork(lambda: time.sleep(60), "stays")
+    assert ends.wait() == ends.poll() == 3
+    assert stays.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        stays.wait(0.01)
+    stays.terminate()
+    assert stays.wait(10) == -signal.SIGTERM
+    stays.kill()  # nobody is there: not somebody else's process by now
+
+
+def test_a_copy_that_somebody_else_has_waited_for_has_ended() -> None:
+    copy = fork._fork(lambda: os._exit(0), "ends")
+    os.waitpid(copy.pid, 0)
+    assert Forked.wait(copy) == 0

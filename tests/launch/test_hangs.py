@@ -1,0 +1,118 @@
+"""Ranks that wait for one another: which one strays, and where, is said in time; who is only slow is let be."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("hangs.py")
+SECONDS = 12.0
+"""From the event to the last word: 5 where nobody else needs the processors."""
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+def place(mark: str) -> str:
+    """The line of the script that a comment marks."""
+    lines = enumerate(SCRIPT.read_text().splitlines(), 1)
+    number = next(at for at, text in lines if re.search(rf"# .*{mark}\b", text))
+    return f"{SCRIPT}:{number}"
+
+
+class Run:
+    """The script, until nothing of it is left: what was said, and when."""
+
+    def __init__(self, folder: Path, what: str, strategy: str = "ddp", workers: int = 0, *more: str) -> None:
+        command = [sys.executable, str(SCRIPT), what, strategy, str(workers), *more]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            try:
+                said = [(time.monotonic(), line.rstrip("\n")) for line in process.stdout]
+                self.code = process.wait(60)
+            finally:
+                _kill_all(process.pid)
+        begun = max(float(line.split()[1]) for _, line in said if line.startswith("now "))
+        self.lines = [line for _, line in said]
+        self.found = [
+            (at - begun, line) for at, line in said if re.search("(lockstep|spawn'): ", line) and "rank" in line
+        ]
+
+    def says(self, *parts: str) -> float:
+        """Seconds until a line had all of these, in this order."""
+        for at, line in self.found:
+            if re.search(".*".join(map(re.escape, parts)), line):
+                return at
+        raise AssertionError("\n".join(self.lines))
+
+
+def _kill_all(session: int) -> None:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[3]) == session:
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy"),
+    [
+        ("order", "ddp"),
+        pytest.param("order", "ddp_spawn", marks=pytest.mark.slow),
+        pytest.param("operation", "ddp", marks=pytest.mark.slow),
+        pytest.param("shape", "ddp", marks=pytest.mark.slow),
+        pytest.param("later", "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_calls_that_do_not_match_end_the_run(tmp_path: Path, what: str, strategy: str) -> None:
+    """On gloo they were silent garbage, an abort without a line, or half an hour's wait."""
+    run = Run(tmp_path, what, strategy)
+    first, second = (place(f"{what} {rank}") for rank in range(2))
+    assert run.says("the ranks' calls do not match: rank 0", first, "; rank 1", second) < SECONDS
+    assert run.code not in (0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_stopped_rank_is_named(tmp_path: Path, strategy: str) -> None:
+    run = Run(tmp_path, "stopped", strategy)
+    assert run.says("rank 1", "stopped") < SECONDS
+    assert run.code not in (0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "workers"), [("loader", 0), ("loader", 2), ("long", 0)])
+def test_a_rank_that_takes_its_time_is_told_and_let_be(tmp_path: Path, what: str, workers: int) -> None:
+    run = Run(tmp_path, what, "ddp", workers)
+    where = "data loader" if what == "loader" else "its own code"
+    assert (
+        run.says("rank 0 is in", where, place("loader" if what == "loader" else "long 0"), "; rank 1 waits") < SECONDS
+    )
+    assert run.code == 0, "\n".join(run.lines)
+    assert sum("the run goes on" in line for line in run.lines) == 1
+
+
+@pytest.mark.slow
+def test_a_wait_that_is_too_long_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, "long", "ddp", 0, "ended")
+    assert run.says("rank 0 is in its own code", place("long 0"), "hang_kill=4 s are over") < SECONDS
+    assert run.code not in (0, None)

@@ -1,0 +1,115 @@
+"""Supervisors of several nodes: what one says reaches the others, and one that is gone is noticed."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.launch import hub
+from lockstep.launch.causes import Cause
+from lockstep.launch.hub import Hub
+from lockstep.launch.line import Line
+from lockstep.launch.nodes import Nodes
+
+SECONDS = 20
+
+
+class Node:
+    """One node's end, and what it heard."""
+
+    def __init__(self, number: int) -> None:
+        self.heard: queue.Queue[Any] = queue.Queue()
+        self.lost: queue.Queue[tuple[int, str, str]] = queue.Queue()
+        self.met: queue.Queue[int] = queue.Queue()
+        self.hub = Hub(number, f"host{number}", lambda *what: self.lost.put(what), self.met.put)
+        self.hub.listen("news", lambda node, body: self.heard.put((node, body)))
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    made = [Node(number) for number in range(3)]
+    port, token = made[0].hub.open()
+    for node in made[1:]:
+        assert node.hub.join("127.0.0.1", port, token)
+    assert sorted(made[0].met.get(timeout=SECONDS) for _ in (1, 2)) == [1, 2]
+    yield made
+    for node in made:
+        node.hub.close()
+
+
+def test_what_one_says_reaches_all_others(nodes: list[Node]) -> None:
+    for sender in range(3):
+        nodes[sender].hub.send("news", {"from": sender})
+        for receiver in range(3):
+            if receiver != sender:
+                assert nodes[receiver].heard.get(timeout=SECONDS) == (sender, {"from": sender})
+    assert all(node.heard.empty() for node in nodes)
+
+
+def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -> None:
+    nodes[1].hub.close()
+    nodes[2].hub._lines[0].hang_up()  # as the system does for a process that is killed
+    assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without a word")
+    assert nodes[0].lost.empty()
+
+
+def test_a_stranger_is_not_let_in(nodes: list[Node]) -> None:
+    assert nodes[0].hub._door is not None
+    port = nodes[0].hub._door.getsockname()[1]
+    stranger = Line(socket.create_connection(("127.0.0.1", port)))
+    assert stranger.send({"token": "guessed", "node": 7, "host": "x"})
+    assert stranger.receive() is None
+    stranger.close()
+    assert nodes[0].hub.nodes == [1, 2]
+
+
+def test_a_hub_that_cannot_be_reached() -> None:
+    node = Node(1)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    assert not node.hub.join("127.0.0.1", port, "token")
+    node.hub.send("news", 1)  # lost, and no error
+    node.hub.close()
+
+
+def test_the_system_asks_a_silent_machine_for_half_a_minute(nodes: list[Node]) -> None:
+    """A message of one's own now and then took a loaded machine for dead."""
+    connection = nodes[1].hub._lines[0]._socket
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [10, 5, 4]
+    assert hub.SILENCE == 30
+
+
+def test_the_first_claim_is_believed_by_all() -> None:
+    events: list[queue.Queue[tuple[str, Any]]] = [queue.Queue(), queue.Queue()]
+    followed: list[list[dict[str, Any]]] = [[], []]
+    zero, one = (
+        Nodes(number, 2, lambda *event, number=number: events[number].put(event), followed[number].append)
+        for number in (0, 1)
+    )
+    assert zero.hub is not None
+    assert one.hub is not None
+    try:
+        port, token = zero.open()
+        assert one.hub.join("127.0.0.1", port, token)
+        one.hub.listen("first", lambda node, body: events[1].put(("first", body)))
+        one.say(Cause(3, 1.0, "ValueError: no", "train.py:3", ""))
+        name, what = events[0].get(timeout=SECONDS)
+        assert name == "claim"
+        zero.claimed(what)
+        zero.say(Cause(0, 0.5, "KeyError: later heard", "train.py:4", ""))
+        name, body = events[1].get(timeout=SECONDS)
+        assert name == "first"
+        one.heard(body)
+        words = f"rank 3 on {socket.gethostname()} failed first, at train.py:3: ValueError: no"
+        assert [said["words"] for said in followed[0] + followed[1]] == [words, words]
+        assert (zero.is_elsewhere, one.is_elsewhere) == (True, False)
+    finally:
+        one.close()
+        zero.close()

@@ -1,0 +1,151 @@
+"""The ledger: what a rank notes can be read by others, also when it is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from lockstep.launch.ledger import ENTRIES, WHOLE, WORDS, Ledger, Reading
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+def enter(ledger: Ledger, number: int = 1, **changed: int) -> int:
+    given = {"payload": 0, "place": 0, "operation": 0, "group": 0, "phase": 0, "flags": WHOLE, "batch": -1, "root": -1}
+    return ledger.enter(number, **{**given, **changed})
+
+
+def words(ledger: Ledger) -> dict[str, int]:
+    return {
+        "payload": ledger.word("payload", "float32 (4, 8) SUM", 32),
+        "place": ledger.word("place", "/home/me/train.py", 88, "validation_step"),
+        "operation": ledger.word("operation", "all_reduce"),
+        "group": ledger.word("group", "0", [0, 2]),
+        "phase": ledger.word("phase", "on_validation_epoch_end"),
+    }
+
+
+def test_what_is_noted_is_read() -> None:
+    ledger = Ledger()
+    reading = Reading(ledger.address)
+    enter(ledger, 417, **words(ledger), batch=12)
+    (note,) = reading.newest()
+    assert (note.named, note.place, note.function) == ("all_reduce #417", "/home/me/train.py:88", "validation_step")
+    assert (note.group, note.members, note.payload, note.elements) == ("0", (0, 2), "float32 (4, 8) SUM", 32)
+    assert (note.phase, note.batch, note.root, note.whole) == ("on_validation_epoch_end", 12, -1, True)
+    assert note.inside
+    assert note.done is None
+
+
+def test_a_call_is_left_and_complete_later() -> None:
+    ledger = Ledger()
+    reading = Reading(ledger.address)
+    first, second = enter(ledger, 1), enter(ledger, 2)
+    ledger.leave(first, complete=True)
+    ledger.leave(second, complete=False)
+    newest, oldest = reading.newest()
+    assert [newest.number, oldest.number] == [2, 1]
+    assert oldest.left == oldest.done
+    assert newest.left is not None
+    assert newest.done is None
+    ledger.complete(second)
+    done = reading.newest(1)[0].done
+    assert done is not None
+    assert done >= newest.left
+
+
+def test_only_the_newest_are_kept() -> None:
+    ledger = Ledger()
+    reading = Reading(ledger.address)
+    old = enter(ledger, 1)
+    for number in range(2, ENTRIES + 10):
+        enter(ledger, number)
+    ledger.leave(old, complete=True)  # in its place is another by now
+    notes = reading.notes(1)
+    assert [note.number for note in notes] == list(range(notes[0].number, ENTRIES + 10))
+    assert len(notes) >= ENTRIES - 2
+    assert all(note.inside for note in notes)
+
+
+def test_words_that_find_no_place_are_unknown() -> None:
+    ledger = Ledger()
+    reading = Reading(ledger.address)
+    for _ in range(WORDS // 1000 + 1):
+        last = ledger.word("place", "x" * 1000, 1, "f")
+    assert last == 0
+    enter(ledger, 1, place=last)
+    assert reading.newest()[0].place == ""
+
+
+def test_a_rank_that_is_asked_says_where_it_is() -> None:
+    ledger = Ledger()
+    reading = Reading(ledger.address)
+    ledger.say(ledger.word("phase", "training_step"), 1204)
+    assert reading.said(0.0) == ("training_step", 1204)
+    assert reading.said(float("inf")) is None
+
+
+RANK = """
+import sys, time, types
+package = types.ModuleType("lockstep"); package.__path__ = [sys.argv[1]]; sys.modules["lockstep"] = package
+from lockstep.launch.ledger import own
+own().enter(7, 0, 0, own().word("operation", "barrier"), 0, 0, 0, -1, -1)
+assert "torch" not in sys.modules
+print(own().address, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_was_killed_can_still_be_read() -> None:
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[Ledger.__module__].__file__ or "")))
+    with subprocess.Popen([sys.executable, "-c", RANK, package], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        reading = Reading(process.stdout.readline().strip())
+        process.send_signal(signal.SIGSTOP)
+        assert reading.newest()[0].named == "barrier #7"
+        process.kill()
+        process.wait()
+    assert reading.newest()[0].named == "barrier #7"
+
+
+@pytest.mark.parametrize("address", ["/proc/self/fd/0:1", "/proc/self/nothing:1"])
+def test_what_is_no_ledger_is_refused(address: str) -> None:
+    with pytest.raises(OSError, match=r"ledger|No such file"):
+        Reading(address)
+
+
+def made(**changed: Any) -> Any:
+    ledger = Ledger()
+    given = words(ledger)
+    if "operation" in changed:
+        given["operation"] = ledger.word("operation", changed["operation"])
+    if "payload" in changed:
+        given["payload"] = ledger.word("payload", *changed["payload"])
+    enter(ledger, 1, **given, root=changed.get("root", -1))
+    return Reading(ledger.address).newest()[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differ"),
+    [
+        ({}, {}, False),
+        ({}, {"operation": "barrier"}, True),
+        ({}, {"payload": ("float32 (4, 9) SUM", 36)}, True),
+        ({}, {"payload": ("float32 (32,) SUM", 32)}, False),  # the same elements, which torch allows
+        ({}, {"payload": ("int32 (4, 8) SUM", 32)}, True),
+        ({}, {"payload": ("float32 (4, 8) MAX", 32)}, True),
+        ({}, {"payload": ("float32 (4, 8) ?", 32)}, False),
+        ({}, {"payload": ("", -1)}, False),  # the words were full
+        ({"operation": "broadcast", "root": 0}, {"operation": "broadcast", "root": 1}, True),
+        ({"operation": "broadcast", "root": 0}, {"operation": "broadcast"}, False),  # it was given as group_src
+        ({"operation": "all_gather"}, {"operation": "all_gather", "payload": ("float32 (2,)", 2)}, False),  # uneven
+    ],
+)
+def test_what_ranks_have_to_do_alike(one: dict[str, Any], other: dict[str, Any], differ: bool) -> None:
+    assert made(**one).differs(made(**other)) is differ
+    assert made(**other).differs(made(**one)) is differ

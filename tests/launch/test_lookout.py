@@ -1,0 +1,198 @@
+"""The lookout: ledgers are compared as they grow, and long waits are told once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lockstep.launch import lookout
+from lockstep.launch.causes import Stand, Stray
+from lockstep.launch.ledger import WHOLE, Ledger
+from lockstep.launch.lookout import MOST, Lookout
+from lockstep.launch.stack import LOCKSTEP, Frame, Stack
+
+REDUCING = Stack((Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
+WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+class Rank:
+    """A rank, played by this process: what it writes into its ledger, and answers."""
+
+    def __init__(self, rank: int, timeout: float | None, kill: float | None) -> None:
+        self.ledger = Ledger()
+        self.words = {name: self.ledger.word("operation", name) for name in ("all_reduce", "broadcast", "barrier")}
+        self.group = self.ledger.word("group", "0", [0, 1])
+        self.number = 0
+        self.stack = WORKING
+        self.still = 0.0
+        self.stand = Stand(rank, 0.0, 1, True, "/me/fit.py:7", os.getpid(), str(rank), ledger=self.ledger.address)
+        self.stand = Stand(**{**vars(self.stand), "hang_timeout": timeout, "hang_kill": kill})
+
+    def enter(self, operation: str = "all_reduce") -> int:
+        self.number += 1
+        place = self.ledger.word("place", "/me/train.py", self.number, "training_step")
+        return self.ledger.enter(self.number, 0, place, self.words[operation], self.group, 0, WHOLE, -1, -1)
+
+    def make(self, operation: str = "all_reduce") -> None:
+        self.ledger.leave(self.enter(operation), complete=True)
+
+
+class Scene:
+    """Two ranks and who looks at them."""
+
+    def __init__(self, timeout: float | None = 3.0, kill: float | None = 1800.0, channel: Any = None) -> None:
+        self.ranks = [Rank(rank, timeout, kill) for rank in range(2)]
+        self.lookout = Lookout(channel)
+
+    def look(self, later: float = 0.0) -> Stray | None:
+        """What is seen, so many seconds from now."""
+        inside = {rank.stand.rank: rank.stand for rank in self.ranks}
+        still = {rank.stand.rank: rank.still for rank in self.ranks}
+        return self.lookout.look(inside, still, time.monotonic() + later)
+
+    def ask(self, process: int, answers: str) -> Stack:
+        return self.ranks[int(answers)].stack
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
+    def play(*args: Any, **kwargs: Any) -> Scene:
+        made = Scene(*args, **kwargs)
+        monkeypatch.setattr(lookout, "ask", made.ask)
+        monkeypatch.setattr(lookout, "speak", lambda process: None)
+        return made
+
+    return play
+
+
+def test_calls_that_fit_are_let_be(scene: Callable[..., Scene]) -> None:
+    played = scene()
+    for operation in ("all_reduce", "barrier"):
+        for rank in played.ranks:
+            rank.make(operation)
+            assert played.look() is None
+    assert played.lookout.divergence() is None
+
+
+def test_swapped_calls_are_found_after_the_fact(scene: Callable[..., Scene]) -> None:
+    """Of one size they are silent garbage on gloo."""
+    played = scene()
+    for rank, order in zip(played.ranks, [("all_reduce", "broadcast"), ("broadcast", "all_reduce")], strict=True):
+        for operation in order:
+            rank.make(operation)
+    found = str(played.look())
+    assert "rank 0 called all_reduce #1, /me/train.py:1 (training_step); rank 1 called broadcast #1" in found
+    assert str(played.lookout.divergence()) == found
+
+
+def test_more_calls_than_are_compared_in_a_look_are_compared_at_the_end(scene: Callable[..., Scene]) -> None:
+    played = scene()
+    for rank in played.ranks:
+        rank.make("barrier" if rank.stand.rank else "all_reduce")
+        for _ in range(MOST):
+            rank.make()
+    assert played.look() is None
+    assert "barrier #1" in str(played.lookout.divergence())
+
+
+def test_a_rank_that_keeps_others_waiting_is_told_once(
+    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = scene()
+    played.ranks[0].enter()
+    assert played.look(2.0) is None
+    assert capsys.readouterr().err == ""
+    for seconds in (4.0, 5.0, 20.0):
+        assert played.look(seconds) is None
+    said = capsys.readouterr().err
+    assert said.count("lockstep: ") == 1
+    assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #1, /me/train.py:1" in said
+    assert "the run goes on, and ends after hang_kill=1800 s of waiting" in said
+
+
+def test_ranks_whose_stacks_alone_wait_are_told(
+    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = scene()
+    played.ranks[1].stack, played.ranks[1].still = REDUCING, 3.5
+    assert played.look(3.5) is None
+    assert "rank 0 is in its own code, /me/train.py:31; rank 1 waits in reducing" in capsys.readouterr().err
+
+
+def test_a_rank_that_rests_while_nobody_waits_is_no_news(
+    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = scene()
+    played.ranks[0].still = played.ranks[1].still = 100.0
+    for seconds in (0.0, 50.0, 2000.0):
+        assert played.look(seconds) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None:
+    played = scene(kill=30.0)
+    played.ranks[0].enter()
+    assert played.look(29.0) is None
+    found = played.look(31.0)
+    assert "rank 0 waits in all_reduce #1" in str(found)
+    assert str(found).endswith("hang_kill=30 s are over")
+
+
+def test_what_was_rest_before_it_was_a_wait_does_not_count(scene: Callable[..., Scene]) -> None:
+    """A rank that slept for long and has just begun to wait is not ended."""
+    played = scene(kill=30.0)
+    played.ranks[1].still = 100.0
+    assert played.look(100.0) is None
+    played.ranks[1].stack = REDUCING
+    assert played.look(101.0) is None
+    assert played.look(112.0) is None
+    assert played.look(113.0) is None
+    assert played.look(143.0) is not None
+
+
+def test_both_flags_off_is_all_off(scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]) -> None:
+    played = scene(None, None)
+    played.ranks[0].enter()
+    played.ranks[1].make("barrier")
+    assert played.look(1e6) is None
+    assert capsys.readouterr().err == ""
+
+
+class End:
+    """One end of the channel between nodes, played."""
+
+    def __init__(self, ends: list[End]) -> None:
+        self.ends, self.hear = ends, None
+        ends.append(self)
+
+    hear: Callable[[int, Any], None] | None
+
+    def send(self, topic: str, body: Any) -> None:
+        for end in self.ends:
+            if end is not self and end.hear is not None:
+                end.hear(self.ends.index(self), body)
+
+    def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
+        self.hear = callback
+
+
+def test_ranks_of_two_nodes_are_compared(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[End] = []
+    here, there = scene(channel=End(ends)), scene(channel=End(ends))
+    here.ranks.pop()
+    there.ranks.pop(0)
+    here.ranks[0].enter("all_reduce")
+    there.ranks[0].enter("barrier")
+    monkeypatch.setattr(lookout, "ask", lambda process, answers: WORKING)
+    assert here.look(1.0) is None
+    assert there.look(1.0) is None
+    assert here.look(2.0) is None
+    found = there.look(2.0)
+    assert "rank 0 waits in all_reduce #1, /me/train.py:1 (training_step); rank 1 waits in barrier #1" in str(found)

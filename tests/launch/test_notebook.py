@@ -1,0 +1,138 @@
+"""Training from a notebook, executed as a front end executes it: by its kernel, cell after cell."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+nbformat = pytest.importorskip("nbformat")
+
+DEFINED = """
+    import os, signal, time, torch
+    from lockstep import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Net(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.scale = lambda x: 2 * x
+        def training_step(self, batch, batch_idx):
+            loss = self.scale(self.layer(batch[0])).square().mean()
+            self.log("loss", loss, on_epoch=True, on_step=False, prog_bar=True)
+            return loss
+        def on_fit_end(self):
+            self.print("printed by rank 0 at the end")
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Fails(Net):
+        def setup(self, stage):
+            if self.global_rank == 1:
+                raise ValueError("no such column")
+
+    class Interrupted(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and self.global_rank == 0:
+                # what a front end does for "interrupt the kernel"
+                os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(3)
+    data = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=2)
+    flags = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_model_summary=False)
+"""
+FIT = """
+    net = Net()
+    before = net.layer.weight.detach().clone()
+    trainer = Trainer(strategy="ddp_notebook", max_epochs=2, **flags)
+    result = trainer.fit(net, data)
+"""
+USED = """
+    print(result.epochs, float(trainer.callback_metrics["loss"]) == result.metrics["loss"])
+    print(result.metrics["loss"] < 2.0, torch.equal(net.layer.weight, before), float(net.scale(1)))
+"""
+FAILS = """Trainer(strategy="{}", max_epochs=2, **flags).fit(Fails(), data)"""
+AGAIN = """
+    again = Trainer(strategy="{}", max_epochs=1, enable_progress_bar=False, **flags).fit(net, data)
+    print(again.epochs, again.metrics["loss"] < result.metrics["loss"])
+"""
+INTERRUPTED = """
+    print(Trainer(strategy="{}", max_epochs=9, **flags).fit(Interrupted(), data).interrupted)
+"""
+
+
+Executes = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executes:
+    """Execute cells in a new kernel: ``execute(cell, cell, ...)`` gives them back with their outputs."""
+    for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
+        monkeypatch.setenv(folder, str(tmp_path / folder))
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+    def run(*cells: str) -> list[Any]:
+        made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells])
+        client = nbclient.NotebookClient(made, timeout=150, allow_errors=True, kernel_name="python3")
+        client.execute(env=environ, cwd=str(tmp_path))
+        done: list[Any] = made.cells
+        return done
+
+    return run
+
+
+def said(cell: Any, name: str = "stdout") -> str:
+    """What stands under a cell."""
+    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == name)
+
+
+def raised(cell: Any) -> str:
+    """The error of a cell, as the kernel gives it; "" if there is none."""
+    return "".join(out.evalue for out in cell.outputs if out.output_type == "error")
+
+
+@pytest.mark.timeout(300)  # where others keep the processors busy; some 8 s where they do not
+def test_a_module_of_a_cell_is_trained_and_used_in_the_next_one(execute: Executes) -> None:
+    chosen = """
+        print(Trainer(**flags).strategy.launcher, Trainer(**{**flags, "devices": 1}).strategy.launcher)
+        Trainer(strategy="ddp", max_epochs=1, **flags).fit(net, data)
+    """
+    cells = (DEFINED, FIT, USED, FAILS.format("ddp_fork"), AGAIN.format("ddp_fork"), INTERRUPTED.format("ddp_fork"))
+    defined, fit, used, fails, again, interrupted, choose = execute(*cells, chosen)
+    assert not raised(defined)
+    assert not raised(fit)
+    assert "Epoch 1/1: 100%" in said(fit)  # rank 0's bar and what it prints, under the cell that trained
+    assert said(fit).count("printed by rank 0 at the end") == 1
+    assert "16/16" not in said(fit)  # of two ranks each has half the batches
+    assert said(used).splitlines() == ["2 True", "True False 2.0"]
+
+    last = raised(fails).strip().splitlines()[-1]
+    assert re.search(r"rank 1 failed first, at .*:\d+: ValueError: no such column$", last)
+    assert not raised(again), raised(again)  # the kernel lives, and trains
+    assert "printed by rank 0 at the end" in said(again)
+    assert said(again).splitlines()[-1] == "1 True"
+    assert said(interrupted).splitlines()[-1] == "True"
+
+    assert said(choose).strip() == "spawn None"
+    assert "strategy='ddp_notebook'" in raised(choose)
+
+
+@pytest.mark.slow
+def test_auto_trains_in_a_notebook_and_is_interrupted_there(execute: Executes) -> None:
+    cells = DEFINED, FIT, FAILS.format("ddp_notebook"), AGAIN.format("auto"), INTERRUPTED.format("auto")
+    defined, fit, fails, again, interrupted, once_more = execute(*cells, AGAIN.format("ddp_notebook"))
+    assert not any(raised(cell) for cell in (defined, fit, again, interrupted, once_more))
+    assert raised(fails).strip().splitlines()[-1].endswith("ValueError: no such column")
+    assert said(again).splitlines()[-1] == "1 True"
+    assert said(interrupted).splitlines()[-1] == "True"
+    assert said(once_more).splitlines()[-1] == "1 True"

@@ -1,0 +1,394 @@
+"""The supervisor of a node: it tells who failed first whoever dies, and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.ground.errors import RankFailed
+from lockstep.launch import attendance, supervised
+from lockstep.launch.causes import Cause, Stand
+from lockstep.launch.children import Ended, is_stopped
+from lockstep.launch.foreign import Foreign
+from lockstep.launch.judge import concluded, judgement, settled
+from lockstep.launch.line import Line
+from lockstep.launch.notes import Notes
+from lockstep.launch.port import free_port
+from lockstep.launch.tracebacks import shortened
+
+PROJECT = Path(__file__).resolve().parents[2]
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and signals of Linux")
+
+# Ranks that do not even join a group: rank ``WHO`` does ``WHAT``, the others sleep.
+SCRIPT = """
+import os, signal, sys, time
+from lockstep.cluster.detect import detect
+from lockstep.launch.script import ScriptLauncher
+
+what, who = sys.argv[1], int(sys.argv[2])
+if what == "early" and os.environ.get("LOCAL_RANK") == str(who):
+    raise KeyError("before its Trainer")
+placement = detect(os.environ, 2)
+launcher = ScriptLauncher(placement.world, placement.launched)
+
+def train():
+    os.write(1, f"trains {launcher.world.rank} {os.getpid()} {os.getppid()}\\n".encode())
+    if launcher.world.rank == who:
+        time.sleep(float(sys.argv[3]))
+        if what == "raise": raise ValueError("no such label")
+        if what == "exit": os._exit(5)
+    time.sleep(100)
+
+launcher.launch(train)
+"""
+
+
+class Run:
+    """The script in a session of its own, and what is left of it in the end."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.pids: dict[int, int] = {}
+        self.parents: dict[int, int] = {}
+
+    def wait_for(self, ranks: int) -> None:
+        """Until so many ranks train."""
+        assert self.process.stdout is not None
+        while len(self.pids) < ranks:
+            words = self.process.stdout.readline().split()
+            assert words, "the script ended"
+            self.pids[int(words[1])], self.parents[int(words[1])] = int(words[2]), int(words[3])
+
+    def end(self) -> tuple[int, list[str]]:
+        """Exit code, and what is on the screen."""
+        _, errors = self.process.communicate(timeout=60)  # which waits for all that could still write
+        return self.process.returncode, errors.splitlines()
+
+    def left(self) -> list[str]:
+        """Processes of the session that still run."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rsplit(")", 1)[1].split()
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    found.append(path.parent.name)
+        return found
+
+    def is_left(self, seconds: float = 10) -> bool:
+        """Whether anything is, after some seconds."""
+        until = time.monotonic() + seconds
+        while self.left() and time.monotonic() < until:
+            time.sleep(0.05)
+        return bool(self.left())
+
+
+@contextlib.contextmanager
+def running(folder: Path, *words: str, command: tuple[str, ...] = (), session: bool = True) -> Iterator[Run]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, *command, str(script), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=session,
+        preexec_fn=None if session else os.setpgrp,
+    ) as process:
+        run = Run(process)
+        try:
+            yield run
+        finally:
+            for pid in {*map(int, run.left()), *run.pids.values(), process.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@LINUX
+def test_rank_zero_is_killed_and_its_name_is_on_the_screen(tmp_path: Path) -> None:
+    """It watched the others itself, so that nobody told when it was the one to die."""
+    with running(tmp_path, "sleep", "0", "0") as run:
+        run.wait_for(2)
+        assert run.parents[1] not in (run.pids[0], os.getpid())  # a process that is no rank
+        os.kill(run.pids[0], signal.SIGKILL)
+        code, errors = run.end()
+        assert code == -signal.SIGKILL
+        assert re.fullmatch(r"lockstep: rank 0 \(process \d+\) was killed by SIGKILL \(exit code -9\)", errors[-1])
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+def test_nothing_outlives_the_supervisor(tmp_path: Path) -> None:
+    with running(tmp_path, "sleep", "0", "0") as run:
+        run.wait_for(2)
+        os.kill(run.parents[1], signal.SIGKILL)
+        code, errors = run.end()
+        assert code == 1
+        assert errors[-1].endswith("was killed by signal 9, and they with it")
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+def test_all_but_one_are_killed_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, "sleep", "0", "0") as run:
+        run.wait_for(2)
+        for pid in (run.pids[0], run.parents[1]):
+            os.kill(pid, signal.SIGKILL)
+        assert run.end()[0] == -signal.SIGKILL
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_one_that_ends_without_a_word_is_named(tmp_path: Path, who: str) -> None:
+    with running(tmp_path, "exit", who, "3") as run:
+        code, errors = run.end()
+        assert code == 5
+        assert re.fullmatch(rf"lockstep: rank {who} \(process \d+\) ended with exit code 5", errors[-1])
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+def test_an_error_before_the_first_trainer_is_told_with_its_line(tmp_path: Path) -> None:
+    with running(tmp_path, "early", "1", "0") as run:
+        code, errors = run.end()
+        assert code == 1
+        assert errors[-1] == f"lockstep: rank 1 failed first, at {tmp_path}/train.py:8: KeyError: 'before its Trainer'"
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+def test_ctrl_z_stops_all_and_is_no_failure(tmp_path: Path) -> None:
+    with running(tmp_path, "exit", "1", "8", session=False) as run:  # in a session of its own nobody could go on
+        run.wait_for(2)
+        os.killpg(run.process.pid, signal.SIGTSTP)  # the terminal's group: rank 0 and the supervisor
+        until = time.monotonic() + 10
+        while not all(map(is_stopped, run.pids.values())) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert all(map(is_stopped, run.pids.values()))
+        time.sleep(3)
+        os.killpg(run.process.pid, signal.SIGCONT)
+        code, errors = run.end()
+        assert (code, len(errors)) == (5, 1)
+
+
+@LINUX
+@pytest.mark.slow
+def test_ranks_of_torchrun_have_a_supervisor_too(tmp_path: Path) -> None:
+    """The agent's summary says who ended first, and not why."""
+    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with running(tmp_path, "raise", "1", "3", command=agent) as run:
+        code, errors = run.end()
+        told = f"lockstep: rank 1 failed first, at {tmp_path}/train.py:16: ValueError: no such label"
+        assert code == 1
+        assert errors.count(told) == 1
+        assert errors.index(told) < next(at for at, line in enumerate(errors) if "train.py FAILED" in line)
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_failure_on_one_node_is_told_on_each(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NODES)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    meeting["PYTHONPATH"] = f"{PROJECT / 'src'}:{PROJECT}"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env={**os.environ, **meeting, "NODE_RANK": str(node)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    screens = [process.communicate(timeout=100)[1].splitlines() for process in both]
+    place = f"{tmp_path}/train.py:7"
+    told = f"lockstep: rank 1 on {socket.gethostname()} failed first, at {place}: ValueError: no such label"
+    assert [screen[-1] for screen in screens] == [told, told]
+    assert [process.returncode for process in both] == [1, 1]
+    assert not any("closed by peer" in line for line in screens[0])
+
+
+NODES = """
+from tests.loop.pieces import Slope, numbers, quiet
+
+class Net(Slope):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 2:
+            raise ValueError("no such label")
+        return super().training_step(batch, batch_idx)
+
+quiet(max_epochs=1, devices=1, num_nodes=2).fit(Net(lr=0.01), numbers(8))
+"""
+
+
+def test_it_starts_without_torch() -> None:
+    """It has to be there before the ranks are, and each node has one."""
+    order = {
+        "prefixes": [sys.prefix, sys.exec_prefix],
+        "paths": sys.path,
+        "folder": os.path.dirname(os.path.dirname(supervised.__file__)),
+        "descriptors": [],
+    }
+    boot = supervised._BOOT.replace("main(*", "print(sorted({'torch', 'numpy', 'asyncio'} & sys.modules.keys()), *")
+    words = [sys.executable, "-I", "-S", "-c", boot, json.dumps(order)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# -- the judgement -----------------------------------------------------------------------------------------
+
+
+def note(rank: int, lost: bool = False, at: float = 1.0) -> Cause:
+    return Cause(rank, at, "ValueError: no", "train.py:3", f"trace of {rank}\n", 1, lost, "barrier")
+
+
+def inside(rank: int) -> Stand:
+    return Stand(rank, 0.0, 1, True, "train.py:9")
+
+
+def test_what_is_certain_and_what_is_not() -> None:
+    stands = {0: inside(0), 1: inside(1)}
+    dead = Ended(0, 100, 1, 2.0)
+    assert settled([dead], [note(0, lost=True)], stands) is None  # another one knows why
+    assert settled([dead], [note(0, lost=True), note(1)], stands) == note(1)
+    assert settled([dead], [], stands) == dead
+    assert settled([], [note(1)], {}, left=[1]) == note(1)
+
+
+def test_a_traceback_is_shown_once() -> None:
+    ended = Ended(1, 100, 1, 2.0)
+    cause, told = concluded([ended], [note(1)], {}, {}, shown=[])
+    assert (cause, told) == (note(1), True)
+    # a rank that was ended after it had printed
+    cause, told = concluded([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, shown=[1])
+    assert (cause, told) == (note(1), True)
+    last = "lockstep: rank 1 failed first, at train.py:3: ValueError: no"
+    assert judgement(cause, True, False, [1]).text == last
+    assert judgement(cause, False, False, [1]).text == f"trace of 1\n{last}"
+
+
+@pytest.mark.parametrize(("codes", "code"), [([-9], 1), ([None], 1), ([7, -9], 7), ([], 1)])
+def test_the_exit_code_is_never_zero(codes: list[int | None], code: int) -> None:
+    assert judgement(note(1), True, False, codes).code == code
+
+
+def test_an_end_that_nobody_saw_is_told_as_such() -> None:
+    text = judgement(Ended(0, 42, None, 1.0), False, False, [None], "alpha").text
+    assert text == "lockstep: rank 0 on alpha (process 42) is gone: it was killed, or ended by os._exit"
+
+
+# -- the others --------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_lost_another_is_told_why() -> None:
+    """It said "Connection closed by peer", which is no reason."""
+    notes = Notes()
+    notes.leave({"first": "rank 1 (process 7) was killed by SIGKILL", "rank": 1})
+    with pytest.raises(
+        RankFailed, match=r"rank 1 .* was killed by SIGKILL \(this is rank 0, which lost it in"
+    ) as raised:
+        with attendance.attended(0, notes.address):
+            lose()
+    attendance.attended(0, "").__enter__()
+    notes.close()
+    assert raised.value.rank == 1
+    assert isinstance(raised.value, RuntimeError)
+    assert "closed by peer" in str(raised.value.__cause__)
+
+
+def test_errors_of_its_own_stay() -> None:
+    notes = Notes()
+    notes.leave({"first": "rank 1 failed", "rank": 1})
+    with pytest.raises(RuntimeError, match="mine"), attendance.attended(0, notes.address):
+        raise RuntimeError("mine")
+    attendance.attended(0, "").__enter__()
+    notes.close()
+
+
+def lose() -> None:
+    """What a collective does whose peer is gone: an error from a file of lockstep's that waits."""
+    from lockstep.ground import comm
+
+    code = compile("def barrier():\n    raise RuntimeError('Connection closed by peer')", comm.__file__, "exec")
+    space: dict[str, object] = {}
+    exec(code, space)
+    space["barrier"]()  # type: ignore[operator]
+
+
+def test_an_error_of_a_rank_travels() -> None:
+    import pickle
+
+    again = pickle.loads(pickle.dumps(RankFailed("rank 2 failed", 2)))
+    assert (str(again), again.rank) == ("rank 2 failed", 2)
+
+
+# -- small parts -------------------------------------------------------------------------------------------
+
+
+def test_a_long_traceback_keeps_the_users_lines() -> None:
+    """One ValueError filled the screen with the frames of the loops."""
+    from torch.utils.data import DataLoader
+
+    class Data:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            raise KeyError("no such column")
+
+    def read(depth: int) -> None:
+        if depth:
+            read(depth - 1)
+        list(DataLoader(Data()))  # type: ignore[arg-type]
+
+    with pytest.raises(KeyError) as long:
+        read(6)
+    text = shortened(long.value)
+    assert 'raise KeyError("no such column")' in text
+    assert "calls in lockstep and torch" in text
+    assert "dataloader.py" not in text
+    with pytest.raises(ValueError, match="short") as raised:
+        raise ValueError("short")
+    assert "calls in lockstep" not in shortened(raised.value)
+
+
+@LINUX
+def test_the_end_of_another_ones_child_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read(); raise SystemExit(3)"],
+                          stdin=subprocess.PIPE) as process:  # fmt: skip
+        foreign = Foreign(process.pid)
+        assert not foreign.wait(0)
+        process.communicate(timeout=30)
+        assert foreign.wait(10)
+        foreign.close()
+    said = Foreign(process.pid, lambda: 4)  # it is gone, and forgotten
+    assert said.wait(5)
+    assert said.returncode == 4
+
+
+def test_a_line_carries_messages_both_ways() -> None:
+    here, there = map(Line, socket.socketpair())
+    assert here.send({"a": 1})
+    assert here.send({"b": "x" * 100_000}) or True
+    assert there.receive() == {"a": 1}
+    here.close()
+    there.close()
