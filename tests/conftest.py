@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported: tests run on one thread each, as the ranks of the pool do.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
+# torch asks for the name of each address that a store connects to: an answer that is lost shall cost one second, not 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 from collections.abc import Generator, Iterator  # noqa: E402
 
@@ -28,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SECONDS_SLOW))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection of garbage needs to walk torch, pytest and 4,000 tests again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

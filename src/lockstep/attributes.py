@@ -255,7 +255,7 @@ class Attributes:
         if config.max_epochs == -1:
             return float("inf") if config.max_steps == -1 else config.max_steps
         self.fit_loop.setup_data()
-        batches, steps = self.num_training_batches, 0.0
+        batches, steps = self.fit_loop.feed.rows, 0.0
         for epoch in range(config.max_epochs) if isinstance(config.accumulate_grad_batches, dict) else [0]:
             steps += batches if batches == math.inf else math.ceil(batches / config.accumulation(epoch))
         if not isinstance(config.accumulate_grad_batches, dict):
@@ -267,8 +267,9 @@ class Attributes:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of one window in the epoch that runs."""
-        return self.config.accumulation(self.current_epoch)
+        """Micro-batches of one window in the epoch that runs; after a resume on other ranks perhaps not the flag's."""
+        accumulate = self.config.accumulation(self.current_epoch)
+        return accumulate if self.fit_loop.feed is None else self.fit_loop.feed.course.micro(accumulate)
 
     @property
     def optimizers(self) -> list[Any]:

@@ -27,7 +27,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.launch.cuda import number_devices
-from lockstep.launch.place import dealt_out, directly, here, launcher
+from lockstep.launch.place import dealt_out, directly, here, is_interactive, launcher
 from lockstep.launch.variables import flags_of
 from lockstep.loggers.base import Logger
 from lockstep.loop import handover, state
@@ -52,9 +52,9 @@ class Trainer(Attributes):
 
     Args:
         accelerator: "auto" (a GPU if there is one), "cpu", "gpu", "cuda", or an Accelerator.
-        strategy: "auto" (one device: as it is; several: "ddp"), "ddp" (this script once per device),
-            "ddp_spawn" (the call, in fresh processes), "dp" (one process for all devices), or a Strategy object;
-            all names: ``strategies/names.py``.
+        strategy: "auto" (one device: as it is; several: "ddp", in a notebook "ddp_notebook"), "ddp" (this script once
+            per device), "ddp_spawn" and "ddp_notebook" (the call, in fresh processes), "ddp_fork" (the call, in copies
+            of this process), "dp" (one process for all devices), or a Strategy object; all: ``strategies/names.py``.
         devices: how many (an int; on the CPU: processes), which (a list or "0,1"), -1 for all, or "auto".
         num_nodes: number of machines.
         precision: "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or the number alone.
@@ -101,6 +101,13 @@ class Trainer(Attributes):
             permutation, for comparisons).
         debug: "collectives": before each collective, ranks compare what they are about to do, and name what does not
             fit; slow.
+        keep_global_batch: a run that goes on with another number of ranks keeps the samples of each step: the ranks
+            accumulate more or fewer micro-batches. False: ``batch_size`` and ``accumulate_grad_batches`` stay as they
+            are on each rank.
+        hang_timeout: how long a rank may wait for others, in seconds or as a timedelta, before it is told which rank
+            waits where, and what the others do. None: nobody is told.
+        hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
+            it goes on.
         **others: flags of earlier years, translated with a warning (``config/old_flags.py``); others are refused.
 
     Raises:
@@ -158,6 +165,9 @@ class Trainer(Attributes):
         model_registry: str | None = None,
         order: str = "lockstep",
         debug: str | None = None,
+        keep_global_batch: bool = True,
+        hang_timeout: float | timedelta | None = 60.0,
+        hang_kill: float | timedelta | None = 1800.0,
         **others: Any,
     ) -> None:
         variables = locals()
@@ -188,7 +198,7 @@ class Trainer(Attributes):
         self._num_nodes_asked = nodes(flags["num_nodes"])
         placement = self._placement()
         check_devices(devices, placement.cluster)
-        self.strategy = make_strategy(strategy, placement.world.size)
+        self.strategy = make_strategy(strategy, placement.world.size, is_interactive(placement))
         together = len(self._node_devices) if self.strategy.drives_all_devices else 1
         self.strategy.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
         if found.checkpoint_io is not None:
@@ -196,7 +206,7 @@ class Trainer(Attributes):
         self._precision = found.precision or make_precision(flags["precision"], kind)
         self.connect()
         self._launch = launcher(self.strategy.launcher, placement)
-        self._spawns = self._launch is not directly and self.strategy.launcher == "spawn"
+        self._spawns = self._launch is not directly and self.strategy.launcher in ("spawn", "fork")
         self.loggers: list[Any] = make_loggers(flags["logger"], self.config)
         checkpointing, bar, summary = (
             flags[f"enable_{what}"] for what in ("checkpointing", "progress_bar", "model_summary")
@@ -328,7 +338,8 @@ class Trainer(Attributes):
             weights_only: as of :meth:`fit`.
 
         Returns:
-            what ``predict_step`` returned for each batch of this rank; a list for each loader if there are several.
+            what ``predict_step`` returned for each batch of this rank, and of all ranks where the call started them
+            ("ddp_spawn", "ddp_notebook", "ddp_fork"); a list for each loader if there are several.
         """
         given = self._attach(TrainerFn.PREDICTING, model, {"predict": dataloaders}, datamodule)
         path = self._checkpoint(ckpt_path, model_given=given)
@@ -423,8 +434,9 @@ class Trainer(Attributes):
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
     def _hand_over(self, loop: Any, *args: Any) -> Any:
-        """Run a loop in spawned processes, and go on here as if it had run here."""
-        return handover.take_over(self, self._launch(handover.call, self, loop, *args))
+        """Run a loop in spawned or forked processes, and go on here as if it had run here."""
+        call = handover.call if self.strategy.launcher == "spawn" else handover.call_in_copy(self)
+        return handover.take_over(self, self._launch(call, self, loop, *args))
 
     def __setstate__(self, kept: dict[str, Any]) -> None:  # in a spawned rank, a process of its own
         self.__dict__.update(kept)

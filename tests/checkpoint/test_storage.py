@@ -6,8 +6,6 @@ import errno
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint import storage
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 
 def write(path: storage.PathLike, data: bytes) -> None:
@@ -89,10 +89,7 @@ from lockstep.checkpoint import storage
 with storage.replacing(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()
-    if sys.argv[2] == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    print("writing", flush=True)
-    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -104,34 +101,57 @@ storage.link(sys.argv[1] + "/last", sys.argv[1] + "/a")
 """
 
 
+@pytest.fixture
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("script") / "killed.py"
+
+
 class TestLeftovers:
     @pytest.mark.timeout(60)
-    def test_a_killed_write_is_removed_by_the_next_one_and_a_living_one_is_not(self, tmp_path: Path) -> None:
+    def test_a_killed_write_is_removed_by_the_next_one_and_a_living_one_is_not(
+        self, ranks: RankPool, script: Path, tmp_path: Path
+    ) -> None:
         path = tmp_path / "x.ckpt"
         write(path, b"one")
-        arguments = [sys.executable, "-c", KILLED, str(path)]
-        assert subprocess.run([*arguments, "die"]).returncode == -signal.SIGKILL
+        script.write_text(KILLED)
+        (done,) = run_script(ranks, script, str(path), folder=tmp_path)
+        assert done.returncode == -signal.SIGKILL
         assert path.read_bytes() == b"one"
         (leftover,) = set(os.listdir(tmp_path)) - {"x.ckpt"}
         assert leftover.startswith(".x.ckpt.")
         assert leftover.endswith(storage.UNFINISHED)
-        with subprocess.Popen([*arguments, "live"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline() == b"writing\n"
-            write(path, b"two")
-            assert len(os.listdir(tmp_path)) == 2
-            assert leftover not in os.listdir(tmp_path)
-            other.communicate(b"\n")
+        told, tell = os.pipe()
+        go, let_go = os.pipe()
+        if not (other := os.fork()):
+            try:
+                with storage.replacing(path) as file:
+                    file.write(b"half")
+                    os.write(tell, b"writing")
+                    os.read(go, 1)
+            finally:
+                os._exit(0)
+        assert os.read(told, 7) == b"writing"
+        write(path, b"two")
+        assert len(os.listdir(tmp_path)) == 2
+        assert leftover not in os.listdir(tmp_path)
+        os.write(let_go, b"x")
+        os.waitpid(other, 0)
+        for descriptor in (told, tell, go, let_go):
+            os.close(descriptor)
         assert path.read_bytes() == b"half"
         assert os.listdir(tmp_path) == ["x.ckpt"]
 
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("by", ["link", "write"])
     @pytest.mark.parametrize("target_is_gone", [False, True])
-    def test_a_killed_link_is_removed_by_the_next_one(self, tmp_path: Path, by: str, target_is_gone: bool) -> None:
+    def test_a_killed_link_is_removed_by_the_next_one(
+        self, ranks: RankPool, script: Path, tmp_path: Path, by: str, target_is_gone: bool
+    ) -> None:
+        script.write_text(KILLED_LINK)
         for name in ("a", "b"):
             write(tmp_path / name, name.encode())
-        assert subprocess.run([sys.executable, "-c", KILLED_LINK, str(tmp_path)]).returncode == -signal.SIGKILL
+        (done,) = run_script(ranks, script, str(tmp_path), folder=tmp_path)
+        assert done.returncode == -signal.SIGKILL
         (leftover,) = set(os.listdir(tmp_path)) - {"a", "b"}
         assert os.readlink(tmp_path / leftover) == "a"
         if target_is_gone:

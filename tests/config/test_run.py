@@ -71,6 +71,11 @@ REFUSED: list[dict[str, Any]] = [
     {"deterministic": "maybe"},
     {"order": "random"},
     {"debug": "everything"},
+    {"hang_timeout": 0},
+    {"hang_timeout": "60"},
+    {"hang_kill": -1.0},
+    {"hang_kill": float("inf")},
+    {"hang_kill": True},
     {"precision": "8-true"},
     {"strategy": "dpp"},
     {"accelerator": "abacus"},
@@ -131,3 +136,9 @@ def test_a_flag_set_between_two_calls_holds_from_then_on() -> None:
     trainer.limit_val_batches = 0
     assert trainer.limit_val_batches == trainer.config.limit_val_batches == 0
     assert trainer.max_epochs == 3
+
+
+def test_patience_is_seconds_or_a_timedelta_or_none() -> None:
+    config = quiet(hang_timeout=timedelta(minutes=2), hang_kill=None).config
+    assert (config.hang_timeout, config.hang_kill) == (120.0, None)
+    assert (quiet().config.hang_timeout, quiet().config.hang_kill) == (60.0, 1800.0)

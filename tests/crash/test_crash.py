@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from lockstep.testing.crash import Kill, Life, live, survive
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 SCRIPT = Path(__file__).with_name("train.py")
 SEEDS = range(20)
@@ -35,20 +39,44 @@ def unfinished(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
+# Every day on ranks of the pool, which have torch imported; marked slow, with processes that lockstep starts.
+SHORT = ("--batches=15", "--epochs=2")
+
+
+def ends(ranks: RankPool, folder: Path, devices: int, *more: str) -> list[CompletedProcess[str]]:
+    folder.mkdir(exist_ok=True)
+    words = (str(folder), f"--devices={devices}", *SHORT, *more)
+    return run_script(ranks, SCRIPT, *words, folder=folder, world=devices, launched=devices > 1)
+
+
+def digests(done: list[CompletedProcess[str]]) -> list[str]:
+    assert [each.returncode for each in done] == [0] * len(done), done[0].stderr
+    found = [line for line in done[0].stdout.splitlines() if line.startswith("digest of ")]
+    assert len(found) == 3
+    return found
+
+
 def test_killed_in_its_first_save_a_run_starts_anew_and_ends_with_the_same_bits(
-    tmp_path: Path, whole: Callable[..., Life]
+    ranks: RankPool, tmp_path: Path
 ) -> None:
-    short = (1, 15, "--epochs=2")
-    survive(command(tmp_path, *short), [Kill(moment="rename")], whole(*short))
-    assert unfinished(tmp_path) == []
+    folder = tmp_path / "killed"
+    (killed,) = ends(ranks, folder, 1, "--kill", str(Kill(moment="rename")))
+    assert killed.returncode == -signal.SIGKILL
+    assert len(unfinished(folder)) == len([*folder.iterdir()]) == 1
+    resumed = ends(ranks, folder, 1)
+    assert "restoring from" not in resumed[0].stdout + resumed[0].stderr
+    assert unfinished(folder) == []
+    assert digests(resumed) == digests(ends(ranks, tmp_path / "whole", 1))
 
 
-def test_when_a_rank_is_killed_two_processes_resume_to_the_same_bits(
-    tmp_path: Path, whole: Callable[..., Life]
-) -> None:
-    short = (2, 15, "--epochs=2")
-    _, resumed = survive(command(tmp_path, *short), [Kill(rank=1, step=8, delay=0.004)], whole(*short), timeout=55)
-    assert "restoring from" in resumed.output
+def test_when_a_rank_is_killed_two_processes_resume_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    first, second = ends(ranks, folder, 2, "--kill", str(Kill(rank=1, step=8, delay=0.004)))
+    assert first.returncode != 0
+    assert second.returncode == -signal.SIGKILL
+    resumed = ends(ranks, folder, 2)
+    assert "restoring from" in resumed[0].stdout + resumed[0].stderr
+    assert digests(resumed) == digests(ends(ranks, tmp_path / "whole", 2))
 
 
 @pytest.mark.slow

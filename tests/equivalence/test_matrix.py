@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -44,14 +45,15 @@ def test_one_process(accumulate: int, clip: str, length: int) -> None:
     assert report, report
 
 
-BY_VALUE = pytest.param("value", marks=pytest.mark.slow)
-ONE_RANK = pytest.param(1, marks=pytest.mark.slow)
+ALL = list(itertools.product((1, 2, 3), (1, 3), CLIPPING, LENGTHS))
+# Every day with and without clipping by the norm on two ranks, with it on three.
+QUICK = [one for one in ALL if one[0] > 1 and one[2] in ("none", "norm")[one[0] - 2 :]]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("clip", ["none", "norm", BY_VALUE])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world", [ONE_RANK, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "accumulate", "clip", "length"),
+    [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in ALL],
+)
 def test_ddp(ranks: RankPool, world: int, accumulate: int, clip: str, length: int) -> None:
     report = in_ranks(ranks, world, Plain, length, accumulate=accumulate, **CLIPPING[clip])
     assert report, report
@@ -67,30 +69,30 @@ def spawn(world: int, accumulate: int, clip: str, length: int) -> EquivalenceRep
             dist.destroy_process_group()
 
 
-def test_ddp_spawn() -> None:
-    report = spawn(world=2, accumulate=3, clip="norm", length=23)
-    assert report, report
-
-
+# A fit in spawned processes, every day: tests/loop/test_second_fit.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("clip", CLIPPING)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_ddp_spawn_everywhere(world: int, accumulate: int, clip: str, length: int) -> None:
+def test_ddp_spawn(world: int, accumulate: int, clip: str, length: int) -> None:
     report = spawn(world, accumulate, clip, length)
     assert report, report
 
 
+ONE_RANK = pytest.param(1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_steps_that_return_their_own_weight(ranks: RankPool, world: int, accumulate: int) -> None:
-    for length in LENGTHS:
-        report = in_ranks(ranks, world, Weighted, length, accumulate=accumulate, gradient_clip_val=0.5)
-        assert report, report
+@pytest.mark.parametrize("world", [ONE_RANK, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_steps_that_return_their_own_weight(ranks: RankPool, world: int, accumulate: int, length: int) -> None:
+    """On three ranks every day: tests/equivalence/test_engines.py."""
+    report = in_ranks(ranks, world, Weighted, length, accumulate=accumulate, gradient_clip_val=0.5)
+    assert report, report
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [ONE_RANK, 2, 3])
 def test_a_layer_that_only_some_ranks_use(ranks: RankPool, world: int) -> None:
     """Where no rank uses it, its gradient is None as on one process: momentum and decay leave it alone."""
     for accumulate in (1, 3):

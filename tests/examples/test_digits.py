@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 
 
@@ -26,13 +29,28 @@ def digits(folder: Path, *flags: str) -> tuple[dict[str, str], list[dict[str, An
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    printed = dict(re.findall(r"^(steps|accuracy, held out|sha256 of the weights)\s+(\S+)", done.stdout, re.M))
     epochs = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
-    return printed, epochs
+    return said(done.stdout), epochs
+
+
+def said(printed: str) -> dict[str, str]:
+    return dict(re.findall(r"^(steps|accuracy, held out|sha256 of the weights)\s+(\S+)", printed, re.M))
 
 
 @pytest.mark.timeout(160)
-def test_two_processes_end_in_the_bits_of_one_with_accumulation(tmp_path: Path) -> None:
+def test_two_processes_end_in_the_bits_of_one_with_accumulation(ranks: RankPool, tmp_path: Path) -> None:
+    two = run_script(ranks, SCRIPT, "--devices=2", "--epochs=2", folder=tmp_path, world=2, launched=True, timeout=140)
+    (one,) = run_script(ranks, SCRIPT, "--devices=1", "--accumulate=2", "--epochs=2", folder=tmp_path)
+    assert [done.returncode for done in (*two, one)] == [0, 0, 0], two[0].stderr + one.stderr
+    assert said(two[0].stdout) == said(one.stdout)
+    assert said(one.stdout).keys() == {"steps", "accuracy, held out", "sha256 of the weights"}
+    assert said(one.stdout)["steps"] == "44"
+    assert said(two[1].stdout) == {}  # rank 0 speaks for all
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(160)
+def test_two_processes_that_it_starts_itself_end_in_the_bits_of_one(tmp_path: Path) -> None:
     two, _ = digits(tmp_path / "two", "--devices", "2", "--epochs", "2")
     one, _ = digits(tmp_path / "one", "--devices", "1", "--accumulate", "2", "--epochs", "2")
     assert two["steps"] == one["steps"] == "44"

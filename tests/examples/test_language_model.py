@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from examples.language_model import ByteCorpus, build_gpt
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "language_model.py"
 
@@ -41,30 +39,9 @@ def test_no_byte_is_predicted_from_a_later_one() -> None:
     assert not torch.equal(before[:, 5:], after[:, 5:])
 
 
-@pytest.mark.timeout(120)
-def test_the_loss_falls() -> None:
-    flags = [
-        "--steps",
-        "60",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--width",
-        "32",
-        "--block",
-        "32",
-        "--lr",
-        "1e-2",
-    ]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def test_the_loss_falls(ranks: RankPool, tmp_path: Path) -> None:
+    flags = ["--steps=60", "--layers=1", "--heads=2", "--width=32", "--block=32", "--lr=1e-2"]
+    (done,) = run_script(ranks, SCRIPT, *flags, folder=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 6, done.stdout

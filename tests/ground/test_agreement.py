@@ -64,7 +64,7 @@ def _race(mode: str, every: int | None, windows: int, seed: int) -> tuple[list[i
 
 
 @pytest.mark.parametrize(("mode", "every"), [("shared", 1), ("messages", 1), ("messages", 3), ("messages", None)])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, mode: str, every: int | None) -> None:
     results = ranks(world).run(_race, mode, every, 200, world)
     seen = results[0][1]
@@ -77,7 +77,7 @@ def _windows_until_seen(seconds: float) -> int:
     agreement = Agreement(mode="messages")
     bit = agreement.register("signal")
     for window in range(100):
-        if window == 40 and dist.get_rank() == 0:
+        if window == 20 and dist.get_rank() == 0:
             agreement.request(bit)
         time.sleep(seconds * dist.get_rank())
         agreement.publish()
@@ -86,7 +86,7 @@ def _windows_until_seen(seconds: float) -> int:
         if agreement.is_up(bit):
             break
     agreement.close()
-    return window - 39
+    return window - 19
 
 
 def test_messages_go_more_often_where_windows_are_long(ranks: RankPool) -> None:
@@ -239,7 +239,7 @@ def test_at_one_rank_a_step_costs_next_to_nothing() -> None:
 
     count = 20_000
     # 0.3 us where it is quiet; the bound only catches what would not be a few calls of Python any more
-    assert min(timeit.repeat(step, number=count, repeat=5)) / count < 2e-6
+    assert min(timeit.repeat(step, timer=time.process_time, number=count, repeat=5)) / count < 2e-6
 
 
 def test_bad_settings_are_named() -> None:

@@ -37,6 +37,7 @@ FLOORS = {
     "trainer": 5,
     "tuner": 6,
     "cli": 6,
+    "__main__": 6,
 }
 # Stand beside the house. Only the testing part may import from any floor; nobody inside imports any of them.
 APART = {"aliases", "testing", "hpc"}

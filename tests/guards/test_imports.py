@@ -43,44 +43,56 @@ TRIES = 8
 PROGRAM = """
 import json, sys, time
 import torch
-before, start = set(sys.modules), time.process_time()
+before, start, found = set(sys.modules), time.process_time(), {}
 import lockstep
-{use}
-seconds = time.process_time() - start
-print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+for use in sys.argv[1:]:
+    exec(use)
+    found[use] = [time.process_time() - start, sorted(set(sys.modules) - before)]
+print(json.dumps(found))
 """
-USE = "from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything"
+NAMES = "from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything"
+BARS = """
+import lockstep.callbacks as callbacks
+[getattr(callbacks, name) for name in callbacks.__all__]
+callbacks.TQDMProgressBar(), callbacks.RichProgressBar()
+"""
+USES = ("", NAMES, BARS, "import yaml")
+"""What a program does with the package, one after another."""
 
 
 @cache
-def cost(use: str) -> tuple[float, tuple[str, ...]]:
-    """CPU seconds over `import torch`, and the modules that came on top, in a fresh interpreter."""
+def costs() -> dict[str, tuple[float, list[str]]]:
+    """By use: CPU seconds over `import torch`, and the modules that came on top, in a fresh interpreter so far."""
     # with compiled files, as installed packages have them, also where Python is told not to write any
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    found = subprocess.run([sys.executable, "-c", PROGRAM.format(use=use)], capture_output=True, text=True, env=environ)
+    command = [sys.executable, "-c", PROGRAM, *USES]
+    found = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert found.returncode == 0, found.stderr
-    seconds, modules = json.loads(found.stdout)
-    return seconds, tuple(modules)
+    return {use: tuple(cost) for use, cost in json.loads(found.stdout).items()}
 
 
-def heavy(modules: tuple[str, ...]) -> list[str]:
+def heavy(modules: list[str]) -> list[str]:
     return [name for name in modules if name.startswith(tuple(f"{late}." for late in LATE)) or name in LATE]
 
 
-@pytest.mark.parametrize("use", ["", USE])
+@pytest.mark.parametrize("use", ["", NAMES])
 def test_import_brings_nothing_heavy(use: str) -> None:
-    assert heavy(cost(use)[1]) == []
+    assert heavy(costs()[use][1]) == []
+
+
+def test_rich_and_tqdm_are_imported_when_they_draw() -> None:
+    assert {"rich", "tqdm", "tqdm.auto"} & set(costs()[BARS][1]) == set()
 
 
 def test_import_is_quick() -> None:
-    best = cost(USE)[0]
+    best = costs()[NAMES][0]
     for _ in range(TRIES - 1):  # a busy machine is slow now and then; the minimum is what the import costs
         if best <= SECONDS:
             break
-        cost.cache_clear()
-        best = min(best, cost(USE)[0])
+        costs.cache_clear()
+        best = min(best, costs()[NAMES][0])
     assert best <= SECONDS
 
 
 def test_a_heavy_import_would_be_seen() -> None:
-    assert "yaml" in heavy(cost("import yaml")[1])
+    assert "yaml" in heavy(costs()["import yaml"][1])

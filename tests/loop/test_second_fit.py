@@ -145,8 +145,10 @@ def test_on_ranks(ranks: RankPool) -> None:
 
 
 def test_in_spawned_processes() -> None:
-    trainer, module = quiet(strategy="ddp_spawn", devices=2, max_epochs=1), Slope()
+    trainer, module = quiet(strategy="ddp_spawn", devices=2, max_epochs=1), Slope(lr=0.1)
     assert trainer.fit(module, numbers(4)).epochs == 1
+    assert module.w.item() == pytest.approx(-0.1 * (1.5 + 3.5), rel=1e-12)  # means over the ranks' samples
     trainer.fit_loop.max_epochs = 3
     result = trainer.fit(module, numbers(4))
     assert (result.epochs, result.global_step, trainer.current_epoch) == (3, 6, 3)
+    assert module.w.item() == pytest.approx(-0.1 * (1.5 + 3.5) * 3, rel=1e-12)

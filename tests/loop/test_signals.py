@@ -15,6 +15,7 @@ from lockstep import Callback
 from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+from tests.scripts.in_rank import run_script
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -110,36 +111,37 @@ TASK = {
 }
 
 
-def run(folder: Path, name: str, at: str, scontrol: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    ranks: RankPool, folder: Path, name: str, at: str, scontrol: str = "", **environ: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "scontrol").write_text(f"#!/bin/sh\n{scontrol}\n")
     (folder / "scontrol").chmod(0o755)
-    source = f"{PROJECT / 'src'}:{PROJECT}"
-    environ = {**os.environ, "PYTHONPATH": source, "PATH": f"{folder}:{os.environ['PATH']}", **environ}
-    words = [sys.executable, "train.py", name, at]
-    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", **environ}
+    (done,) = run_script(ranks, folder / "train.py", name, at, folder=folder, environ=environ)
+    return done
 
 
-def test_sigterm_after_a_failure_ends_the_process_at_once(tmp_path: Path) -> None:
+def test_sigterm_after_a_failure_ends_the_process_at_once(ranks: RankPool, tmp_path: Path) -> None:
     """torchrun and SLURM send it since another rank has failed: there is nothing to wait for."""
-    done = run(tmp_path, "SIGTERM", "failure")
+    done = run(ranks, tmp_path, "SIGTERM", "failure")
     assert (done.returncode, "lives on" in done.stdout) == (143, False)
 
 
-def test_sigterm_behind_the_last_boundary_is_not_lost(tmp_path: Path) -> None:
-    done = run(tmp_path, "SIGTERM", "end")
+def test_sigterm_behind_the_last_boundary_is_not_lost(ranks: RankPool, tmp_path: Path) -> None:
+    done = run(ranks, tmp_path, "SIGTERM", "end")
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
 
 
-def test_a_job_saves_requeues_itself_and_goes_on(tmp_path: Path) -> None:
+def test_a_job_saves_requeues_itself_and_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     """`scontrol requeue` does not come back before SIGTERM does; the second life ends with the same bits."""
-    undisturbed = run(tmp_path, "SIGUSR1", "never")
+    undisturbed = run(ranks, tmp_path, "SIGUSR1", "never")
     assert undisturbed.stdout.startswith("fitted 12 "), undisturbed.stderr
     asked = f'echo "$@" >> {tmp_path}/asked; kill -TERM $PPID; sleep 1'
-    first = run(tmp_path, "SIGUSR1", "8", asked, **TASK)
+    first = run(ranks, tmp_path, "SIGUSR1", "8", asked, **TASK)
     assert (first.returncode, first.stdout) == (-signal.SIGTERM, ""), first.stderr
     assert "SIGUSR1: all ranks save to " in first.stderr
-    second = run(tmp_path, "SIGUSR1", "8", asked, **TASK, SLURM_RESTART_COUNT="1")
+    second = run(ranks, tmp_path, "SIGUSR1", "8", asked, **TASK, SLURM_RESTART_COUNT="1")
     assert second.returncode == 0, second.stderr
     assert second.stdout == undisturbed.stdout
     assert "SLURM job 7, attempt 2: the fit goes on from " in second.stderr
@@ -148,8 +150,8 @@ def test_a_job_saves_requeues_itself_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_be_requeued_goes_on(tmp_path: Path) -> None:
-    done = run(tmp_path, "SIGUSR1", "8", "echo it is disabled >&2; exit 1", **TASK)
+def test_a_job_that_cannot_be_requeued_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    done = run(ranks, tmp_path, "SIGUSR1", "8", "echo it is disabled >&2; exit 1", **TASK)
     assert done.stdout.startswith("fitted 12 "), done.stderr
     assert "goes on, for the job was not requeued: scontrol requeue 7 ended with 1: it is disabled" in done.stderr
     assert not list(tmp_path.glob("*.ckpt"))

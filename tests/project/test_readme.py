@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -18,17 +21,29 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("processes", [1, 2])
-def test_first_script_runs(tmp_path: Path, processes: int) -> None:
+def first_script(folder: Path, processes: int) -> Path:
     (script,) = blocks("python")
     short = script.replace("max_epochs=20", "max_epochs=2").replace("devices=2", f"devices={processes}")
     if processes == 1:
         short = short.replace('strategy="ddp", ', "")
     assert short != script
-    (tmp_path / "first.py").write_text(short)
+    (folder / "first.py").write_text(short)
+    return folder / "first.py"
+
+
+def check(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "validation loss" in line]
+    assert len(said) == 1, done.stdout  # by rank 0 alone
+    checkpoints = list(folder.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+    assert len(checkpoints) == 1
+    assert checkpoints[0].name in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_first_script_runs(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "first.py"],
+        [sys.executable, first_script(tmp_path, 2).name],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -36,12 +51,12 @@ def test_first_script_runs(tmp_path: Path, processes: int) -> None:
         timeout=100,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if "validation loss" in line]
-    assert len(said) == 1, done.stdout  # by rank 0 alone
-    checkpoints = list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
-    assert len(checkpoints) == 1
-    assert checkpoints[0].name in done.stdout
+    check(done, tmp_path)
+
+
+def test_first_script_runs_on_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    (done,) = run_script(ranks, first_script(tmp_path, 1), folder=tmp_path)
+    check(done, tmp_path)
 
 
 def test_commands_exist_and_can_be_run() -> None:

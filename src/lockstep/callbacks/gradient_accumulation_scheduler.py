@@ -55,6 +55,7 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
         self._in_charge_of: TrainerView | None = None
+        self._told: int | None = None  # what the Trainer was told in place of the schedule
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Whether a step has several micro-batches in any epoch."""
@@ -81,13 +82,15 @@ class GradientAccumulationScheduler(Callback):
                 "both say how many micro-batches a step has: drop one of them."
             )
         trainer.accumulate_grad_batches = dict(self.scheduling)  # type: ignore[assignment]  # read as an int
-        self._in_charge_of = trainer
+        self._in_charge_of, self._told = trainer, None
 
     def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Follow a subclass that answers otherwise than ``scheduling``."""
-        wanted = self.get_accumulate_grad_batches(trainer.current_epoch)
-        if trainer.accumulate_grad_batches != wanted:
-            trainer.accumulate_grad_batches = wanted
+        epoch = trainer.current_epoch
+        wanted = self.get_accumulate_grad_batches(epoch)
+        told = GradientAccumulationScheduler.get_accumulate_grad_batches(self, epoch)
+        if wanted != (told if self._told is None else self._told):
+            trainer.accumulate_grad_batches = self._told = wanted
 
     def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
         """Give the flag back as it was."""

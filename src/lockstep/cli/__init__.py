@@ -1,18 +1,40 @@
-"""The command line: LightningCLI, from the signatures of your classes (extra "cli")."""
+"""The command line: LightningCLI, from the signatures of your classes (extra "cli"); and the command `lockstep`."""
 
-from lockstep.cli.lightning import LightningCLI
-from lockstep.cli.made import instantiate_class, instantiate_module
-from lockstep.cli.parser import (
-    ArgsType,
-    LightningArgumentParser,
-    LRSchedulerCallable,
-    LRSchedulerType,
-    LRSchedulerTypeTuple,
-    LRSchedulerTypeUnion,
-    OptimizerCallable,
-    ReduceLROnPlateau,
-)
-from lockstep.cli.save_config import SaveConfigCallback
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.cli.lightning import LightningCLI
+    from lockstep.cli.made import instantiate_class, instantiate_module
+    from lockstep.cli.parser import (
+        ArgsType,
+        LightningArgumentParser,
+        LRSchedulerCallable,
+        LRSchedulerType,
+        LRSchedulerTypeTuple,
+        LRSchedulerTypeUnion,
+        OptimizerCallable,
+        ReduceLROnPlateau,
+    )
+    from lockstep.cli.save_config import SaveConfigCallback
+
+# Imported when they are asked for: the command needs no extra.
+_FILES = {
+    "ArgsType": "parser",
+    "LRSchedulerCallable": "parser",
+    "LRSchedulerType": "parser",
+    "LRSchedulerTypeTuple": "parser",
+    "LRSchedulerTypeUnion": "parser",
+    "LightningArgumentParser": "parser",
+    "LightningCLI": "lightning",
+    "OptimizerCallable": "parser",
+    "ReduceLROnPlateau": "parser",
+    "SaveConfigCallback": "save_config",
+    "instantiate_class": "made",
+    "instantiate_module": "made",
+}
 
 __all__ = [
     "ArgsType",
@@ -28,3 +50,16 @@ __all__ = [
     "instantiate_class",
     "instantiate_module",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name's file when it is first used."""
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_FILES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -53,6 +53,9 @@ DEFAULTS: dict[str, Any] = {
     "model_registry": None,
     "order": "lockstep",
     "debug": None,
+    "keep_global_batch": True,
+    "hang_timeout": 60.0,
+    "hang_kill": 1800.0,
 }
 """Every flag of the Trainer, in the order of its signature, and its default."""
 

@@ -8,6 +8,7 @@ import torch
 
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.checkpoint.storage import is_remote
+from lockstep.cluster.torchelastic import sees_all_devices
 from lockstep.config.values import check_writable, whole
 from lockstep.ground.errors import MisconfigurationException
 
@@ -73,13 +74,13 @@ def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> 
     Raises:
         MisconfigurationException: the node has more ranks than devices.
     """
-    if len(devices) == 1:
+    if len(devices) == 1 and not (devices[0].type != "cpu" and sees_all_devices()):
         return devices[0]
     if devices[0].type != "cpu" and local_size > len(devices):
+        has = f"{len(devices)} {devices[0].type} device{'s' * (len(devices) > 1)}"
         raise MisconfigurationException(
-            f"{local_size} ranks on this node, which has {len(devices)} {devices[0].type} devices for them: start "
-            f"{len(devices)} or less, or ask the cluster for {local_size} devices a node "
-            f"(SLURM: --gres=gpu:{local_size})"
+            f"{local_size} ranks on this node, which has {has} for them: start {len(devices)} or less, or ask the "
+            f"cluster for {local_size} devices a node (SLURM: --gres=gpu:{local_size})"
         )
     return devices[local_rank % len(devices)]
 

@@ -14,6 +14,7 @@ from lockstep.config.values import (
     folder,
     fraction_or_count,
     interval,
+    seconds,
     switch,
     whole,
 )
@@ -58,6 +59,9 @@ class RunConfig:
     enable_autolog_hparams: bool
     order: Literal["lockstep", "torch"]
     debug: Literal["collectives"] | None
+    keep_global_batch: bool
+    hang_timeout: float | None  # seconds
+    hang_kill: float | None  # seconds
 
     def __post_init__(self) -> None:
         for unit in ("epochs", "steps"):
@@ -108,6 +112,8 @@ def resolve(flags: dict[str, Any]) -> RunConfig:
         benchmark=benchmark,
         order=choice("order", flags["order"], ("lockstep", "torch")),
         debug=choice("debug", flags["debug"], (None, "collectives")),
+        hang_timeout=seconds("hang_timeout", flags["hang_timeout"]),
+        hang_kill=seconds("hang_kill", flags["hang_kill"]),
         **switches,
         **limits,
         **_length(flags),
@@ -121,7 +127,13 @@ def resolve(flags: dict[str, Any]) -> RunConfig:
 
 
 BATCH_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
-SWITCHES = ("inference_mode", "use_distributed_sampler", "detect_anomaly", "enable_autolog_hparams")
+SWITCHES = (
+    "inference_mode",
+    "use_distributed_sampler",
+    "detect_anomaly",
+    "enable_autolog_hparams",
+    "keep_global_batch",
+)
 # Flags that decide others too, at construction and when they are set later.
 _LEADERS = ("fast_dev_run", "overfit_batches")
 

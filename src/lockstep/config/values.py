@@ -94,6 +94,17 @@ def duration(flag: str, value: str | timedelta | dict[str, int] | None) -> timed
     return length
 
 
+def seconds(flag: str, value: Any) -> float | None:
+    """A length of time above 0, in seconds, or None for no limit."""
+    found = value.total_seconds() if isinstance(value, timedelta) else value
+    good = isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < float("inf")
+    if found is not None and not good:
+        raise MisconfigurationException(
+            f"Trainer({flag}={value!r}): give seconds above 0, a datetime.timedelta, or None for off."
+        )
+    return None if found is None else float(found)
+
+
 def folder(flag: str, value: Any) -> str:
     """The path of a folder, as text; it need not be there yet."""
     if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):

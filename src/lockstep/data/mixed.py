@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lockstep.data.combined import LENGTHS, rows
+from lockstep.data.recut import Grouping
 from lockstep.data.source import Source, Untouched, skipped
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
@@ -33,13 +35,12 @@ class Mixed(Source):
         self._spec = spec
         self._mode = mode
         self._limits = limits or [math.inf] * len(parts)
-        self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
         self.rank = parts[0].rank
-        self.length = LENGTHS[mode](self._lengths)
+        self._measure()
         self.fixed = all(part.fixed for part in parts)
+        self.flexible = all(part.flexible for part in parts)
         # A sampler of the user's that begins anew is ahead of the loader, and its passes overlap.
         self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
-        self.even = int(min(map(min, [part.even for part in parts], self._lengths)))
         self.batch = max(part.batch for part in parts)
         # Resume by reading again: the order of some depends on the process' random numbers, or where a later pass
         # begins shows on reading only.
@@ -48,6 +49,21 @@ class Mixed(Source):
         )
         self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
         self._resume: dict[str, Any] | None = None
+
+    def _measure(self) -> None:
+        parts = self._parts
+        self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
+        self.length = LENGTHS[self._mode](self._lengths)
+        self.even = int(min(map(min, [part.even for part in parts], self._lengths)))
+
+    def planned(self, ranks: int) -> int | float:
+        lengths = [part.planned(ranks) for part in self._parts]
+        return LENGTHS[self._mode](map(min, lengths, self._limits))
+
+    def group(self, grouping: Grouping) -> None:
+        for part in self._parts:  # which go on by the number of micro-batches
+            part.group(replace(grouping, number=0, place=None))
+        self._measure()
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         walk = self._rows([part.open for part in self._parts], epoch, start, stop)

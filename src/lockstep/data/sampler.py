@@ -7,14 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lockstep.data.cut import Cut, even_span
+from lockstep.data.cut import Cut
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
 from lockstep.data.randomness import Lane, SeededIndex, SeededIndices
+from lockstep.data.recut import Grouping, Recut, Rest
 
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 _DRAW = 512  # positions asked of a user's sampler at once
@@ -39,6 +41,10 @@ class Schedule(ABC):
     even: int = 0
     """At least so many leading micro-batches hold ``batch`` samples on every rank."""
     batch: int = 1
+    fixed: bool = False
+    """As of `Source`."""
+    flexible: bool = True
+    """Whether :meth:`group` can cut the epoch as it asks; else only where its micro-batches are full ones."""
 
     def __init__(self, rank: int, size: int, *, key: int, borrow: bool, quiet: bool) -> None:
         self.rank = rank
@@ -64,6 +70,18 @@ class Schedule(ABC):
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
         """This rank's indices of each micro-batch from ``start`` up to ``stop``."""
 
+    @abstractmethod
+    def planned(self, ranks: int) -> int | float:
+        """:attr:`length` on another number of ranks, ungrouped."""
+
+    @abstractmethod
+    def group(self, grouping: Grouping) -> None:
+        """Cut the passes to come as another number of ranks has planned or begun them."""
+
+    @abstractmethod
+    def place(self, number: int) -> int:
+        """Positions that all ranks have drawn before a micro-batch with which a window begins."""
+
     def _seeding(self, indices: list[int], first: int) -> list[int]:
         return indices if self.quiet else SeededIndices(indices, self.epoch_key, first)
 
@@ -77,6 +95,8 @@ class Ordered(Schedule):
         alone: indices come one by one, as a loader with ``batch_size=None`` wants them (``cut.batch`` is 1).
     """
 
+    fixed = True
+
     def __init__(
         self,
         cut: Cut,
@@ -89,14 +109,33 @@ class Ordered(Schedule):
         alone: bool = False,
     ) -> None:
         super().__init__(rank, cut.size, key=key, borrow=borrow, quiet=quiet)
-        self.cut = cut
+        self._whole = cut
+        self._grouping: Grouping | None = None
         self.alone = alone
-        self.length = cut.length
-        self.even = cut.full
         self.batch = cut.batch
+        self._use(cut)
         self._order_of = order
         self._order: Order = sequential
         self._start = 0
+
+    def planned(self, ranks: int) -> int:
+        return replace(self._whole, size=ranks).length
+
+    def _use(self, cut: Cut | Recut | Rest) -> None:
+        self.cut = cut
+        self.length = cut.length
+        self.even = cut.full
+
+    def group(self, grouping: Grouping) -> None:
+        whole = self._whole
+        self._grouping = grouping
+        self._use(grouping.cut(whole.n, whole.batch, whole.size, whole.drop_last))
+
+    def place(self, number: int) -> int:
+        whole, grouping = self._whole, self._grouping
+        if grouping is None:
+            return min(whole.n, number * whole.batch * whole.size)
+        return min(whole.n, grouping.reached(number, whole.batch, whole.size))
 
     def begin(self, epoch: int, turn: int, start: int) -> None:
         super().begin(epoch, turn, start)
@@ -130,15 +169,24 @@ class Ordered(Schedule):
         within = torch.arange(cut.batch)
         for begin in range(self._start, full, at_once):
             end = min(begin + at_once, full)
-            firsts = torch.arange(begin, end).mul_(cut.batch * cut.size).add_(self.rank * cut.batch)
+            firsts = torch.arange(end - begin).mul_(cut.batch * cut.size).add_(cut.span(begin, self.rank)[0])
             yield self._order(firsts.unsqueeze(1) + within).tolist(), firsts.tolist()
-        if max(full, self._start) < stop:
-            first, end = cut.span(cut.full, self.rank)
+        for begin in range(max(full, self._start), stop, at_once):
+            yield self._uneven(range(begin, min(begin + at_once, stop)))
+
+    def _uneven(self, numbers: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+        spans = []
+        for number in numbers:
+            first, end = self.cut.span(number, self.rank)
             if first == end and self.borrow:
-                first = cut.full * cut.batch * cut.size
+                first = self.cut.span(number, 0)[0]
                 end = first + 1
             if first < end:
-                yield [self._order(torch.arange(first, end)).tolist()], [first]
+                spans.append((first, end))
+        if not spans:
+            return [], []
+        drawn = iter(self._order(torch.cat([torch.arange(*span) for span in spans])).tolist())
+        return [list(itertools.islice(drawn, end - first)) for first, end in spans], [first for first, _ in spans]
 
 
 class Drawn(Schedule):
@@ -174,9 +222,11 @@ class Drawn(Schedule):
         self.size_of_batch = size_of_batch
         self.drop_last = drop_last
         self.alone = alone
-        count = length_of(sampler)
-        self.length = math.inf if count is None else Cut(count, size_of_batch or 1, size, drop_last).length
-        self._unit = size * (size_of_batch or 1)
+        self.batch = size_of_batch or 1
+        self.length = self.planned(size)
+        self._unit = size * self.batch  # positions that are pulled together
+        self._grouping: Grouping | None = None
+        self._position = 0  # pulled from the sampler so far
         held = [found for holder in holders(sampler) if (found := own_generator(holder)) is not None]
         self._generators = [(found, agreed(found.initial_seed())) for found in dict.fromkeys(held)]
         self._lane = Lane(0)
@@ -194,13 +244,16 @@ class Drawn(Schedule):
         self._lane = Lane(make_key(self.key, "sampler", epoch, turn), seeds)
         self._mine.clear()
         self._weights.clear()
-        self._reached, self._start = 0, start
+        number, self._position = (0, 0) if self._grouping is None else (self._grouping.number, self._grouping.position)
+        self._reached, self._start = number, start
         with self._lane:
             self._iterator = iter(self.sampler)
+            for _ in itertools.islice(self._iterator, self._position):
+                pass
         # The weights before the start are kept: it may be in the middle of a window.
         while self._reached < start and self._pull():
             pass
-        for _ in range(min(start, len(self._mine))):
+        for _ in range(min(start - number, len(self._mine))):
             self._mine.popleft()
 
     def has(self, number: int) -> bool:
@@ -228,39 +281,59 @@ class Drawn(Schedule):
                 seeds = isinstance(index, int) and not self.quiet
                 yield SeededIndex.make(index, self.epoch_key, first) if seeds else index
 
+    def planned(self, ranks: int) -> int | float:
+        count = length_of(self.sampler)
+        return math.inf if count is None else Cut(count, self.batch, ranks, self.drop_last).length
+
+    def group(self, grouping: Grouping) -> None:
+        self._grouping = grouping
+        self._unit = grouping.window(self.batch)
+        count = length_of(self.sampler)
+        n = grouping.kept(math.inf if count is None else count, self.batch, self.drop_last)
+        self.length = n if math.isinf(n) else grouping.cut(int(n), self.batch, self.size, self.drop_last).length
+
+    def place(self, number: int) -> int:
+        grouping = self._grouping
+        return number * self._unit if grouping is None else grouping.reached(number, self.batch, self.size)
+
     def _pull(self) -> bool:
-        """Draws the next few global batches; whether there were any."""
+        """Draws the next few global batches, or windows of a grouping; whether there were any."""
+        wanted: int | float = self._unit * max(1, _DRAW // self._unit)
+        if self._grouping is not None:
+            wanted = min(wanted, self._grouping.kept(math.inf, self.batch, False) - self._position)
         with self._lane:
-            drawn = list(itertools.islice(self._iterator, self._unit * max(1, _DRAW // self._unit)))
+            drawn = list(itertools.islice(self._iterator, max(0, int(wanted))))
         before = self._reached
         for start in range(0, len(drawn), self._unit):
-            parts = self._parts(drawn[start : start + self._unit])
-            if parts is not None:
-                self._take(parts)
+            self._share_out(drawn[start : start + self._unit])
         return self._reached > before
 
-    def _parts(self, drawn: list[Any]) -> list[list[int]] | None:
-        """Each rank's part of a global batch; None if it is to be dropped."""
-        if self.size_of_batch is None:
-            return [list(part) for part in drawn] + [[] for _ in range(self.size - len(drawn))]
-        if len(drawn) == self._unit:
-            size = self.size_of_batch
-            return [drawn[start : start + size] for start in range(0, len(drawn), size)]
-        if self.drop_last:
-            return None
-        return [drawn[slice(*even_span(len(drawn), self.size, rank))] for rank in range(self.size)]
-
-    def _take(self, parts: list[list[int]]) -> None:
-        mine, number = parts[self.rank], self._reached
-        if self.size_of_batch is None:
-            first = (number * self.size + self.rank) << 20  # batches of unknown size: positions far apart
+    def _share_out(self, drawn: list[Any]) -> None:
+        """Shares out neighbouring positions that begin with a global batch, or a window of a grouping."""
+        grouping = self._grouping
+        if grouping is None:
+            cut: Cut | Recut | Rest = Cut(len(drawn), self.batch, self.size, self.drop_last)
         else:
-            first = number * self._unit + sum(map(len, parts[: self.rank]))
+            here = Grouping(grouping.ranks, grouping.accumulate)
+            cut = here.cut(len(drawn), self.batch, self.size, self.drop_last)
+        for number in range(cut.length):
+            spans = [cut.span(number, rank) for rank in range(self.size)]
+            if self.size_of_batch is None:
+                parts = [list(drawn[first]) if first < end else [] for first, end in spans]
+            else:
+                parts = [drawn[first:end] for first, end in spans]
+            self._take(parts, self._position + spans[self.rank][0])
+        self._position += len(drawn)
+
+    def _take(self, parts: list[list[int]], position: int) -> None:
+        mine = parts[self.rank]
+        # batches of unknown size: positions far apart
+        first = position << 20 if self.size_of_batch is None else position
         if not mine and self.borrow:
             mine = next(part for part in parts if part)[:1]
         if mine:
             self._mine.append((mine, first))
-        self._weights[number] = [len(part) for part in parts]
+        self._weights[self._reached] = [len(part) for part in parts]
         self._reached += 1
 
 
@@ -271,6 +344,8 @@ class OwnShare(Schedule):
         super().__init__(drawn.rank, size, key=drawn.key, borrow=False, quiet=drawn.quiet)
         self._drawn = drawn
         self.length = drawn.length
+        self.batch = drawn.batch
+        self.flexible = False  # this rank knows its own share only
 
     def begin(self, epoch: int, turn: int, start: int) -> None:
         self._drawn.begin(epoch, turn, start)
@@ -280,6 +355,16 @@ class OwnShare(Schedule):
 
     def weights(self, number: int) -> Sequence[int]:
         return list(self._drawn.weights(number)) * self.size
+
+    def planned(self, ranks: int) -> int | float:
+        samples = self._drawn.planned(1) * self._drawn.batch * self.size
+        return -(-samples // (self._drawn.batch * ranks))
+
+    def group(self, grouping: Grouping) -> None:
+        """Nothing is cut anew: the sampler's share is, by the user."""
+
+    def place(self, number: int) -> int:
+        return self._drawn.place(number) * self.size
 
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
         return self._drawn.draw(stop)

@@ -12,26 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data.combined import end_workers
 from lockstep.data.cut import Cut
 from lockstep.data.order import generator, make_key
-from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
-from lockstep.data.sampler import (
-    Drawn,
-    Ordered,
-    OwnShare,
-    Schedule,
-    call_set_epoch,
-    holders,
-    length_of,
-    order_of,
-    own_generator,
-)
-from lockstep.data.stream import Counting, Shard, WatchedInit, stream_length
+from lockstep.data.randomness import SeededIndex, SeededIndices, capture, put_back
+from lockstep.data.recut import Grouping
+from lockstep.data.sampler import Schedule, call_set_epoch, holders, length_of
+from lockstep.data.stream import Counting, Life, Shard, Sizes, WatchedInit, stream_length
 from lockstep.data.workers import opened
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
@@ -51,6 +41,8 @@ class Draft:
     """Share the loaders out over the ranks; else each rank iterates what it was given."""
     torch_order: bool = False
     """Shuffle by torch's own permutation."""
+    planned: int = 1
+    """The number of ranks that the order of data was first drawn for."""
     gather: Callable[[Tensor], Tensor] | None = None
     """Every rank's tensor, stacked; None where there is but one rank."""
 
@@ -74,6 +66,8 @@ class Source(ABC):
     even: int = 0
     """In at least so many leading micro-batches every rank draws ``batch`` samples."""
     batch: int = 1
+    flexible: bool = False
+    """Can be cut into windows of any size; else in whole batches only."""
     rank: int
     mark: float = 0.0
     """Stands for the first sample of a stream before it was shared out: on all ranks alike, unless it is not one."""
@@ -103,6 +97,20 @@ class Source(ABC):
         """Number of samples that each rank draws for a micro-batch."""
         raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
 
+    def planned(self, ranks: int) -> int | float:
+        """Micro-batches that a pass would have on another number of ranks."""
+        return self.length
+
+    def group(self, grouping: Grouping) -> None:  # noqa: B027
+        """Cut the passes to come as another number of ranks has planned or begun them; before they are opened."""
+
+    def place(self, number: int) -> Any:
+        """What has been drawn before a micro-batch with which a window begins, for :meth:`group`, as plain data.
+
+        None where the number of micro-batches is all that is known.
+        """
+        return None
+
     def leaves(self) -> list[Source]:
         """The sources of single loaders that this one is made of."""
         return [self]
@@ -129,7 +137,8 @@ class Indexed(Source):
 
     def __init__(self, loader: DataLoader[Any], schedule: Schedule, draft: Draft, key: int) -> None:
         self.rank = draft.rank
-        self.fixed = isinstance(schedule, Ordered)
+        self.fixed = schedule.fixed
+        self.flexible = schedule.flexible
         self._schedule = schedule
         self._key = key
         self.length = schedule.length
@@ -152,6 +161,16 @@ class Indexed(Source):
 
     def note_indices(self) -> None:
         self.noted = deque()
+
+    def planned(self, ranks: int) -> int | float:
+        return self._schedule.planned(ranks)
+
+    def group(self, grouping: Grouping) -> None:
+        self._schedule.group(grouping)
+        self.length, self.even = self._schedule.length, self._schedule.even
+
+    def place(self, number: int) -> int:
+        return self._schedule.place(number)
 
     def has(self, number: int) -> bool:
         return self._schedule.has(number)
@@ -231,11 +250,17 @@ class Stream(Source):
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
         size = getattr(batches, "batch_size", None)
-        self.length = math.inf
-        if samples is not None:
-            self.length = stream_length(samples, size, loader.drop_last, draft.size, loader.num_workers)
+        self.batch = size or 1
+        self._length_on = lambda ranks: (
+            math.inf if samples is None else stream_length(samples, size, loader.drop_last, ranks, loader.num_workers)
+        )
+        self.length = self._length_on(draft.size)
+        self._sizes = Sizes(draft.rank, draft.size, self.batch)
+        self._workers = max(1, loader.num_workers)
+        self._first = 0  # micro-batches of the pass that earlier lives of the run have drawn
         self._shard = Shard(loader.dataset, draft.rank, draft.size, key)
         self._counts = batches is not None
+        self.flexible = self._counts and self.batch > 1
         self._own_process = loader.num_workers == 0
         changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
         if self._counts:
@@ -259,7 +284,7 @@ class Stream(Source):
         if self._own_process:
             iterator = apart(iterator)
         if not self._resume:
-            iterator = skipped(iterator, start)
+            iterator = skipped(iterator, start - self._first)
         self._resume = False
         if not self._counts:
             return ((batch, 1.0) for batch in iterator)
@@ -269,6 +294,24 @@ class Stream(Source):
         for count, mark, batch in iterator:
             self.mark = mark
             yield batch, float(count)
+
+    def planned(self, ranks: int) -> int | float:
+        return self._length_on(ranks)
+
+    def group(self, grouping: Grouping) -> None:
+        lives = [Life(*life) for life in grouping.place] if isinstance(grouping.place, list) else []
+        changes = self.flexible and self._sizes.group(grouping)
+        if changes:
+            self._copy = copy_loader(self._copy, batch_sampler=self._sizes)
+        if changes or lives != self._shard.lives:
+            self.close()  # persistent workers have copies
+            self._coming = None
+        self._shard.lives, self._first = lives, grouping.number if lives else 0
+
+    def place(self, number: int) -> list[list[Any]]:
+        taken = self._sizes.taken(number - self._first, self._workers)
+        here = Life(self._sizes.size, self._workers, taken)
+        return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
 
     def state_dict(self) -> dict[str, Any]:
         if hasattr(self._copy, "state_dict"):
@@ -337,6 +380,9 @@ class Untouched(Source):
     def weights(self, number: int) -> Sequence[float]:
         return [1.0] * self._size if self._cut is None else self._cut.weights(number)
 
+    def place(self, number: int) -> int | None:
+        return None if self._cut is None else min(self._cut.n, number * self.batch)
+
     def note_indices(self) -> None:
         batches = getattr(self._loader, "batch_sampler", None)
         if isinstance(self._loader, DataLoader) and batches is not None and self._indexed:
@@ -392,91 +438,3 @@ def announce_epoch(loader: Any, epoch: int) -> None:
     for attribute in ("sampler", "batch_sampler"):
         for holder in holders(getattr(loader, attribute, None)):
             call_set_epoch(holder, epoch)
-
-
-def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
-    """The source for a loader or other iterable.
-
-    Args:
-        loader: what a dataloader hook returned, or one part of it.
-        draft: rank, seed and the like.
-        number: place among the loaders of the stage; loaders of one stage are shuffled apart.
-        name: for messages.
-
-    Raises:
-        MisconfigurationException: it has a `DistributedSampler` made for other ranks.
-    """
-    if not isinstance(loader, DataLoader) or not draft.distribute:
-        return Untouched(loader, None, draft)
-    key = make_key(draft.seed, draft.stage, number)
-    if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, draft, key)
-    if draft.torch_order and draft.size == 1:
-        return Untouched(loader, plain_cut(loader, 1), draft)
-    return make_indexed(loader, draft, key, name)
-
-
-def plain_cut(loader: DataLoader[Any], size: int) -> Cut | None:
-    """How a plain loader's samples are cut over ``size`` ranks; None if its batches are not of one size."""
-    batches = loader.batch_sampler
-    if type(batches) is not BatchSampler:
-        return None
-    count = length_of(batches.sampler)
-    return None if count is None else Cut(count, batches.batch_size, size, batches.drop_last)
-
-
-def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> Indexed:
-    """Takes over a loader of a map-style data set: finds the schedule that its sampler asks for."""
-    quiet = draws_nothing(loader.dataset, loader.collate_fn)
-    batches: Any = loader.batch_sampler
-    if batches is None and isinstance(loader.sampler, BatchSampler):
-        batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
-    plain = type(batches) is BatchSampler
-    sampler: Any = batches.sampler if plain else (loader.sampler if batches is None else batches)
-    alone = batches is None
-    size_of_batch = batches.batch_size if plain else (1 if alone else None)
-    drop_last = plain and batches.drop_last
-    own = own_generator(sampler)
-    order = None
-    if plain or alone:
-        own_key = key if own is None else make_key(draft.agreed(own.initial_seed()), "generator")
-        order = order_of(
-            sampler,
-            length_of(loader.dataset) or 0,
-            seed=draft.seed,
-            key=own_key,
-            torch_order=draft.torch_order,
-        )
-    schedule: Schedule
-    if order is not None:
-        cut = Cut(len(sampler), size_of_batch or 1, draft.size, drop_last)
-        schedule = Ordered(cut, order, draft.rank, key=key, borrow=draft.borrow, quiet=quiet, alone=alone)
-        return Indexed(loader, schedule, draft, key)
-    distributed = next((s for s in holders(sampler) if isinstance(s, DistributedSampler)), None)
-    if distributed is not None:
-        check_own_share(distributed, draft, name)
-    rank, size = (draft.rank, draft.size) if distributed is None else (0, 1)
-    drawn = Drawn(
-        sampler,
-        rank,
-        size,
-        key=key,
-        borrow=draft.borrow,
-        quiet=quiet,
-        size_of_batch=size_of_batch,
-        drop_last=drop_last,
-        alone=alone,
-        agreed=draft.agreed,
-    )
-    return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key)
-
-
-def check_own_share(sampler: DistributedSampler[Any], draft: Draft, name: str) -> None:
-    """Refuses a `DistributedSampler` that was made for another number of ranks than there are."""
-    if (sampler.rank, sampler.num_replicas) != (draft.rank, draft.size):
-        raise MisconfigurationException(
-            f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
-            f"this is rank {draft.rank} of {draft.size}. Leave the sampler out: lockstep shares the data "
-            "over the ranks by itself; or set Trainer(use_distributed_sampler=False) to have the loader "
-            "taken as it is."
-        )

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,99 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.order import make_key, mix
 from lockstep.data.randomness import seed_all
+from lockstep.data.recut import Grouping
 from lockstep.data.sampler import call_set_epoch
+from lockstep.ground.errors import MisconfigurationException
 
 _END = object()
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one life of a run has drawn of a stream, or of what those before it had left of it."""
+
+    ranks: int
+    workers: int
+    """Of each rank; 1 where samples are read in the rank itself."""
+    taken: list[list[int]]
+    """Of each rank, by worker: how many samples, the first ones that go to this worker."""
+
+    def has(self, number: int, worker: int | None) -> bool:
+        """Whether it drew a sample.
+
+        Args:
+            number: of the sample in the stream; of what earlier lives have left, where there are such.
+            worker: whose stream it is, of data sets that shard themselves over workers; else None.
+        """
+        if worker is None:
+            number, place = divmod(number, self.workers * self.ranks)
+            worker, rank = divmod(place, self.ranks)
+        else:
+            number, rank = divmod(number, self.ranks)
+        return number < self.taken[rank][worker % self.workers]
+
+
+class Sizes:
+    """Stands in for the batch sampler of an iterable data set's loader: how many samples a rank takes at once.
+
+    A window is ``window`` neighbouring samples of the stream, of which a rank takes those that are its own, in
+    ``micro`` parts that are as even as possible.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        batch: the loader's ``batch_size``.
+    """
+
+    def __init__(self, rank: int, size: int, batch: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.batch = batch
+        self.micro = 1
+        self.window = batch * size
+
+    def group(self, grouping: Grouping) -> bool:
+        """Cut the passes to come anew; tells whether that changes anything.
+
+        Raises:
+            MisconfigurationException: a window has fewer samples than there are ranks.
+        """
+        before = self.micro, self.window
+        self.micro, self.window = 1, self.batch * self.size
+        if not grouping.divides(self.size):
+            self.micro, self.window = grouping.micro(self.size), grouping.window(self.batch)
+        if self.window < self.size:
+            raise MisconfigurationException(
+                f"A step of this run has {self.window} samples, and an iterable data set cannot be shared out over "
+                f"{self.size} ranks then: use at most {self.window}."
+            )
+        return (self.micro, self.window) != before
+
+    def of(self, rank: int) -> Iterator[int]:
+        """Samples of each micro-batch of a rank."""
+        for number in itertools.count():
+            mine = self._before(number + 1, rank) - self._before(number, rank)
+            yield from (mine // self.micro + (part < mine % self.micro) for part in range(self.micro))
+
+    def taken(self, batches: int, workers: int) -> list[list[int]]:
+        """What each rank's workers have drawn after so many micro-batches, with which a window ends."""
+        if self.micro == 1 and self.window == self.batch * self.size:
+            mine = [(batches // workers + (worker < batches % workers)) * self.batch for worker in range(workers)]
+            return [mine] * self.size
+        if workers == 1:
+            return [[self._before(batches // self.micro, rank)] for rank in range(self.size)]
+        found = [[0] * workers for _ in range(self.size)]
+        for rank, of_rank in enumerate(found):
+            for number, count in enumerate(itertools.islice(self.of(rank), batches)):
+                of_rank[number % workers] += count
+        return found
+
+    def _before(self, windows: int, rank: int) -> int:
+        """Samples of a rank in so many windows."""
+        return -((rank - windows * self.window) // self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([0] * count for count in self.of(self.rank))  # a stream is asked by how many indices there are
 
 
 class Shard(IterableDataset[Any]):
@@ -46,6 +137,8 @@ class Shard(IterableDataset[Any]):
 
     Attributes:
         mark: a number that stands for the first sample of the stream, read by this copy; 0.0 where there is none.
+        lives: what has been drawn in this pass while there were other ranks; the others of its samples are shared
+            out as if they were the whole stream.
     """
 
     def __init__(self, dataset: Any, rank: int, size: int, key: int) -> None:
@@ -60,6 +153,8 @@ class Shard(IterableDataset[Any]):
         self._read = 0  # samples of the stream in this pass
         self._looked = False
         self._resume: dict[str, Any] | None = None
+        self.lives: list[Life] = []
+        self._drawn: list[int] = []  # samples that each of the lives has drawn, as far as they were read
 
     def set_epoch(self, epoch: int, turn: int) -> None:
         """For the next pass; the copies in persistent workers count epochs on from there."""
@@ -69,10 +164,12 @@ class Shard(IterableDataset[Any]):
         epoch = self.epoch + self._passes
         self._passes += 1
         self._read = 0
+        self._drawn = [0] * len(self.lives)
         call_set_epoch(self.dataset, epoch)
         state, self._resume = self._resume, None
         if state is not None:
             self._read, self._looked = state["read"], state["looked"]
+            self._drawn = list(state.get("drawn", self._drawn))
             self.dataset.load_state_dict(state["dataset"])
         return self._mine(make_key(self.key, "stream", epoch, self.turn))
 
@@ -93,16 +190,30 @@ class Shard(IterableDataset[Any]):
             self._read = number + 1
             if info is not None and not self._looked:
                 self._looked = info.looked
+            own = info is not None and self._looked
+            left = self._left(number, worker if own else None) if self.lives else number
+            if left is None:
+                continue
             if info is None or self._looked:
-                mine = number % self.size == self.rank
+                mine = left % self.size == self.rank
             else:
-                mine = number % (info.workers * self.size) == worker * self.size + self.rank
+                mine = left % (info.workers * self.size) == worker * self.size + self.rank
             if mine:
                 yield item
 
+    def _left(self, number: int, worker: int | None) -> int | None:
+        """The number of a sample among those that were left by all lives; None if one of them has drawn it."""
+        for place, life in enumerate(self.lives):
+            if life.has(number, worker):
+                self._drawn[place] += 1
+                return None
+            number -= self._drawn[place]
+        return number
+
     def state_dict(self) -> dict[str, Any]:
         """Samples read so far, and the data set's own state (it must have one)."""
-        return {"read": self._read, "looked": self._looked, "dataset": self.dataset.state_dict()}
+        drawn = {"drawn": list(self._drawn)} if self.lives else {}
+        return {"read": self._read, "looked": self._looked, **drawn, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import signal
@@ -65,7 +66,15 @@ def _deaf(loader: Iterable[Any]) -> Iterator[None]:
 @functools.cache
 def _kill_at_exit() -> None:
     """Once: Python ends what is left of them by a SIGTERM, of which they would hear nothing, and then waits."""
-    atexit.register(lambda: [worker.kill() for worker in multiprocessing.active_children() if worker.daemon])
+
+    def kill() -> None:
+        with contextlib.suppress(AttributeError, ValueError):  # torch's handler would raise, in what is done at the end
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in multiprocessing.active_children():
+            if worker.daemon:
+                worker.kill()
+
+    atexit.register(kill)
 
 
 class _Done:

@@ -8,24 +8,31 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec
-from torch.utils.data import DataLoader
 
-from lockstep.data.combined import LENGTHS, CombinedLoader, flatten
+from lockstep.data.combined import LENGTHS
 from lockstep.data.fixed import in_order
 from lockstep.data.mixed import Mixed
-from lockstep.data.sampler import length_of
-from lockstep.data.source import Draft, Source, Untouched, make_source
+from lockstep.data.recut import Grouping
+from lockstep.data.source import Draft, Source
 from lockstep.ground.comm import all_gather_tensor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.loop.elastic import Course, Origin
+from lockstep.loop.feeding import (
+    Gather,
+    Limit,
+    check_alike,
+    limited,
+    longest,
+    make_sources,
+    names_of,
+    no_batches,
+    opened,
+    shares,
+)
 
-Gather = Callable[[Tensor], Tensor]
-"""Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
-
-Limit = int | float | None
-"""As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
+Chart = Callable[[list[int], bool], Course]
+"""The course of a run, given the ``batch_size`` of its loaders and whether they can be cut into windows of any size."""
 
 _END = object()
 OTHER_STREAMS = (
@@ -96,8 +103,20 @@ class Feed:
     """
 
     def __init__(
-        self, source: Source, world: Place, num_batches: int | float, ahead: bool, gather: Gather | None
+        self,
+        source: Source,
+        world: Place,
+        count: int | float,
+        limited: bool,
+        ahead: bool,
+        gather: Gather | None,
+        course: Course,
+        batches: list[int],
     ) -> None:
+        self._limit = count if limited else math.inf  # rows of an epoch
+        num_batches = source.length if course.elastic else count
+        if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
+            num_batches = longest(num_batches, gather)
         self._source = source
         self._rank = world.rank
         self._size = world.size
@@ -105,8 +124,15 @@ class Feed:
         self._ahead = ahead
         #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
         self.num_batches = num_batches
-        self._start = 0
+        #: by what the run counts batches
+        self.course = course
+        #: ``batch_size`` of each loader; 1 of what is taken as it is
+        self.batches = batches
+        self._length = self._stop = num_batches
+        self._grouped = False
+        self._start = self._first = 0
         self._epoch = 0
+        self._accumulate = 1
         self._batches: Iterator[Any] = iter(())
         self._state: dict[str, Any] | None = None
 
@@ -122,6 +148,8 @@ class Feed:
         order: Literal["keyed", "torch"] | None = None,
         overfit: bool = False,
         gather: Gather | None = None,
+        chart: Chart | None = None,
+        planned: int | None = None,
     ) -> Feed:
         """The feed of what a ``train_dataloader`` hook returned.
 
@@ -138,14 +166,16 @@ class Feed:
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
             overfit: ``overfit_batches``: read loaders in order.
             gather: collective for what ranks must agree on, if not over the default process group.
+            chart: how a run counts batches that other ranks have begun; default: by these ranks.
+            planned: the number of ranks that it counts by, where it is known before.
 
         Raises:
-            MisconfigurationException: no batches, a limit that cannot be, loaders that differ between ranks.
+            MisconfigurationException: no batches, a limit or a number of ranks that cannot be, loaders that differ.
         """
         if gather is None and world.size > 1:
             gather = all_gather_tensor
         by_torch = order == "torch"
-        draft = Draft(world.rank, world.size, seed, "train", True, distribute, torch_order=by_torch, gather=gather)
+        draft = Draft(world.rank, world.size, seed, "train", True, distribute, by_torch, planned or world.size, gather)
         loaders, spec, mode = opened(source, "max_size_cycle")
         if mode == "sequential":
             raise MisconfigurationException(
@@ -158,28 +188,81 @@ class Feed:
         if overfit:
             loaders = list(map(in_order, loaders, names))
         parts = make_sources(loaders, draft, names)
-        ahead = check_alike(parts, draft, names)
-        for part, loader, name in zip(parts, loaders, names, strict=True):
-            if part.length == 0:
-                raise MisconfigurationException(no_batches(loader, name, world.size))
+        ahead, batches = check_alike(parts, draft, names), [part.batch for part in parts]
         made = parts[0] if spec is None else Mixed(parts, spec, mode)
-        count = limited(limit, made.length, "overfit_batches" if overfit else "limit_train_batches")
-        ahead = ahead and made.ahead
-        if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
-            count = longest(count, gather)
-        return cls(made, world, count, ahead, gather)
+        course = Course(world.size, world.size) if chart is None else chart(batches, made.flexible)
+        for part, loader, name in zip(parts, loaders, names, strict=True):
+            if part.planned(course.ranks) == 0:
+                raise MisconfigurationException(no_batches(loader, name, course.ranks))
+        whole = made.planned(course.ranks)
+        count = limited(limit, whole, "overfit_batches" if overfit else "limit_train_batches")
+        return cls(made, world, count, count < whole, ahead and made.ahead, gather, course, batches)
 
-    def begin(self, epoch: int, start_batch: int = 0) -> None:
-        """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on."""
+    def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
+        """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
+
+        Args:
+            epoch: counted from 0.
+            start_batch: counted as this life of the run counts.
+            accumulate: that of the :meth:`windows` to come.
+        """
+        self.prepare(epoch, accumulate)
         self._start = start_batch
-        self._epoch = epoch
         self._state = None
         if self._ahead:
-            self._batches = self._source.open(epoch, 0, start_batch, self.num_batches)
+            self._batches = self._source.open(epoch, 0, start_batch, self._stop)
+
+    def prepare(self, epoch: int, accumulate: int) -> None:
+        """Cut an epoch as other ranks have planned or begun it; does nothing where there are none."""
+        self._epoch, self._accumulate = epoch, accumulate
+        course, source, most = self.course, self._source, self._limit
+        self._first = course.begins(epoch)[0]
+        grouping = course.grouping(epoch, accumulate, most)
+        if grouping is None and not self._grouped:
+            return
+        self._grouped = True
+        source.group(grouping or Grouping(course.ranks, accumulate, most))
+        most = course.batches(most, accumulate)
+        if self._ahead:
+            self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
+        else:  # it ends when all ranks are through
+            self.num_batches, self._stop = course.batches(self.rows, accumulate), most
+
+    # -- batches of the plan
+
+    @property
+    def rows(self) -> int | float:
+        """Batches of an epoch by the count of the plan, after the limit; infinite where it is not known."""
+        if not self.course.elastic:
+            return self._length
+        return min(self._source.planned(self.course.ranks), self._limit)
+
+    def rows_at(self, number: int) -> int:
+        """Batches of the plan that are done after so many micro-batches of the epoch that was begun."""
+        if not self.course.elastic:
+            return number
+        rows, all_rows = self.course.rows(self._epoch, number, self._accumulate), self.rows
+        at_end = number >= self.num_batches and not math.isinf(all_rows)
+        return int(all_rows if at_end else min(rows, all_rows))
+
+    def begun(self, number: int, accumulate: int) -> int:
+        """Micro-batches of the window that is under way after so many of the epoch."""
+        return (number - self._first) % self.course.micro(accumulate)
+
+    def reached(self, number: int) -> Origin:
+        """A boundary of the epoch that was begun, for a life with other ranks."""
+        origin = self.course.origin
+        if origin is not None and (origin.epoch, origin.number) == (self._epoch, number):
+            return origin
+        return Origin(self._epoch, number, self.rows_at(number), self._source.place(number) if number else None)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
-        """The windows of the epoch, of ``accumulate`` micro-batches each, the last one perhaps of fewer."""
-        return self._known(accumulate) if self._ahead else self._fetched(accumulate)
+        """The windows of the epoch, of ``accumulate`` batches of the plan each, the last one perhaps of fewer.
+
+        These are as many micro-batches where the ranks are those of the plan.
+        """
+        micro = self.course.micro(accumulate)
+        return self._known(micro) if self._ahead else self._fetched(micro)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's loaders need to go on besides epoch and micro-batch; mostly {}."""
@@ -187,7 +270,9 @@ class Feed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the :meth:`begin` that goes on from where :meth:`state_dict` was taken."""
-        self._source.load_state_dict(state)
+        origin = self.course.origin
+        if not (self.course.moved and origin is not None and isinstance(origin.place, list)):  # read again up to there
+            self._source.load_state_dict(state)
 
     def close(self) -> None:
         """Drops the epoch that is under way and ends loader workers."""
@@ -197,8 +282,8 @@ class Feed:
     # -- windows whose weights are known before anything is fetched
 
     def _known(self, accumulate: int) -> Iterator[Window]:
-        source, batches, stop = self._source, self._batches, self.num_batches
-        begun = self._start % accumulate
+        source, batches, stop = self._source, self._batches, self._stop
+        begun = (self._start - self._first) % accumulate
         number = self._start - begun
         even = min(source.even, stop)
         same = [(float(source.batch), 1.0 / accumulate)] * accumulate
@@ -225,7 +310,7 @@ class Feed:
     # -- windows that must be fetched before anything is known
 
     def _fetched(self, accumulate: int) -> Iterator[Window]:
-        begun, stop = self._start % accumulate, self.num_batches
+        begun, stop = (self._start - self._first) % accumulate, self._stop
         number = self._start - begun
         batches = self._source.weighed(self._epoch, 0, number, stop)
         self._state = self._source.state_dict()
@@ -370,118 +455,3 @@ class EvaluationFeed:
         """Ends loader workers."""
         for source in self._sources:
             source.close()
-
-
-# -- what feeds are made of
-
-
-def opened(source: Any, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
-    """(loaders, their nest or None if there is but a bare one, mode) of what a loader hook returned."""
-    if isinstance(source, CombinedLoader):
-        return source.flattened, flatten(source.iterables)[1], source.mode
-    loaders, spec = flatten(source)
-    bare = len(loaders) == 1 and loaders[0] is source
-    return loaders, None if bare else spec, mode
-
-
-def make_sources(loaders: list[Any], draft: Draft, names: list[str]) -> list[Source]:
-    """A source for each loader."""
-    parts = enumerate(zip(loaders, names, strict=True))
-    return [make_source(loader, draft, number, name) for number, (loader, name) in parts]
-
-
-def names_of(hook: str, count: int) -> list[str]:
-    """What messages call the loaders of a hook."""
-    return [hook] if count == 1 else [f"{hook}[{number}]" for number in range(count)]
-
-
-def shares(mine: Sequence[float], total: float, size: int) -> list[tuple[float, float]]:
-    """(weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
-    return [(float(weight), weight * size / total) for weight in mine]
-
-
-def limited(limit: Limit, length: int | float, flag: str) -> int | float:
-    """Number of micro-batches under a ``limit_*_batches`` flag.
-
-    Raises:
-        MisconfigurationException: a part of a length that is not known, or less than one batch.
-    """
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return length
-    if isinstance(limit, int) or limit == 0:
-        return min(int(limit), length)
-    if math.isinf(length):
-        raise MisconfigurationException(
-            f"{flag}={limit} is a part of the loader's length, but the loader has none (no `__len__`): give "
-            f"a number of batches, such as {flag}=100, or 1.0 for all."
-        )
-    count = int(length * limit)
-    if count == 0 and length > 0:
-        raise MisconfigurationException(
-            f"{flag}={limit} of {length} batches is less than one: give at least {1 / length:.4g}, or a "
-            f"number of batches, such as {flag}=1."
-        )
-    return count
-
-
-def longest(count: int | float, gather: Gather) -> int | float:
-    """The number of micro-batches of the rank that has most."""
-    most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
-    return most if math.isinf(most) else int(most)
-
-
-def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:
-    """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
-
-    Raises:
-        MisconfigurationException: the ranks have different data sets or batch sizes.
-    """
-    if draft.gather is None or not parts:
-        return True
-    facts = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch] for part in parts]
-    ranks = draft.gather(torch.tensor(facts, dtype=torch.int64))
-    same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
-    for number, (part, name) in enumerate(zip(parts, names, strict=True)):
-        if not same[number] and not isinstance(part, Untouched):
-            lengths = ", ".join(str(length) for length in ranks[:, number, 0].tolist())
-            raise MisconfigurationException(
-                f"{name} is not the same on all ranks (batches by rank: {lengths}). lockstep shares one data "
-                "set out over the ranks: build the same loader on each; or, if each rank has data of its "
-                "own, set Trainer(use_distributed_sampler=False)."
-            )
-    return all(same)
-
-
-def no_batches(loader: Any, name: str, size: int) -> str:
-    """Why a loader gives no batches."""
-    samples = length_of(getattr(loader, "dataset", None))
-    if not isinstance(loader, DataLoader) or not samples:
-        return f"{name} has no batches: its data set is empty (length 0)."
-    if loader.drop_last:
-        needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")
-        return (
-            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {samples} "
-            f"samples do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
-        )
-    return f"{name} has no batches: its sampler yields no samples (its `len()` is 0)."
-
-
-def explain_loader_error(error: BaseException) -> MisconfigurationException | None:
-    """What to tell the user about an error that came out of a loader hook; None if it is not a known one.
-
-    Known are torch's own complaints about a `DistributedSampler` made before there is a process group, and
-    about ``shuffle=True`` over an empty data set.
-    """
-    text = str(error)
-    if "process group has not been initialized" in text:
-        return MisconfigurationException(
-            "A DistributedSampler was made before the process group exists (in one process there is none). "
-            "Leave the sampler out and give the DataLoader shuffle=True or False: lockstep shares the data "
-            "over the ranks by itself. Trainer(use_distributed_sampler=False) takes loaders as they are, "
-            "made in the loader hooks, where the group of a distributed strategy exists."
-        )
-    if "num_samples should be a positive integer value, but got num_samples=0" in text:
-        return MisconfigurationException(
-            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path or split."
-        )
-    return None

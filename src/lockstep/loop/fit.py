@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.seed import isolate_rng
+from lockstep.ground.seed import isolate_rng, set_random_states
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.data import Feed
+from lockstep.loop.elastic import Elastic
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.forwards import forwards
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
@@ -90,6 +91,7 @@ class FitLoop:
         self._stops = False
         self._time_limit: float | None = None
         self._most_steps = math.inf
+        self.elastic = Elastic(trainer)
         self.timing = ValidationTiming(trainer)
 
     max_epochs, min_epochs = _flag("max_epochs"), _flag("min_epochs")
@@ -101,7 +103,7 @@ class FitLoop:
         """Fit the trainer's module; returns how it ended."""
         trainer = self.trainer
         self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
-        self.validation.feed = None
+        self.validation.feed = self.elastic.saved = None
         trainer.should_stop = False
         self._time_limit = trainer.config.max_time
         self._most_steps = math.inf if trainer.config.max_steps == -1 else trainer.config.max_steps
@@ -109,12 +111,15 @@ class FitLoop:
         trainer.signals = self.signals = Signals(trainer)
         with session(trainer, TrainerFn.FITTING, ckpt_path, weights_only), self._anomalies():
             self.results = trainer.results
+            if self.signals.ending is not None:
+                return self._as_before(self.signals.ending)
             self.timing.start()
             trainer.loaders.check_reload(trainer.config.reload_dataloaders_every_n_epochs)
             self.step.setup()
             self._sanity_check()
             trainer.state.stage = RunningStage.TRAINING
             self.setup_data()
+            self.elastic.settle()
             if self._done() is None:
                 if self._validates:
                     self.validation.setup_data()
@@ -126,6 +131,8 @@ class FitLoop:
                 trainer.hooks.call("on_train_end")
             rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
             self._share_ending()
+            if trainer.interruption is None:
+                self.signals.ended(asdict(self._result()))
         self.progress.ended = trainer.interruption is None
         return self._result()
 
@@ -167,9 +174,12 @@ class FitLoop:
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
+            chart=self.elastic.chart,
+            planned=self.elastic.planned,
         )
-        batches = self.feed.num_batches
-        self.timing.plan(batches)
+        batches = self.feed.rows
+        self.timing.plan(batches, self.feed.rows_at if self.feed.course.elastic else None)
+        self.elastic.prepare(self.feed)
         if trainer.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
@@ -190,7 +200,8 @@ class FitLoop:
         if not whole:
             accumulate = trainer.config.accumulation(progress.epoch)
             log_every, validates = trainer.config.log_every_n_steps, self._validates
-            feed.begin(progress.epoch, progress.batch)
+            feed.begin(progress.epoch, progress.batch, accumulate)
+            step.counted = feed.rows_at if feed.course.elastic else int
             trainer.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             self._heed()
@@ -213,14 +224,14 @@ class FitLoop:
                 whole = progress.last
                 if self._stops:
                     break
-        self._end_epoch(whole)
+        self._end_epoch(whole, feed)
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
         """Do what was still to come after the batch of the checkpoint; tells whether it was the last one."""
         progress, feed = self.progress, self.feed
         assert feed is not None
         progress.last = progress.last or progress.batch >= feed.num_batches
-        at_end = progress.last or progress.batch % accumulate == 0
+        at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
         if progress.phase == BATCH_END and self._validates and self._validation_due(at_end):
             self._validate(at_end)
         if at_end and progress.phase != WINDOW_END:
@@ -231,7 +242,7 @@ class FitLoop:
         """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
         progress, trainer = self.progress, self.trainer
         if self.step.plateau_by_step:
-            self.step.step_plateau("step", progress.batch)
+            self.step.step_plateau("step", self.step.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
         stop = trainer.should_stop or progress.global_step >= self._most_steps
@@ -259,7 +270,7 @@ class FitLoop:
             self.trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
             self._reason = f"max_time={self._time_limit:g} s reached"
 
-    def _end_epoch(self, whole: bool) -> None:
+    def _end_epoch(self, whole: bool, feed: Feed) -> None:
         trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
         results.weight = 1.0  # what is logged from here on is no batch's
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
@@ -283,8 +294,11 @@ class FitLoop:
         if for_loggers:
             trainer.send_to_loggers(for_loggers, progress.windows - 1)
         if whole or self._done_in_epoch() is None:
+            progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
             progress.batch, progress.phase = 0, EPOCH_START
+            if self.signals is not None:
+                self.signals.epoch_ended()
 
     # -- stopping ------------------------------------------------------------------------------------------
 
@@ -435,6 +449,13 @@ class FitLoop:
         for_loggers = trainer.published.publish(values)
         if for_loggers:
             trainer.send_to_loggers(for_loggers, self.progress.windows)
+
+    def _as_before(self, ending: dict[str, Any]) -> Result:
+        """This fit has ended in an earlier attempt at the run, and all is as it was then: give its Result."""
+        if self.resumed is not None and "random" in self.resumed:
+            set_random_states(self.resumed["random"])
+        self.resumed, self._reason, self.progress.ended = None, ending["stopped"], True
+        return Result(**ending)
 
     def _restore_randomness(self) -> None:
         if self.resumed is not None:

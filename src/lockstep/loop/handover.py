@@ -1,12 +1,22 @@
-"""What a run in spawned processes brings back to the process that called it."""
+"""What a run in spawned or forked processes brings back to the process that called it."""
 
 from __future__ import annotations
 
+import io
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
+
+from lockstep.launch.parcel import pack
 
 # Parts of a torch module that its state_dict carries, or that belong to one process.
 _TORCH_OWN = ("_parameters", "_buffers", "_modules", "_trainer", "training")
+
+
+_parents: list[Any] = []
+"""In a forked rank: what its parent's objects held, files and threads say. Nothing of it may be tidied up here."""
 
 
 @dataclass
@@ -15,15 +25,17 @@ class Handover:
 
     Attributes:
         returned: what the loop gave.
-        module: the module, its tensors on the CPU.
-        callbacks: the callbacks, in the Trainer's order.
+        weights: the module's state dict, on the CPU.
+        attributes: what else the module holds.
+        callbacks: the callbacks, in the Trainer's order; of one that cannot travel, what of it can.
         progress: counters of the fit.
         published: the metrics that users read.
         state: what the Trainer was doing last.
     """
 
     returned: Any
-    module: Any
+    weights: dict[str, Any]
+    attributes: dict[str, Any]
     callbacks: list[Any]
     progress: Any
     published: Any
@@ -33,21 +45,88 @@ class Handover:
 def call(trainer: Any, loop: Any, *args: Any) -> Handover:
     """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
     returned = loop.run(*args)
+    if loop is trainer.predict_loop and returned is not None and trainer.config.use_distributed_sampler:
+        returned = in_turns(trainer.strategy.gather_objects(returned), len(loop.num_batches) > 1)
     module = trainer.lightning_module.cpu()
+    attributes = {
+        name: value for name, value in vars(module).items() if name not in _TORCH_OWN and not name.endswith("_hooks")
+    }
+    progress, published = trainer.fit_loop.progress, trainer.published
     return Handover(
-        returned, module, trainer.base_callbacks, trainer.fit_loop.progress, trainer.published, trainer.state
+        returned, module.state_dict(), attributes, trainer.base_callbacks, progress, published, trainer.state
     )
+
+
+def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
+    """What all ranks predicted, in the order of the loader, whose batches they were dealt in turn.
+
+    Args:
+        parts: the list of each rank: an entry for each batch, or a list of such for each loader.
+        several: whether there are several loaders.
+
+    Example:
+        >>> in_turns([["a", "c", "e"], ["b", "d"]], several=False)
+        ['a', 'b', 'c', 'd', 'e']
+    """
+    if several:
+        return [in_turns(list(of_one), several=False) for of_one in zip(*parts, strict=True)]
+    nothing = object()
+    dealt = zip_longest(*parts, fillvalue=nothing)
+    return [batch for batches in dealt for batch in batches if batch is not nothing]
+
+
+def call_in_copy(trainer: Any) -> Callable[..., Handover]:
+    """In the process that is about to be forked: what its copies are to call in place of :func:`call`.
+
+    There the Trainer and its parts let go of what is bound to this process, as if they had been pickled.
+    """
+    if trainer.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
+        import torch._dynamo  # noqa: F401
+    strategy = trainer.strategy
+    parts = (strategy.checkpoint_io, trainer.profiler, *trainer.loggers, *trainer.base_callbacks, strategy, trainer)
+    states = [(part, part.__getstate__()) for part in parts if _says_what_travels(part)]
+
+    def call_there(trainer: Any, loop: Any, *args: Any) -> Handover:
+        for part, state in states:
+            _parents.append(dict(vars(part)))
+            getattr(part, "__setstate__", vars(part).update)(state)
+        for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
+            if tensor.device.type == "cpu" and tensor.is_shared():  # all ranks would step on the same numbers
+                tensor.data = tensor.data.clone()
+        handover = call(trainer, loop, *args)
+        # what could not have travelled here need not be able to travel back
+        handover.attributes = _portable(handover.attributes)
+        handover.callbacks = [c if _travels(c) else _portable(vars(c)) for c in handover.callbacks]
+        return handover
+
+    return call_there
 
 
 def take_over(trainer: Any, handover: Handover) -> Any:
     """In the calling process: go on as if the loop had run here; gives what it returned."""
     module = trainer.lightning_module
-    module.load_state_dict(handover.module.state_dict())
-    for name, value in vars(handover.module).items():
-        if name not in _TORCH_OWN and not name.endswith("_hooks"):
-            object.__setattr__(module, name, value)
+    module.load_state_dict(handover.weights)
+    for name, value in handover.attributes.items():
+        object.__setattr__(module, name, value)
     for mine, theirs in zip(trainer.base_callbacks, handover.callbacks, strict=True):
-        vars(mine).update(vars(theirs))
+        vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
     trainer.fit_loop.progress, trainer.published = handover.progress, handover.published
     trainer.state = handover.state
     return handover.returned
+
+
+def _says_what_travels(part: Any) -> bool:
+    """Whether its class says what of it travels; from Python 3.11 on `object` has the method, too."""
+    return getattr(type(part), "__getstate__", None) is not getattr(object, "__getstate__", None)
+
+
+def _portable(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if _travels(value)}
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pack(value, io.BytesIO())
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
+        return False
+    return True

@@ -21,6 +21,7 @@ class Progress:
         epoch: the epoch that runs, counted from 0; the number of finished epochs between two.
         batch: training batches finished in this epoch (the one whose ``on_train_batch_end`` runs included).
         total_batches: training batches finished in all epochs.
+        earlier: those of the epochs before this one, counted as the run's plan counts them.
         global_step: optimizer steps, of all optimizers, as ``trainer.global_step``.
         windows: windows finished; the x axis of the loggers.
         last: whether the batch that was begun last is its epoch's last, as ``trainer.is_last_batch``.
@@ -40,6 +41,7 @@ class Progress:
     seconds: float = 0.0
     train_loaded: int | None = None
     val_loaded: int | None = None
+    earlier: int = 0
 
     ended = False  # whether this fit ended by itself; says nothing to a resumed one, so it is no field
 
@@ -55,6 +57,7 @@ class Progress:
             total_batches=self.total_batches,
             global_step=self.global_step,
             windows=self.windows,
+            earlier=self.total_batches,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,24 +68,25 @@ class Progress:
         """Take over the counters of :meth:`state_dict`."""
         for field in fields(self):
             setattr(self, field.name, state.get(field.name, field.default))
+        if "earlier" not in state:
+            self.earlier = self.total_batches - self.batch
 
-    def reshare(self, before: int, now: int, begun: int, accumulate: int) -> None:
-        """Go on with ``now`` ranks where ``before`` ranks were, at the last boundary that both have.
+    def reshare(self, boundary: int, number: int | None) -> None:
+        """Go on with other ranks or batches than those that came so far, from the last boundary on.
 
         Args:
-            before: ranks that shared the epoch's batches so far.
-            now: ranks that share what is left; what they had drawn together is not drawn again, but for less than
-                one window where the numbers do not divide.
-            begun: batches of the window under way, whose gradients are lost.
-            accumulate: batches of a window from here on.
+            boundary: batches of the epoch up to there; what came after it is lost.
+            number: the same by the count that holds from here on; None: the epoch begins anew.
         """
-        if begun:
+        if self.last and number is not None:
+            self.batch = max(number, 1)
+            return
+        if self.batch > boundary:
             self.phase = WINDOW_END
-            self.total_batches -= begun
-        if not self.last:
-            self.batch = (self.batch - begun) * before // now
-            self.batch -= self.batch % accumulate
-            self.phase = self.phase if self.batch else EPOCH_START
+            self.total_batches -= self.batch - boundary
+        self.batch = number or 0
+        if number is None:
+            self.phase = EPOCH_START
 
     def load_lightning(self, checkpoint: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint that Lightning 2.x wrote.
@@ -99,6 +103,7 @@ class Progress:
         inside = epochs.get("processed", 0) < epochs.get("started", 0)
         self.epoch = int(epochs.get("processed", checkpoint.get("epoch", -1) + 1))
         self.batch = int(batches.get("current", {}).get("processed", 0)) if inside else 0
+        self.earlier = self.total_batches - self.batch
         self.last = bool(batches.get("is_last_batch", False))
         self.phase = VALIDATED if inside and self.batch else EPOCH_START
 

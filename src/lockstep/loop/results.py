@@ -311,6 +311,22 @@ class Results:
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
 
 
+def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What several ranks had collected in an epoch, as one of them goes on with it; see `Results.state_dict`."""
+    found: dict[Key, dict[str, Any]] = {}
+    for saved in (each for part in parts for each in part):
+        key: Any = tuple(saved["key"])
+        if key not in found:
+            found[key] = dict(saved)
+            continue
+        first, op = found[key], Entry(key, tuple(saved["options"])).op
+        totals = first["total"], saved["total"]
+        first["total"] = min(totals) if op == "min" else max(totals) if op == "max" else sum(totals)
+        first["weight"] += saved["weight"]
+        first["fresh"] = first.get("fresh", True) or saved.get("fresh", True)
+    return list(found.values())
+
+
 def _combine(op: str, parts: list[tuple[float, float]]) -> float:
     values = [value for value, weight in parts if weight]
     if op == "mean":

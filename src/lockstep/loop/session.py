@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed
-from lockstep.ground.states import TrainerFn, TrainerStatus
+from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
 from lockstep.launch import attendance
-from lockstep.launch.gate import compared
+from lockstep.launch.gate import compared, told_by
 from lockstep.launch.heed import ENDED
 from lockstep.launch.interrupt import interruptible
 from lockstep.loop import state
@@ -80,7 +81,10 @@ def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | N
         if trainer.signals is not None:
             trainer.signals.failing = True
         attendance.failed(error)  # the others need not wait for what follows
-        _failed(trainer, error)
+        reason = attendance.named(error)
+        _failed(trainer, reason)
+        if reason is not error:
+            raise reason from error
         raise
     else:
         if fn is TrainerFn.FITTING:
@@ -94,6 +98,18 @@ def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | N
         trainer.state.status = TrainerStatus.FINISHED
     finally:
         _release(trainer)
+
+
+def _be_watched(trainer: Any) -> None:
+    """Say how long this rank may wait, and who knows where it is, to those who look for hangs."""
+    attendance.expect(trainer.config.hang_timeout, trainer.config.hang_kill)
+    told_by(partial(_whereabouts, trainer))
+
+
+def _whereabouts(trainer: Any) -> tuple[str, int]:
+    """The hook that runs, and the training batch; -1: none."""
+    stage, hook = trainer.state.stage, trainer.results.hook[0]
+    return hook, trainer.fit_loop.progress.batch if stage is RunningStage.TRAINING else -1
 
 
 def name_ways_out(error: BaseException) -> None:
@@ -120,11 +136,14 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
     check_module(trainer, fn)
     strategy.setup_environment()
+    _be_watched(trainer)
     if trainer.config.debug == "collectives" and strategy.world_size > 1:
         watched.enter_context(compared())
     # "last" is what rank 0 found: another node may see its files later
     found = ckpt_path if trainer.signals is None else trainer.signals.resume_from(ckpt_path)
-    ckpt_path = trainer._ckpt_path = strategy.broadcast(found)
+    asked, ckpt_path = ckpt_path, strategy.broadcast(found)
+    # the run's own may be displaced by a newer one, as if nothing had happened
+    trainer._ckpt_path = asked if trainer.signals is not None and trainer.signals.goes_on else ckpt_path
     trainer.agreement = strategy.make_agreement()
     trainer.stop_flag = trainer.agreement.register("stop")
     trainer.interrupt_flag = trainer.agreement.register("interrupt")
@@ -152,6 +171,8 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     if checkpoint is not None:
         state.restore_model(trainer, checkpoint)
         state.restore_callbacks(trainer, checkpoint)
+        if trainer.signals is not None:
+            trainer.signals.restore(checkpoint)
     strategy.setup_module(module, module.backward if is_overridden("backward", module, LightningModule) else None)
     if fn is TrainerFn.FITTING:
         own_step = is_overridden("lr_scheduler_step", module, LightningModule)
@@ -295,6 +316,7 @@ def _release(trainer: Any) -> None:
     if trainer.agreement is not None:
         trainer.agreement.close()
     trainer.state.stage = None
+    told_by(None)
     if trainer.instruments is not None:
         trainer.instruments.conclude()
 

@@ -1,19 +1,25 @@
-"""Signals to a fit: heard by a rank or several, agreed on, and acted on by all together at a boundary."""
+"""Signals to a fit, and the saving of a run that is started anew: agreed on, and acted on by all at a boundary."""
 
 from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.launch.attempts import Attempts
 from lockstep.launch.heed import end_at_once, heeding, is_under_lockstep, send_again, unheeded
-from lockstep.launch.requeue import Job, await_end, job_here
+from lockstep.launch.requeue import await_end
+from lockstep.launch.rerun import attempts_here
 from lockstep.loop import state
+from lockstep.loop.mismatch import load_weights
 
 TERMINATED = "SIGTERM"
 """What ``trainer.interruption`` says of a fit that SIGTERM has ended."""
@@ -21,11 +27,17 @@ TERMINATED = "SIGTERM"
 AGAIN = 1.0
 """Seconds after which a second SIGTERM is no echo of the first: schedulers send it twice within milliseconds."""
 
+DUE = -1
+"""In place of a signal: the run is to be saved, and goes on."""
+
+OFTEN = 600.0
+"""Seconds after which a run that may be started anew, and that nobody else saves, is saved within an epoch, too."""
+
 
 @contextmanager
 def undisturbed(trainer: Any) -> Iterator[None]:
     """Have the signals that ask a job to requeue end nothing while a module is evaluated: there is nothing to save."""
-    job = job_here(trainer.default_root_dir, trainer._cluster)
+    job = attempts_here(trainer.default_root_dir, trainer._cluster)
     with heeding(() if job is None else job.asks, lambda number: None):
         yield
 
@@ -45,17 +57,30 @@ class Signals:
     - In a task of a SLURM job the run is saved first. SIGUSR1 and SIGUSR2 have rank 0 put the job back into the queue
       (SIGTERM says that SLURM has decided already), and all wait for SLURM to end them. The job's next attempt goes on
       from there. If SLURM refuses, the fit goes on.
+    - In a run that ``lockstep run`` may start anew, SIGTERM has it saved before it ends. Such a run is also saved when
+      the fit has ended, and, where no callback saves it, at the end of every epoch and every ten minutes.
 
     Args:
         trainer: before its fit.
+
+    Attributes:
+        ending: how this fit ended in an earlier attempt, if it did: it is not run again.
+        goes_on: whether it goes on from what an earlier attempt at a run of ``lockstep run`` has saved.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.call = next(_fits)
-        self.job: Job | None = job_here(trainer.default_root_dir, trainer._cluster)
+        self.job: Attempts | None = attempts_here(trainer.default_root_dir, trainer._cluster)
+        if self.job is not None and self.job.is_kept and trainer.fast_dev_run:
+            self.job = None
         self.asked = 0
         self.failing = False
+        self.ending: dict[str, Any] | None = None
+        self.goes_on = False
+        self._heard = 0  # the last signal that has not been acted on
+        self._keeps = False
+        self._clock: threading.Timer | None = None
         self._flag = 0
         self._at = 0.0
 
@@ -64,41 +89,80 @@ class Signals:
         """Hear of signals while the fit runs; SIGTERM that came too late for its last boundary is sent again."""
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
-        with heeding(numbers, self._note):
-            yield
+        try:
+            with heeding(numbers, self._note):
+                yield
+        finally:
+            if self._clock is not None:
+                self._clock.cancel()
         if self.asked == signal.SIGTERM:
             send_again(signal.SIGTERM)
 
     def _note(self, number: int) -> None:
         if number == signal.SIGTERM:
             self.trainer.received_sigterm = True
-            again = self.asked == number and time.monotonic() - self._at > AGAIN and self.job is None
+            waits = self.job is not None and self.job.requeues
+            again = self.asked == number and time.monotonic() - self._at > AGAIN and not waits
             if self.failing or again:
                 end_at_once()
             self._at = self._at if self.asked == number else time.monotonic()
         if self.asked != signal.SIGTERM:
-            self.asked = number
+            self._heard = self.asked = number
+
+    def _due(self) -> None:
+        """It is time to save; in any thread."""
+        if self.asked == 0:
+            self.asked = DUE
+            if self._heard:  # it has come between these lines
+                self.asked = self._heard
 
     # -- before the loop -----------------------------------------------------------------------------------
 
     def set_up(self) -> None:
         """Take a flag of the run's agreement; its ranks are connected."""
-        self._flag = self.trainer.agreement.register("signal")
+        trainer = self.trainer
+        self._flag = trainer.agreement.register("signal")
+        self._keeps = self.job is not None and self.job.is_kept and not any(map(_saves, trainer.callbacks))
+        self._wind_up()
+
+    def _wind_up(self) -> None:
+        """On rank 0: count the time to the next save."""
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._keeps and self.trainer.is_global_zero:
+            self._clock = threading.Timer(OFTEN, self._due)
+            self._clock.daemon = True
+            self._clock.start()
 
     def resume_from(self, asked: Any) -> Any:
-        """On rank 0: what an earlier attempt at this job saved last, which goes before what the script asks for."""
+        """On rank 0: what an earlier attempt at this run saved last, which goes before what the script asks for.
+
+        Collective in a run of ``lockstep run``.
+        """
         job, strategy = self.job, self.trainer.strategy
         if job is None:
             return asked
         strategy.before_touching = job.check
-        if not self.trainer.is_global_zero:
-            return asked
-        job.enter()
-        strategy.after_saving = lambda path: job.saved(storage.absolute(path), self.call)
-        path = job.newest(self.call)
+        agents = strategy.gather_objects(job.agent) if job.agent else []
+        path = None
+        if self.trainer.is_global_zero:
+            job.enter(agents)
+            strategy.after_saving = lambda path: job.saved(storage.absolute(path), self.call)
+            path = job.newest(self.call)
+        if job.agent:
+            claim, self.goes_on = strategy.broadcast((job.claim(), path is not None))
+            job.join(claim)
         if path is not None:
-            rank_zero_info(f"SLURM job {job.number}, attempt {job.attempt + 1}: the fit goes on from {path}")
+            rank_zero_info(f"{job}: the fit goes on from {path}")
         return asked if path is None else path
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Take in that an earlier attempt has brought this fit to its end, if it has."""
+        ended = checkpoint.get(state.OWN, {}).get("ended") if self.goes_on else None
+        if ended is not None:
+            rank_zero_info(f"{self.job}: the fit has ended there, and is not run again")
+            self.ending = ended["result"]
+            load_weights(self.trainer, self.trainer.lightning_module, ended["weights"])
 
     # -- at a boundary -------------------------------------------------------------------------------------
 
@@ -117,33 +181,34 @@ class Signals:
         if trainer.world_size > 1 and not trainer.agreement.now(self._flag):
             return  # Ctrl-C
         heard = trainer.strategy.gather_objects(self.asked)
-        number = signal.SIGTERM if signal.SIGTERM in heard else next(filter(None, heard), 0)
-        name = signal.Signals(number).name if number else "a signal"
+        number = signal.SIGTERM if signal.SIGTERM in heard else max(0, *heard)
         trainer.received_sigterm = trainer.received_sigterm or number == signal.SIGTERM
         for flag in (self._flag, trainer.interrupt_flag):
             trainer.agreement.lower(flag)
-        if job is not None and job.requeues and number:
-            self._save(job, name)
-            refused = self._leave(job, number)
+        if job is not None and number == 0 and DUE in heard:
+            self._save(job)
+            self._wind_up()
+        elif job is not None and job.saves and number:
+            name = signal.Signals(number).name
+            rank_zero_info(f"{name}: all ranks save to {job.checkpoint(self.call)}")
+            self._save(job)
+            refused = self._leave(job, number) if job.requeues else None
             if refused is not None:
                 rank_zero_warn(f"{name}: the run is saved, and goes on, for the job was not requeued: {refused}")
-                self.asked = 0
-                return
-        self.asked = 0
+                number = 0
+        self.asked = self._heard = 0
         if number == signal.SIGTERM:
             trainer.interruption, trainer.should_stop = TERMINATED, True
             trainer.agreement.request(trainer.interrupt_flag)
             trainer.agreement.now(trainer.interrupt_flag)
 
-    def _save(self, job: Job, name: str) -> None:
-        path = job.checkpoint(self.call)
-        rank_zero_info(f"{name}: all ranks save to {path}")
-        state.save(self.trainer, path)
+    def _save(self, job: Attempts, also: Callable[[dict[str, Any]], None] | None = None) -> None:
+        state.save(self.trainer, job.checkpoint(self.call), also=also)
         state.finish(self.trainer)
         for logger in self.trainer.loggers:
             logger.save()
 
-    def _leave(self, job: Job, number: int) -> str | None:
+    def _leave(self, job: Attempts, number: int) -> str | None:
         """Wait to be ended; gives the reason if the job was not requeued, None where it is time to end by oneself."""
         with unheeded(signal.SIGTERM):  # it comes before scontrol returns, and ends a rank that waits for rank 0, too
             refused = ""
@@ -159,9 +224,38 @@ class Signals:
             await_end()
             return None
 
+    def epoch_ended(self) -> None:
+        """An epoch is over: where nobody else saves the run, it is time to."""
+        if self._keeps:
+            self._due()
+
     # -- after the loop ------------------------------------------------------------------------------------
+
+    def ended(self, result: dict[str, Any]) -> None:
+        """The loop has ended by itself: keep that, so that no later attempt runs this fit again. Collective."""
+        job = self.job
+        if job is None or not job.is_kept or self.ending is not None:
+            return
+        trainer = self.trainer
+        weights = trainer.strategy.module_state(trainer.lightning_module, alone=False)
+
+        def add(checkpoint: dict[str, Any]) -> None:
+            # from the rest of it callbacks may make other weights: those before their average, to go on with. Mostly
+            # these are the same tensors as in the rest, which the file holds once
+            checkpoint[state.OWN]["ended"] = {"result": result, "weights": weights}
+
+        self._save(job, add)
+        trainer.strategy.after_saving = None  # what the script saves from here on is not of the loop's end
 
     def done(self) -> None:
         """The fit has come to its end."""
         if self.job is not None and self.trainer.is_global_zero:
             self.job.done(self.call)
+
+
+def _saves(callback: Any) -> bool:
+    """Whether a callback writes checkpoints while training goes well, from which a fit can go on."""
+    if not isinstance(callback, Checkpoint) or isinstance(callback, OnExceptionCheckpoint):
+        return False
+    kept = getattr(callback, "save_top_k", -1) != 0 or getattr(callback, "save_last", None)
+    return bool(kept) and not getattr(callback, "save_weights_only", False)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.checkpoint import storage
@@ -13,10 +16,10 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.rank import log, rank_zero_info, warn_once
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.ground.states import TrainerStatus
+from lockstep.ground.states import TrainerFn, TrainerStatus
 from lockstep.loop.mismatch import load_optimizer, load_weights
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
-from lockstep.loop.results import is_metric
+from lockstep.loop.results import is_metric, merged
 from lockstep.module import check_weights
 
 OWN = "lockstep"  # our own part of a checkpoint; everything else is under Lightning's names
@@ -84,7 +87,7 @@ def _resume(trainer: Any) -> dict[str, Any]:
         "data": feed.state_dict() if feed is not None else {},
     }
     # batches of a window under way; in manual optimization only the user knows where a window ends
-    begun = 0 if progress.last else progress.batch % trainer.config.accumulation(progress.epoch)
+    begun = _begun(trainer, progress.batch, progress.epoch, progress.last)
     if begun or not module.automatic_optimization:
         part["weights"] = trainer.fit_loop.step.weights
         part.update(trainer.strategy.held_gradients())
@@ -95,13 +98,19 @@ def _resume(trainer: Any) -> dict[str, Any]:
 def _resume_alone(trainer: Any) -> dict[str, Any]:
     """The same without the ranks' own parts, and so without gradients: the window under way begins again."""
     saved = {**trainer.fit_loop.progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
-    begun = 0 if saved["last"] else saved["batch"] % trainer.config.accumulation(saved["epoch"])
+    begun = _begun(trainer, saved["batch"], saved["epoch"], saved["last"])
     if begun:
         saved["batch"] -= begun
         saved["total_batches"] -= begun
         saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
     ranks: list[dict[str, Any]] = [{"data": {}}] * trainer.world_size
-    return _common(trainer, saved, 0, ranks, trainer.strategy.rank_states(alone=True))
+    return _common(trainer, saved, begun, ranks, trainer.strategy.rank_states(alone=True))
+
+
+def _begun(trainer: Any, batch: int, epoch: int, last: bool) -> int:
+    """Batches of a window that is under way after so many of an epoch."""
+    feed = trainer.fit_loop.feed
+    return 0 if last or not batch or feed is None else int(feed.begun(batch, trainer.config.accumulation(epoch)))
 
 
 def _common(
@@ -111,7 +120,7 @@ def _common(
         **({"strategy of ranks": of_strategy} if of_strategy else {}),
         "progress": progress_state,
         "seed": trainer.seed,
-        "begun": begun,
+        "plan": trainer.fit_loop.elastic.state_dict(trainer.fit_loop.progress, begun),
         "strategy": trainer.strategy.state_dict(),
         "metrics": {name: value.cpu() for name, value in trainer.published.callback.items()},
         "ranks": ranks,
@@ -122,9 +131,21 @@ def _metric_state(metric: Any) -> dict[str, Any]:
     return {"states": metric._copy_state_dict(), "count": metric._update_count}
 
 
-def save(trainer: Any, path: str | os.PathLike[str], weights_only: bool = False, storage_options: Any = None) -> None:
-    """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank."""
+def save(
+    trainer: Any,
+    path: str | os.PathLike[str],
+    weights_only: bool = False,
+    storage_options: Any = None,
+    also: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank.
+
+    Args:
+        also: adds to it; called on every rank.
+    """
     checkpoint = collect(trainer, weights_only)
+    if also is not None:
+        also(checkpoint)
     error: BaseException | None = None
     try:
         trainer.strategy.save_checkpoint(checkpoint, path, storage_options)
@@ -229,6 +250,8 @@ def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
     own = checkpoint.get(OWN, {})
     if own.get("seed") is not None:
         trainer.seed = own["seed"]  # the order of data goes on as it was
+    if trainer.state.fn is TrainerFn.FITTING:
+        trainer.fit_loop.elastic.read(own)
     return checkpoint
 
 
@@ -283,9 +306,11 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
         if len(ranks) == trainer.world_size:
             fit_loop.resumed = ranks[trainer.global_rank]
         else:
-            accumulate = trainer.config.accumulation(fit_loop.progress.epoch)
-            fit_loop.progress.reshare(len(ranks), trainer.world_size, own["begun"], accumulate)
-            fit_loop.resumed = {"data": {}}
+            mine = ranks[trainer.global_rank :: trainer.world_size]
+            kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none
+            metrics = {name: [of_rank[name] for of_rank in kept] for name in (kept[0] if kept else ())}
+            logged = merged([part.get("results", []) for part in mine])
+            fit_loop.resumed = {"data": {}, "results": logged, "metrics": metrics}
     else:
         fit_loop.progress.load_lightning(checkpoint)
         fit_loop.resumed = {"data": {}}
@@ -302,22 +327,46 @@ def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
 def restore_rank(trainer: Any, part: dict[str, Any]) -> None:
     """This rank's part, at the last moment before training goes on: random states, sums, data, gradients.
 
-    It is empty where the run goes on with another number of ranks, or was written by Lightning.
+    Where the run goes on with another number of ranks it holds what was logged alone; written by Lightning, nothing.
     """
     module = trainer.lightning_module
     trainer.fit_loop.feed.load_state_dict(part["data"])
+    trainer.results.load_state_dict(part.get("results", []))
+    modules = dict(module.named_modules())
+    for name, saved in part.get("metrics", {}).items():
+        load_metric(modules[name], saved if isinstance(saved, list) else [saved])
     if "random" not in part:
         return
-    trainer.results.load_state_dict(part["results"])
-    modules = dict(module.named_modules())
-    for name, saved in part["metrics"].items():
-        metric = modules[name]
-        for key, value in saved["states"].items():
-            setattr(metric, key, _to(value, metric.device))
-        metric._update_count, metric._computed = saved["count"], None
     trainer.strategy.hold_gradients(part)
     trainer.fit_loop.step.weights = part.get("weights")
     set_random_states(part["random"])
+
+
+def load_metric(metric: Any, saved: list[dict[str, Any]]) -> None:
+    """A torchmetrics object's state, from one rank or from several whose states can be put together."""
+    reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
+    if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
+        warn_once(
+            f"{type(metric).__name__} has a state that cannot be put together from several ranks, and the run goes on "
+            "with fewer: in the epoch that was under way it counts what comes from here on."
+        )
+        return
+    for key in saved[0]["states"]:
+        value = saved[0]["states"][key]
+        for part in saved[1:]:
+            more = part["states"][key]
+            value = value + more if isinstance(value, list) else MERGES[reductions[key]](value, more)
+        setattr(metric, key, _to(value, metric.device))
+    metric._update_count, metric._computed = sum(part["count"] for part in saved), None
+
+
+# by the names of torchmetrics' functions
+MERGES: dict[str, Callable[[Any, Any], Any]] = {
+    "dim_zero_sum": torch.add,
+    "dim_zero_max": torch.maximum,
+    "dim_zero_min": torch.minimum,
+    "dim_zero_cat": lambda *tensors: torch.cat(tensors),
+}
 
 
 def _to(value: Any, device: Any) -> Any:

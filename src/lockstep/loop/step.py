@@ -71,6 +71,7 @@ class Step:
             LightningOptimizer(opt, self._stepped_by_user, self.module, self.strategy.synchronize) for opt in optimizers
         ]
         self.use_schedulers(configs)
+        self.counted: Callable[[int], int] = int  # micro-batches of an epoch as the run's plan counts them
         self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
         self._unweighed = False  # whether it returned a loss without one in this window
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
@@ -355,7 +356,7 @@ class Step:
         if self.shared:
             self.agreement.settle(True)
         if self._by_step:
-            self._step_schedulers(self._by_step, batch_idx + 1)
+            self._step_schedulers(self._by_step, self.counted(batch_idx + 1))
         if self.progress.last and self._by_epoch:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ class ValidationTiming:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.every: int | float | None = None
+        self._counted: Callable[[int], int] | None = None
         self._seconds = math.inf
         self._since = 0.0
         self._flag = 0
@@ -32,13 +34,18 @@ class ValidationTiming:
         self._since = time.monotonic()
         self._flag = self._trainer.agreement.register("validate")
 
-    def plan(self, batches: int | float) -> None:
+    def plan(self, batches: int | float, counted: Callable[[int], int] | None = None) -> None:
         """Take in how many training batches an epoch has.
+
+        Args:
+            batches: by the count of the run's plan.
+            counted: tells that count from this rank's; None: they are the same.
 
         Raises:
             MisconfigurationException: an interval that does not go with this number.
         """
         self.every = _interval(self._trainer.config, batches)
+        self._counted = counted
 
     def in_epoch(self, epoch: int) -> bool:
         """Whether this epoch is validated at all."""
@@ -50,8 +57,13 @@ class ValidationTiming:
         every = self.every
         if every is None:
             return at_window_end and self._time_is_up()
-        count = progress.total_batches if self._trainer.config.check_val_every_n_epoch is None else progress.batch
-        return progress.last if every == math.inf else count % every == 0
+        if every == math.inf:
+            return progress.last
+        earlier = progress.earlier if self._trainer.config.check_val_every_n_epoch is None else 0
+        if self._counted is None:
+            return (earlier + progress.batch) % every == 0
+        before, after = (earlier + self._counted(number) for number in (progress.batch - 1, progress.batch))
+        return before // every < after // every  # a batch of ours may step over the one at which it is due
 
     def _time_is_up(self) -> bool:
         """Rank 0's clock decides, and all ranks learn of it at the same boundary."""

@@ -1,0 +1,8 @@
+"""``python -m lockstep``: the command ``lockstep``."""
+
+import sys
+
+from lockstep.cli.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

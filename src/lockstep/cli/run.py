@@ -1,0 +1,275 @@
+"""``lockstep run``: a script on all devices of one node or of several, started anew when a rank has failed."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+if TYPE_CHECKING:
+    from lockstep.launch.agent import Plan
+
+USAGE = "lockstep run [options] script.py [options] [arguments of the script]"
+ABOUT = """\
+Start a script once for each device, on one node or on several, by torch's elastic agent.
+
+The script needs no change: its Trainer finds the ranks there, as under torchrun. Leave its devices and num_nodes
+out, or let them say the same. Options may stand before the script and directly behind it; what follows from the first
+word that is none of them, or from --, is the script's own.
+"""
+EXAMPLES = """\
+examples:
+  lockstep run train.py --devices 4 --lr 0.1
+  lockstep run --devices 4 --max-restarts 3 -m project.train
+  lockstep run --resume --max-restarts 3 train.py            goes on where a killed run of this command was
+  on each of two nodes, with --node-rank 0 and 1:
+  lockstep run train.py --devices 8 --nodes 2 --node-rank 0 --master-addr node1 --max-restarts 3
+"""
+MASTER_PORT = 29400
+
+
+class Wrong(ValueError):
+    """What somebody typed cannot be done: one sentence."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command ``lockstep``; gives the exit code.
+
+    Args:
+        argv: the words behind it; None: those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("-h", "--help"):
+        print("usage: lockstep run ...\n\n  run    start a script on all devices of one node or several (run --help)")
+        return 0
+    if not words or words[0] != "run":
+        given = repr(words[0]) if words else "nothing"
+        print(f"lockstep: {given} is no command of lockstep; there is: lockstep run", file=sys.stderr)
+        return 2
+    try:
+        return run(words[1:])
+    except ValueError as error:  # a MisconfigurationException is one
+        text = str(error)
+        print(text if text.startswith("lockstep run: ") else f"lockstep run: {text}", file=sys.stderr)
+        return 2
+
+
+def run(words: Sequence[str]) -> int:
+    """Start what ``lockstep run`` is told by ``words``, wait for its end, and give its exit code.
+
+    Raises:
+        Wrong: with the option, its value, and the way out.
+        MisconfigurationException: this process is a rank itself, or a port is taken.
+    """
+    plan = planned(words)
+    from lockstep.launch.agent import start  # torch's agent costs 0.3 s, and --help needs none
+
+    return start(plan)
+
+
+def planned(words: Sequence[str]) -> Plan:
+    """The words of the command as a plan.
+
+    Raises:
+        Wrong: with the option, its value, and the way out.
+    """
+    options, script = _split(list(words))
+    few, most = _nodes(options.nodes)
+    devices = _devices(options.devices)
+    address, port = _meeting(options, few, most)
+    for name in ("max_restarts", "patience", "shutdown_timeout"):
+        if getattr(options, name) < 0:
+            raise Wrong(f"lockstep run: --{name.replace('_', '-')} {getattr(options, name)}: give a number from 0")
+    command = ("-m", options.module, *script) if options.module else tuple(script)
+    _check_script(options.module, script)
+    from lockstep.launch.agent import Plan
+
+    return Plan(
+        words=command,
+        name=name_of(command),
+        devices=devices,
+        nodes=(few, most),
+        node_rank=options.node_rank,
+        address=address,
+        port=port,
+        local_address=options.local_addr,
+        run_id=options.rdzv_id,
+        max_restarts=options.max_restarts,
+        resume=options.resume,
+        patience=options.patience,
+        grace=options.shutdown_timeout,
+    )
+
+
+def name_of(command: Sequence[str]) -> str:
+    """The name of a run: the script's, and six letters for its arguments, so that the same command has the same one.
+
+    Example:
+        >>> name_of(["train.py", "--lr", "0.1"]) == name_of(["/there/train.py", "--lr", "0.1"])
+        True
+    """
+    at = 1 if command[0] == "-m" else 0
+    script = os.path.basename(command[at])
+    stem = re.sub(r"[^\w.]+", "_", script.removesuffix(".py"))[:60]
+    text = "\0".join([script, *command[at + 1 :]])
+    return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Wrong(f"lockstep run: {message}; `lockstep run --help` lists the options")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="lockstep run",
+        usage=USAGE,
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
+    add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one")
+    many = parser.add_argument_group("restarts")
+    add = many.add_argument
+    add("--max-restarts", type=int, default=0, metavar="N", help="how often all ranks are started anew when one has "
+        "failed; each fit then goes on from the newest checkpoint of the run (default: 0)")  # fmt: skip
+    add("--resume", action="store_true", help="go on from what an earlier run of the same command, with --resume or "
+        "--max-restarts, has left, if there is something")  # fmt: skip
+    add("--shutdown-timeout", type=int, default=30, metavar="S", help="seconds that ranks get to end (default: 30)")
+    many = parser.add_argument_group("several nodes (start the same command on each)")
+    add = many.add_argument
+    add("--nodes", default="1", metavar="N", help="how many nodes, or MIN:MAX; default: 1")
+    add("--node-rank", type=int, metavar="I", help="number of this node, from 0; the nodes meet on node 0, which has "
+        "rank 0")  # fmt: skip
+    add("--master-addr", metavar="HOST", help="of node 0, as all nodes know it")
+    add("--master-port", type=int, metavar="PORT", help=f"of node 0 (default: {MASTER_PORT})")
+    add("--local-addr", metavar="HOST", help="of this node, as the others know it (default: its host name)")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="--master-addr and --master-port in one")
+    add("--rdzv-id", default="lockstep", metavar="ID", help="the same on all nodes; tells runs apart that meet at one "
+        "place")  # fmt: skip
+    add("--patience", type=int, default=600, metavar="S", help="seconds to wait for other nodes (default: 600)")
+    return parser
+
+
+def _split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the script with its arguments; of a module the arguments."""
+    parser = _parser()
+    takes = {word: action.nargs != 0 for action in parser._actions for word in action.option_strings}
+    front, rest = _ours(words, takes)
+    rest = rest[rest[:1] == ["--"] :]
+    script = [] if "-m" in front else rest[:1]
+    if script and script[0].startswith("-"):
+        near = difflib.get_close_matches(script[0].partition("=")[0], takes, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise Wrong(f"lockstep run: {script[0]} is none of its options{hint} `lockstep run --help` lists them")
+    behind, arguments = _ours(rest[len(script) :], takes)
+    twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in behind} & takes.keys()
+    if twice:
+        name, what = min(twice), script[0] if script else "the module"
+        raise Wrong(
+            f"lockstep run: {name} stands before {what} and behind it, where it is lockstep's, too: if it is meant for "
+            f"the script, put -- in front of it: {what} -- {name} ..."
+        )
+    return parser.parse_args([*front, *behind]), [*script, *arguments[arguments[:1] == ["--"] :]]
+
+
+def _ours(words: list[str], takes: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """The options at the beginning, with their values, and what follows."""
+    at = 0
+    while at < len(words):
+        name, equals, _ = words[at].partition("=")
+        if name not in takes:
+            break
+        at += 1 + (takes[name] and not equals)
+    return words[:at], words[at:]
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    few, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < few <= most:
+        raise Wrong(f"lockstep run: --nodes {text}: give a number from 1, or the fewest and the most, as 1:4")
+    return few, most
+
+
+def _devices(text: str) -> int:
+    there = torch.cuda.device_count()
+    if text == "auto":
+        return there or 1
+    if not text.isdigit() or int(text) == 0:
+        raise Wrong(f"lockstep run: --devices {text}: give the number of ranks on this node, from 1, or auto")
+    return int(text)
+
+
+def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | None, int]:
+    """Where the nodes meet."""
+    given = [
+        f"--{name.replace('_', '-')} {getattr(options, name)}"
+        for name in ("node_rank", "master_addr", "master_port", "local_addr", "rdzv_endpoint")
+        if getattr(options, name) is not None
+    ]
+    if (few, most) == (1, 1):
+        if options.node_rank in (None, 0):
+            return None, 0
+        raise Wrong(f"lockstep run: {', '.join(given)}, but --nodes 1: say how many nodes there are by --nodes")
+    address, port = options.master_addr, options.master_port
+    if options.rdzv_endpoint is not None:
+        if address is not None or port is not None:
+            raise Wrong(f"lockstep run: {', '.join(given)}: give either --rdzv-endpoint or --master-addr and its port")
+        address, _, text = options.rdzv_endpoint.rpartition(":")
+        address, text = (address, text) if address else (text, str(MASTER_PORT))
+        if not text.isdigit():
+            raise Wrong(f"lockstep run: --rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT")
+        port = int(text)
+    if address is None:
+        raise Wrong(
+            f"lockstep run: --nodes {options.nodes} without --master-addr: give the host of node 0, as all nodes know "
+            "it, and --node-rank 0, 1, ... on each"
+        )
+    if options.node_rank is not None and not 0 <= options.node_rank < most:
+        raise Wrong(f"lockstep run: --node-rank {options.node_rank} of --nodes {options.nodes}: give 0 to {most - 1}")
+    port = MASTER_PORT if port is None else port
+    if not 0 < port < 65536:
+        raise Wrong(f"lockstep run: --master-port {port}: give a number from 1 to 65535")
+    return address, port
+
+
+def _check_script(module: str | None, script: list[str]) -> None:
+    here = os.getcwd()
+    if module is not None:
+        if not _is_module(module, here):
+            raise Wrong(f"lockstep run: -m {module}: there is no such module in {here} or where packages are")
+        return
+    if not script:
+        raise Wrong("lockstep run: no script is given: lockstep run train.py --devices 2; -m for a module")
+    if os.path.isfile(script[0]) or os.path.isfile(os.path.join(script[0], "__main__.py")):
+        return
+    folder = os.path.dirname(script[0])
+    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    near = difflib.get_close_matches(os.path.basename(script[0]), names, n=1)
+    hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+    what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "is not there"
+    raise Wrong(f"lockstep run: {script[0]} {what} (this is {here}){hint}")
+
+
+def _is_module(name: str, folder: str) -> bool:
+    """Whether ``python -m name`` finds something when it is started in ``folder``."""
+    before = list(sys.path)
+    sys.path.insert(0, folder)
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path[:] = before

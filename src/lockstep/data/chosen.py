@@ -1,0 +1,102 @@
+"""The source that stands for a loader, chosen by what the loader is and how it draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from lockstep.data.cut import Cut
+from lockstep.data.order import make_key
+from lockstep.data.randomness import draws_nothing
+from lockstep.data.sampler import Drawn, Ordered, OwnShare, Schedule, holders, length_of, order_of, own_generator
+from lockstep.data.source import Draft, Indexed, Source, Stream, Untouched
+from lockstep.ground.errors import MisconfigurationException
+
+
+def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
+    """The source for a loader or other iterable.
+
+    Args:
+        loader: what a dataloader hook returned, or one part of it.
+        draft: rank, seed and the like.
+        number: place among the loaders of the stage; loaders of one stage are shuffled apart.
+        name: for messages.
+
+    Raises:
+        MisconfigurationException: it has a `DistributedSampler` made for other ranks.
+    """
+    if not isinstance(loader, DataLoader) or not draft.distribute:
+        return Untouched(loader, None, draft)
+    key = make_key(draft.seed, draft.stage, number)
+    if isinstance(loader.dataset, IterableDataset):
+        return Stream(loader, draft, key)
+    if draft.torch_order and draft.size == draft.planned == 1:
+        return Untouched(loader, plain_cut(loader, 1), draft)
+    return make_indexed(loader, draft, key, name)
+
+
+def plain_cut(loader: DataLoader[Any], size: int) -> Cut | None:
+    """How a plain loader's samples are cut over ``size`` ranks; None if its batches are not of one size."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return None
+    count = length_of(batches.sampler)
+    return None if count is None else Cut(count, batches.batch_size, size, batches.drop_last)
+
+
+def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> Indexed:
+    """Takes over a loader of a map-style data set: finds the schedule that its sampler asks for."""
+    quiet = draws_nothing(loader.dataset, loader.collate_fn)
+    batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
+    plain = type(batches) is BatchSampler
+    sampler: Any = batches.sampler if plain else (loader.sampler if batches is None else batches)
+    alone = batches is None
+    size_of_batch = batches.batch_size if plain else (1 if alone else None)
+    drop_last = plain and batches.drop_last
+    own = own_generator(sampler)
+    order = None
+    if plain or alone:
+        own_key = key if own is None else make_key(draft.agreed(own.initial_seed()), "generator")
+        order = order_of(
+            sampler,
+            length_of(loader.dataset) or 0,
+            seed=draft.seed,
+            key=own_key,
+            torch_order=draft.torch_order,
+        )
+    schedule: Schedule
+    if order is not None:
+        cut = Cut(len(sampler), size_of_batch or 1, draft.size, drop_last)
+        schedule = Ordered(cut, order, draft.rank, key=key, borrow=draft.borrow, quiet=quiet, alone=alone)
+        return Indexed(loader, schedule, draft, key)
+    distributed = next((s for s in holders(sampler) if isinstance(s, DistributedSampler)), None)
+    if distributed is not None:
+        check_own_share(distributed, draft, name)
+    rank, size = (draft.rank, draft.size) if distributed is None else (0, 1)
+    drawn = Drawn(
+        sampler,
+        rank,
+        size,
+        key=key,
+        borrow=draft.borrow,
+        quiet=quiet,
+        size_of_batch=size_of_batch,
+        drop_last=drop_last,
+        alone=alone,
+        agreed=draft.agreed,
+    )
+    return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key)
+
+
+def check_own_share(sampler: DistributedSampler[Any], draft: Draft, name: str) -> None:
+    """Refuses a `DistributedSampler` that was made for another number of ranks than there are."""
+    if (sampler.rank, sampler.num_replicas) != (draft.rank, draft.size):
+        raise MisconfigurationException(
+            f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
+            f"this is rank {draft.rank} of {draft.size}. Leave the sampler out: lockstep shares the data "
+            "over the ranks by itself; or set Trainer(use_distributed_sampler=False) to have the loader "
+            "taken as it is."
+        )
