@@ -1,0 +1,227 @@
+"""Verdicts as Markdown tables, and the page that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import scenarios, verdict
+from .scenarios import Failure, Hang
+
+Found = dict[str, Any]
+WIDTH = 110
+"""Characters of a line of a screen that a cell shows."""
+
+
+COST = 5.0
+"""Microseconds that the gate may add to a collective."""
+GATED = {
+    "user": "called by a script",
+    "async": "called by a script, waited for later",
+    "library": "called by a package, 16 frames below the script",
+}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def cell(line: str) -> str:
+    """A line of a screen for a cell: paths without folders, and not too long."""
+    short = re.sub(r"[\w./-]*/([\w-]+\.py)", r"\1", line)
+    short = short if len(short) <= WIDTH else short[: WIDTH - 1].rstrip() + "…"
+    return f"`{short.replace('`', '').replace('|', chr(92) + '|')}`" if short else ""
+
+
+def spread(values: Sequence[float | None]) -> str:
+    """The median, and the worst in brackets where there are several; a dash where one is missing."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return "–"
+    return f"{median(known):.1f}" + (f" ({max(known):.1f})" if len(known) > 1 else "")
+
+
+def kept(missed: Sequence[Sequence[str]]) -> str:
+    """Whether nothing is missed in any of the runs; if not, what."""
+    reasons = list(dict.fromkeys(reason for run in missed for reason in run))
+    if not reasons:
+        return "yes"
+    bad = sum(1 for run in missed if run)
+    share = f" in {bad} of {len(missed)}" if len(missed) > 1 else ""
+    return f"**no**{share}: " + "; ".join(reason.replace("|", chr(92) + "|") for reason in reasons)
+
+
+def _failures(rows: Sequence[Failure], found: Found) -> list[str]:
+    cells = []
+    for row in rows:
+        runs = [verdict.OfFailure(**run) for run in found[row.key]]
+        worst = max(runs, key=lambda run: (not run.told, run.seconds or 0.0))
+        cells.append(
+            [
+                row.name,
+                row.start,
+                spread([run.seconds for run in runs]),
+                str(max(run.lines for run in runs)),
+                cell(worst.last),
+                ", ".join(sorted({str(run.code) for run in runs})),
+                ", ".join(sorted({name for run in runs for name in run.left})) or "nothing",
+                kept([run.missed for run in runs]),
+            ]
+        )
+    head = ["failure", "started by", "seconds", "lines", "last line", "exit code", "left", "kept"]
+    return table(head, cells)
+
+
+def of_failures(found: Found) -> list[str]:
+    """The twelve."""
+    lines = _failures(scenarios.FAILURES, found["runs"])
+    if not found["memory"]:
+        lines += ["", "No control group could be made: the rank that runs out of memory killed itself."]
+    return lines
+
+
+def of_elsewhere(found: Found) -> list[str]:
+    """Some of them under other launchers."""
+    return _failures(scenarios.ELSEWHERE, found["runs"])
+
+
+def of_hangs(found: Found) -> list[str]:
+    """The twelve."""
+    cells = []
+    for row in scenarios.HANGS:
+        runs = [verdict.OfHang(**{**run, "missing": _by_rank(run["missing"])}) for run in found["runs"][row.key]]
+        missed = [run.missed(found["timeout"], row.is_busy, row.is_harmless) for run in runs]
+        worst = max(runs, key=lambda run: len(run.missing))
+        named = "nobody waits" if row.is_harmless else spread([run.seconds for run in runs])
+        ended = "goes on" if row.is_busy else spread([run.ended for run in runs])
+        if row.is_harmless:
+            ended = "at its end"
+        wanted = "; ".join(f"rank {rank} at {place}" for rank, place in row.places.items())
+        cells.append([row.name, row.start, wanted, named, ended, cell(worst.line), kept(missed)])
+    head = ["hang", "started by", "to be named", "named after s", "gone after s", "as it was named", "kept"]
+    return table(head, cells)
+
+
+def _by_rank(plain: Mapping[Any, str]) -> dict[int, str]:
+    return {int(rank): place for rank, place in plain.items()}
+
+
+def of_healthy(found: Found) -> list[str]:
+    """No false alarm."""
+    run = verdict.OfHealth(**found["run"])
+    cells = [f"{run.seconds:.0f}", f"{found['timeout']:g}", run.did, str(run.busy), str(len(run.alarms)), str(run.code)]
+    head = ["seconds", "hang_timeout", "what it did", "times a busy rank was named", "alarms", "exit code", "kept"]
+    return table(head, [[*cells, kept([[cell(line) for line in run.missed]])]])
+
+
+def of_gate(found: Found) -> list[str]:
+    """What it adds."""
+    rows = [
+        [GATED.get(kind, kind), f"{cost:.2f}", f"≤ {COST:g}", "yes" if cost <= COST else "**no**"]
+        for kind, cost in found["costs"].items()
+    ]
+    return table(["collective", "µs that the gate adds", "promised", "kept"], rows)
+
+
+def of_peers(found: Found) -> list[str]:
+    """The same scripts with Lightning's Trainer."""
+    cells = []
+    for key, run in found["peers"].items():
+        own, other = found["own"][key], run
+        cells.append(
+            [
+                key,
+                *(_ending(one, found["limit"]) for one in (own, other)),
+                str(own["lines"]),
+                str(other["lines"]),
+                cell(own["last"]),
+                cell(other["last"]),
+            ]
+        )
+    theirs = f"Lightning {found['version']}"
+    head = ["", "lockstep, s", f"{theirs}, s", "lines", "its lines", "last line", "its last line"]
+    return table(head, cells)
+
+
+def _ending(run: Found, limit: float) -> str:
+    return f"{run['seconds']:.1f}" if run["ended"] else f"not in {limit:g}"
+
+
+SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
+    "failures": (
+        "Twelve failures",
+        f"Promised: all gone and the cause printed within {verdict.SECONDS:g} s; at most {verdict.LINES} lines; the "
+        "last of them names the rank, and the file and line of the frame that raised (where none did: how the process "
+        "ended); an exit code other than 0; no process, no file in /dev/shm, no port left.",
+        of_failures,
+    ),
+    "elsewhere": (
+        "Failures under other launchers",
+        "Under torchrun the last line is the last one before torchrun's own report, which nothing can come after, and "
+        "whose lines count.",
+        of_elsewhere,
+    ),
+    "hangs": (
+        "Twelve hangs",
+        f"Promised: the ranks are named with their lines within `hang_timeout` + {verdict.SLACK:g} s of the moment at "
+        "which they went different ways, and the run is ended, but for a rank that is only busy.",
+        of_hangs,
+    ),
+    "healthy": (
+        "No false alarm",
+        "A run in which ranks wait for one another again and again for 1.5 times `hang_timeout`, since one of them is "
+        "slow in a step, reads a slow sample, validates longer, or works alone at the end of an epoch. Promised: it "
+        "runs to its end, and nothing is said of its ranks but that one is busy and the other waits for it.",
+        of_healthy,
+    ),
+    "gate": (
+        "What the gate costs",
+        "Each collective of torch.distributed is noted as it begins and ends, in memory that outlives the rank. "
+        "Processor time of the calling thread, by turns with and without; the least of 40 rounds of 500 calls.",
+        of_gate,
+    ),
+    "peers": (
+        "Beside Lightning",
+        "The same scripts with `import lightning.pytorch`; the time is until the last process was gone.",
+        of_peers,
+    ),
+}
+
+
+def section(name: str, figures: Found) -> str:
+    """One part's heading, explanation, table and load."""
+    title, about, lines = SECTIONS[name]
+    load = " and ".join(f"{value:.1f}" for value in figures["load"])
+    texts = [f"## {title}", "", about, "", *lines(figures["found"]), "", f"Load average before and after: {load}.", ""]
+    return "\n".join(texts)
+
+
+def page(figures: Found, command: str) -> str:
+    """docs/failures.md."""
+    about = f"""# When a rank fails or strays
+
+Written by {command}.
+
+Every row is a training script that is run as a user would, at a terminal, in a fresh folder. At the 20th step one rank
+fails, or does something else than the other. The script notes the time; who watches it has adopted every process that
+comes of it, so the end of the last one is seen. Lines count from that moment on, as they stand on the screen. Where
+there are several runs, seconds are their median, with the worst in brackets, and a promise has to be kept in all.
+"""
+    return "\n".join([about, *(section(name, figures[name]) for name in SECTIONS if name in figures)])
+
+
+def write(figures: Found, path: Path, command: str) -> None:
+    """The page, as a file."""
+    path.write_text(page(figures, command))
+
+
+def missed_of(row: Failure | Hang, run: Found, timeout: float) -> list[str]:
+    """What is missed in one run, as it is kept."""
+    if isinstance(row, Failure):
+        return verdict.OfFailure(**run).missed
+    of_hang = verdict.OfHang(**{**run, "missing": _by_rank(run["missing"])})
+    return of_hang.missed(timeout, row.is_busy, row.is_harmless)
