@@ -24,6 +24,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with eight GPUs, as far as flags can tell."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -149,3 +151,30 @@ def made(**changed: Any) -> Any:
 def test_what_ranks_have_to_do_alike(one: dict[str, Any], other: dict[str, Any], differ: bool) -> None:
     assert made(**one).differs(made(**other)) is differ
     assert made(**other).differs(made(**one)) is differ
+
+
+class Slow(dict[str, int]):
+    """Lets another thread come between a look and what follows from it."""
+
+    def __getitem__(self, key: str) -> int:
+        found = super().__getitem__(key)
+        time.sleep(0.001)
+        return found
+
+
+def test_words_of_several_threads_keep_their_numbers() -> None:
+    """Two threads once counted a word of each as one, and all later words were read as those before them."""
+    ledger = Ledger()
+    ledger._counts = Slow(ledger._counts)
+    said: list[tuple[int, int]] = []
+
+    def say(start: int) -> None:
+        said.extend((ledger.word("payload", f"of {value}", value), value) for value in range(start, start + 10))
+
+    threads = [threading.Thread(target=say, args=(10 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reading = Reading(ledger.address)
+    assert [reading._word("payload", number, [])[1] for number, _ in said] == [value for _, value in said]

@@ -16,6 +16,7 @@ import mmap
 import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class Ledger:
         self._longs[0] = _MAGIC
         self._counts = dict.fromkeys(KINDS, 0)
         self._full: set[str] = set()
+        self._lock = threading.RLock()  # a signal's handler may have a word, too
         self.enter, self.leave, self.complete = _writers(self._memory, self._longs, self._times)
 
     def word(self, kind: str, *value: Any) -> int:
@@ -131,16 +133,17 @@ class Ledger:
         if kind in self._full:
             return 0
         line = json.dumps([kind, *value]).encode() + b"\n"
-        length = self._longs[_LENGTH]
-        # shapes may be without number: what else there is finds its place
-        if length + len(line) > (WORDS // 2 if kind == "payload" else WORDS) or self._counts[kind] >= 65535:
-            self._full.add(kind)
-            return 0
-        begin = _SIZE - WORDS + length
-        self._memory[begin : begin + len(line)] = line
-        self._longs[_LENGTH] = length + len(line)
-        self._counts[kind] += 1
-        return self._counts[kind]
+        with self._lock:  # whoever reads counts the lines
+            length = self._longs[_LENGTH]
+            # shapes may be without number: what else there is finds its place
+            if length + len(line) > (WORDS // 2 if kind == "payload" else WORDS) or self._counts[kind] >= 65535:
+                self._full.add(kind)
+                return 0
+            begin = _SIZE - WORDS + length
+            self._memory[begin : begin + len(line)] = line
+            self._longs[_LENGTH] = length + len(line)
+            self._counts[kind] += 1
+            return self._counts[kind]
 
     def say(self, phase: int, batch: int) -> None:
         """Note where this rank is: somebody asks."""

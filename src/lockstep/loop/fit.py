@@ -488,7 +488,6 @@ class FitLoop:
 
     def release(self) -> None:
         """Let go of loaders and their workers."""
-        self.signals = None
         for loaders in (self.feed, self.validation.feed):
             if loaders is not None:
                 loaders.close()

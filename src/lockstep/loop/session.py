@@ -47,7 +47,7 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
         with signals.heeded(), _session(trainer, fn, ckpt_path, weights_only):
             yield
     finally:
-        trainer.signals = None
+        trainer.signals = trainer.fit_loop.signals = None
 
 
 @contextmanager
