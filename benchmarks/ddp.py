@@ -189,7 +189,7 @@ def main() -> None:
     if args.quick or missing:
         print("docs/ddp-speed.md is not written: " + ("--quick" if args.quick else f"without {', '.join(missing)}"))
         return
-    report.write(figures, DOCS, f"`{' '.join(['python', 'benchmarks/ddp.py', *sys.argv[1:]])}` ({versions()})")
+    report.write(figures, DOCS, f"`python benchmarks/ddp.py` ({versions()})")
 
 
 if __name__ == "__main__":

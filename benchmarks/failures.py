@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace, memory: str) -> None:
     if missing or args.rows:
         print("docs/failures.md is not written" + (f": without {', '.join(missing)}" if missing else ""))
         return
-    report.write(figures, PAGE, f"`{' '.join(['python', 'benchmarks/failures.py', *sys.argv[1:]])}` ({versions()})")
+    report.write(figures, PAGE, f"`python benchmarks/failures.py` ({versions()})")
 
 
 if __name__ == "__main__":
