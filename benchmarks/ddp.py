@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
