@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep.launch import gate
 from lockstep.launch.gate import CollectiveMismatch, compared, put_up, take_down, told_by
-from lockstep.launch.ledger import Reading
+from lockstep.launch.ledger import Reading, own
 from lockstep.launch.noting import COLLECTIVES, MESSAGES
 from lockstep.testing.pool import RankPool
 
@@ -223,3 +224,26 @@ def test_taken_down_all_is_as_it_was() -> None:
     after = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names if hasattr(home, name)]
     assert all(one is other for one, other in zip(before, after, strict=True))
     assert (dist.Work.wait, dist.P2POp.__init__) == (wait, made)
+
+
+def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
+    """It once wrote words between those of the process that it was forked from, which then were read as one another."""
+    put_up()
+    try:
+        assert gate._noting is not None
+        mine, kept = gate._noting.ledger, dist.all_reduce
+        reading = Reading(mine.address)
+        before = reading.count
+        child = os.fork()
+        if child == 0:
+            passed = not gate._replaced
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            kept(torch.ones(3))
+            put_up()
+            dist.all_reduce(torch.ones(3))
+            os._exit(0 if passed and gate._noting.ledger is not mine and Reading(own().address).count == 1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert gate._replaced
+        assert reading.count == before
+    finally:
+        take_down()

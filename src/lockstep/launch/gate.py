@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -199,6 +200,7 @@ def put_up() -> None:
     """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
     global _noting
     if not _replaced:
+        _forget_in_children()
         _noting = noting = Noting()
         for name in COLLECTIVES:
             function = getattr(dist.distributed_c10d, name, None)
@@ -208,6 +210,18 @@ def put_up() -> None:
         _set(dist.Work, "wait", noting.waited(dist.Work.wait))
         noting.on_group = _take_in_functional
     _take_in_functional()
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """Once: a process that is forked here must not write into this one's ledger. Its own gate, if any, has another."""
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    take_down()
+    if _noting is not None:
+        _noting.stop()
 
 
 def _take_in_functional() -> None:

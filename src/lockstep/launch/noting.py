@@ -285,6 +285,10 @@ class Noting:
 
         return begin
 
+    def stop(self) -> None:
+        """Note nothing of this thread any more, also where somebody has kept a function that notes."""
+        self._busy.add(get_ident())
+
     # -- words
 
     def _describe(self, tensor: Any, reduction: Any) -> int:
