@@ -98,6 +98,7 @@ def cost(rounds: int, warmup: int = 10) -> dict[str, list[list[float]]]:
         if number % 50 == 0:
             gc.collect()
         for kind in order:
+            steps[kind]()  # as in a loop of its own: what the others left in the caches is not its cost
             seconds = steps[kind]()
             if number >= warmup:
                 found[kind].append(list(seconds))

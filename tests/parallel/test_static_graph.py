@@ -144,28 +144,57 @@ def test_a_broken_promise_names_the_parameter(ranks: RankPool, kind: str, says: 
         assert re.match(says, error), error
 
 
-def _another_order(big: int) -> str:
+def _another_order(big: int, buckets: int) -> Any:
     with patch.object(bucket, "BIG", big):
-        return _in_another_order()
+        return _in_another_order(buckets)
 
 
-def _in_another_order() -> str:
-    """The same parameters, but the one whose gradient closed the bucket now comes first."""
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    reducer = Reducer([("first", first), ("second", second)], static_graph=True)
-    for step in range(3):
-        first.grad = second.grad = None
+def _in_another_order(buckets: int) -> Any:
+    """The same parameters, but the one whose gradient closed a bucket comes first from the third step on."""
+    names = ["first", "second"] if buckets == 1 else ["third", "first", "second"]
+    values = {name: nn.Parameter(torch.full((2,), 1.0 + index)) for index, name in enumerate(names)}
+    cap = 25 if buckets == 1 else 16 / 2**20  # the last bucket holds the parameter whose gradient comes last
+    first_cap = 25 if buckets == 1 else 8 / 2**20
+    reducer = Reducer(values.items(), static_graph=True, bucket_cap_mb=cap, first_bucket_mb=first_cap)
+    found = []
+    for step in range(4):
+        for parameter in values.values():
+            parameter.grad = None
+        order = ["first", "second"] if step < 2 else ["second", "first"]
+        hidden = torch.full((2,), 1.0 + dist.get_rank())
+        for name in (["third"] if buckets > 1 else []) + order:
+            hidden = (hidden * values[name]).sin()
         reducer.prepare()
-        inner, outer = (first, second) if step < 2 else (second, first)
         try:
-            ((torch.ones(2) * inner).sin() * outer).sum().backward()
+            hidden.sum().backward()
             reducer.finish()
         except RuntimeError as caught:
             return f"{step}: {caught}"
-    return ""
+        found.append({name: parameter.grad for name, parameter in values.items()})
+        found[-1] = {name: grad.clone() for name, grad in found[-1].items() if grad is not None}
+    assert len(reducer._buckets) == buckets
+    return found
 
 
 @pytest.mark.parametrize("big", [1, 100])
 def test_another_order_is_named_not_reduced_wrongly(ranks: RankPool, big: int) -> None:
-    for error in ranks(WORLD).run(_another_order, big):
+    for error in ranks(WORLD).run(_another_order, big, 2):
         assert re.match("2: .*'second' had no gradient yet", error), error
+
+
+@pytest.mark.parametrize("big", [1, 100])
+def test_in_the_last_bucket_any_order_is_reduced_rightly(ranks: RankPool, big: int) -> None:
+    """It does not travel before the backward has ended."""
+    one, other = ranks(WORLD).run(_another_order, big, 1)
+    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        values = {"first": torch.full((2,), 1.0), "second": torch.full((2,), 2.0)}
+        order = ["first", "second"] if step < 2 else ["second", "first"]
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        for rank in range(WORLD):
+            hidden = torch.full((2,), 1.0 + rank)
+            for name in order:
+                hidden = (hidden * leaves[name]).sin()
+            (hidden.sum() / WORLD).backward()
+        for name, leaf in leaves.items():
+            torch.testing.assert_close(mine[name], leaf.grad)
+            assert torch.equal(mine[name], theirs[name])

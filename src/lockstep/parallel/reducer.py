@@ -41,7 +41,7 @@ from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket, SparseBucket
 from lockstep.parallel.buckets import Plan, distinct, fit_plan, in_order_of_arrival, infos_of, plan_buckets
 from lockstep.parallel.marks import Marks
-from lockstep.parallel.record import Record
+from lockstep.parallel.record import PassingHook, Record
 from lockstep.parallel.shared import SharedReduction
 from lockstep.parallel.transport import AllReduce, Transport
 
@@ -246,14 +246,14 @@ class Reducer:
         self._buckets = made
 
     def _add_hooks(self) -> None:
+        listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook
         for bucket in self._buckets:
             for index, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
                 asleep = not parameter.requires_grad  # switched off for a while: torch takes no hook then
                 parameter.requires_grad_(True)
                 if self._is_learning():
-                    probe = partial(self._probe, name)
-                    self._probes.append(parameter.register_post_accumulate_grad_hook(probe))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, index)))
+                    self._probes.append(listen(parameter, partial(self._probe, name)))
+                self._hooks.append(listen(parameter, self._make_hook(bucket, index)))
                 parameter.requires_grad_(not asleep)
 
     def detach(self) -> None:
@@ -264,10 +264,10 @@ class Reducer:
         self._idle = True
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks + self._probes:
+        for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._probes = []
+        self._drop_probes()
 
     # -- a round
 
@@ -322,6 +322,7 @@ class Reducer:
             self._conclude()
         anywhere: list[Sequence[Any] | None] = [None] * len(self._buckets)
         settled = False
+        early = self._buckets[: self._next] if self.sync else self._buckets
         if self.sync:
             for bucket in self._buckets[self._next :]:
                 self._launch(bucket)
@@ -329,7 +330,7 @@ class Reducer:
             self._next = 0
             self.rounds += 1
         if self._record is not None and not self.muted:
-            for bucket in self._buckets:
+            for bucket in early:  # the others were just looked at
                 self._record.check(bucket)
         for bucket, marks in zip(self._buckets, anywhere, strict=True):
             bucket.show()
@@ -432,9 +433,9 @@ class Reducer:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
             self._over = self._marks_group()
         record = None if self.muted else self._record
-        there = record is not None and record.launch(bucket)
+        there = record is not None and record.launch(bucket, self._pours)
         scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)
-        if record is not None:
+        if record is not None and self._pours:
             record.launched(bucket)
         self._next = bucket.index + 1
         self.collectives += 1
