@@ -205,7 +205,7 @@ class Trainer(Attributes):
             self.strategy.checkpoint_io = found.checkpoint_io
         self._precision = found.precision or make_precision(flags["precision"], kind)
         self.connect()
-        self._launch = launcher(self.strategy.launcher, placement)
+        self._launch = launcher(self.strategy.launcher, placement, strategy)
         self._spawns = self._launch is not directly and self.strategy.launcher in ("spawn", "fork")
         self.loggers: list[Any] = make_loggers(flags["logger"], self.config)
         checkpointing, bar, summary = (

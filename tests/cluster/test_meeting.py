@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -24,25 +24,20 @@ def world(rank: int, port: int, address: str = "127.0.0.1") -> World:
 
 def both(environ: dict[str, str], other: dict[str, str]) -> list[bytes]:
     """What two ranks find of each other."""
-    port, found = free_port(), [b"", b""]
+    port = free_port()
 
-    def come(rank: int, environ: dict[str, str]) -> None:
+    def come(rank: int, environ: dict[str, str]) -> tuple[object, bytes]:
         store = meet(world(rank, port), LONG, environ)
         store.set(str(rank), f"of {rank}")
         store.set_timeout(SHORT)
         try:
-            found[rank] = store.get(str(1 - rank))
+            return store, store.get(str(1 - rank))
         except RuntimeError:
-            found[rank] = b"nobody"
-        stores.append(store)
+            return store, b"nobody"
 
-    stores: list[object] = []  # that of rank 0 holds what is in it
-    threads = [threading.Thread(target=come, args=each) for each in enumerate((environ, other))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(come, range(2), (environ, other)))  # with rank 0's store, which holds what is in it
+    return [found for _, found in met]
 
 
 def test_ranks_find_each_other() -> None:
@@ -84,9 +79,8 @@ def test_the_groups_timeout_is_the_most() -> None:
 
 def nodes_by_agent(counts: tuple[int, int], store: dist.TCPStore, nodes: int = 2) -> list[bytes]:
     """What two ranks find of each other in a store that torchrun's agent keeps over all restarts."""
-    found = [b"", b""]
 
-    def come(rank: int, count: int) -> None:
+    def come(rank: int, count: int) -> bytes:
         environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(count)}
         on_node = (0, 1, rank, 2) if nodes > 1 else (rank, 2, 0, 1)
         place = World(rank, 2, *on_node, "127.0.0.1", store.port)
@@ -94,14 +88,11 @@ def nodes_by_agent(counts: tuple[int, int], store: dist.TCPStore, nodes: int = 2
         part.set_timeout(SHORT)
         part.set(str(rank), f"of {rank}, {counts}")
         with contextlib.suppress(RuntimeError):
-            found[rank] = part.get(str(1 - rank))
+            return part.get(str(1 - rank))
+        return b""
 
-    threads = [threading.Thread(target=come, args=each) for each in enumerate(counts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(come, range(2), counts))
 
 
 def test_an_attempt_reads_no_addresses_of_the_one_before() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.config.process import apply_to_process
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.determinism import VARIABLE, fix_cublas_workspaces
+from lockstep.launch.cuda import VARIABLE, fix_cublas_workspaces
 from tests.loop.pieces import Slope, numbers, quiet
 
 

@@ -7,34 +7,20 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from troubled import Net, Numbers, flags, now, what, workers
 
-from lockstep import LightningModule, Trainer
+from lockstep import Trainer
 
-what, strategy, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-
-
-def now():
-    """The test measures from here."""
-    os.write(1, f"now {time.monotonic():.2f}\n".encode())
+IS_ENDED = "ended" in sys.argv
+LONG = 60 if IS_ENDED else 8
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return 2400
-
-    def __getitem__(self, index):
-        if what == "loader" and index == 41:
-            now()
-            time.sleep(8)  # loader
-        return torch.full((1,), float(index))
+def sleep():
+    time.sleep(8)  # loader
 
 
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
+class Strays(Net):
     def training_step(self, batch, batch_idx):
         time.sleep(0.01)
         if batch_idx == 5:
@@ -62,23 +48,9 @@ class Net(LightningModule):
         if what == "stopped" and rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)  # stopped 1
         if what == "long" and rank == 0:
-            time.sleep(8)  # long 0
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-4)
+            time.sleep(LONG)  # long 0
 
 
-trainer = Trainer(
-    accelerator="cpu",
-    devices=2,
-    strategy=strategy,
-    max_epochs=1,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    limit_val_batches=0,
-    hang_timeout=3,
-    hang_kill=4 if "ended" in sys.argv else None,
-)
-print("result", trainer.fit(Net(), DataLoader(Numbers(), batch_size=4, num_workers=workers)).stopped, flush=True)
+trainer = Trainer(max_epochs=1, limit_val_batches=0, hang_timeout=3, hang_kill=4 if IS_ENDED else None, **flags)
+data = DataLoader(Numbers(2400, sleep if what == "loader" else None), batch_size=4, num_workers=workers)
+print("result", trainer.fit(Strays(), data).stopped, flush=True)

@@ -7,36 +7,17 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from troubled import Net, Numbers, flags, now, what, workers
 
-from lockstep import LightningModule, Trainer
-
-what, strategy, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-
-
-def now():
-    """The test measures from here."""
-    os.write(1, f"now {time.monotonic():.2f}\n".encode())
+from lockstep import Trainer
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return 4000
-
-    def __getitem__(self, index):
-        if what == "bad sample" and self.on_one and index == 41:
-            now()
-            raise ValueError("no such label")  # bad sample
-        return torch.full((1,), float(index))
-
-    on_one = True
+def fail():
+    raise ValueError("no such label")  # bad sample
 
 
-class Net(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
+class Unlucky(Net):
     def training_step(self, batch, batch_idx):
         time.sleep(0.02)
         if batch_idx == 5:
@@ -65,27 +46,15 @@ class Net(LightningModule):
         if batch_idx == 5:
             now()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-4)
-
 
 def main():
     early = what == "early" and os.environ.get("LOCAL_RANK") == "1"
-    data = DataLoader(Numbers(), batch_size=4, num_workers=workers)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=6 if early else 12 if what == "early" else 1000,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=1.0 if what == "validate" else 0,
-    )
+    data = DataLoader(Numbers(4000, fail if what == "bad sample" else None), batch_size=4, num_workers=workers)
+    steps = 6 if early else 12 if what == "early" else 1000
+    trainer = Trainer(max_steps=steps, limit_val_batches=1.0 if what == "validate" else 0, **flags)
     if what == "validate":
-        trainer.validate(Net(), data)
-    result = trainer.fit(Net(), data)  # early
+        trainer.validate(Unlucky(), data)
+    result = trainer.fit(Unlucky(), data)  # early
     os.write(1, f"result {result.stopped}\n".encode())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.agent import Plan, _first, _not_met, _variables
-from lockstep.launch.in_order import InOrder
+from lockstep.launch.agent import FRESH, InOrder, Plan, _first, _not_met, _take, _variables, clear_away
 
 ONE = Plan(("train.py",), "train-1", 2)
 
@@ -61,27 +62,42 @@ class Met:
 
 def meet(numbers: list[int | None]) -> list[Any]:
     """(number, address of the first node) of each node, or what it raised."""
-    store, found = dist.HashStore(), [None] * len(numbers)
+    store = dist.HashStore()
 
-    def come(rank: int, number: int | None) -> None:
+    def come(rank: int, number: int | None) -> Any:
         try:
             info = InOrder(Met(store, rank, len(numbers)), number, f"node{rank}").next_rendezvous()  # type: ignore[arg-type]
-            found[rank] = (info.rank, info.bootstrap_store_info.master_addr)  # type: ignore[call-overload,union-attr]
         except RendezvousStateError as error:
-            found[rank] = str(error)  # type: ignore[call-overload]
+            return str(error)
+        return info.rank, info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
 
-    threads = [threading.Thread(target=come, args=each) for each in enumerate(numbers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(come, range(len(numbers)), numbers))
 
 
 def test_nodes_have_the_numbers_that_their_users_gave_them() -> None:
     assert meet([2, 0, 1]) == [(2, "node1"), (0, "node1"), (1, "node1")]
     assert meet([None, 5, None]) == [(1, "node1"), (0, "node1"), (2, "node1")]
     assert meet([0, 0]) == ["--node-rank 0 is given on 2 of the nodes"] * 2
+
+
+def test_the_folder_of_an_agent_that_was_killed_goes_with_the_next_run(tmp_path: Path) -> None:
+    """SIGKILL left it among the system's temporary files for ever."""
+    own, fresh, other = (
+        tmp_path / name for name in ("lockstep-agent-a", "lockstep-agent-b", "lockstep-run-x-fit-1.ckpt")
+    )
+    for folder in (own, fresh, other):
+        folder.mkdir()
+        (folder / "cause-1").write_text("rank 1 failed first")
+    held = _take(own)
+    assert held is not None
+    for folder in (own, other):
+        os.utime(folder, times=(time.time() - 2 * FRESH,) * 2)
+    clear_away(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [own, fresh, other]
+    os.close(held)  # as the system does when the agent dies
+    clear_away(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [fresh, other]
 
 
 def failure(code: int, pid: int = 7) -> ProcessFailure:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.launch.sessions import kill, marked
 
 SCRIPT = Path(__file__).with_name("hangs.py")
 SECONDS = 12.0
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 def place(mark: str) -> str:
     """The line of the script that a comment marks."""
-    lines = enumerate(SCRIPT.read_text().splitlines(), 1)
-    number = next(at for at, text in lines if re.search(rf"# .*{mark}\b", text))
-    return f"{SCRIPT}:{number}"
+    return marked(SCRIPT, rf"{mark}\b")
 
 
 class Run:
@@ -47,7 +46,7 @@ class Run:
                 said = [(time.monotonic(), line.rstrip("\n")) for line in process.stdout]
                 self.code = process.wait(60)
             finally:
-                _kill_all(process.pid)
+                kill(process.pid)
         begun = max(float(line.split()[1]) for _, line in said if line.startswith("now "))
         self.lines = [line for _, line in said]
         self.found = [
@@ -60,17 +59,6 @@ class Run:
             if re.search(".*".join(map(re.escape, parts)), line):
                 return at
         raise AssertionError("\n".join(self.lines))
-
-
-def _kill_all(session: int) -> None:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                if int(fields[3]) == session:
-                    os.kill(int(entry.name), signal.SIGKILL)
-            except OSError:
-                continue
 
 
 @pytest.mark.parametrize(

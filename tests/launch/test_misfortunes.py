@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.launch.sessions import kill, marked, members
 
 SCRIPT = Path(__file__).with_name("misfortunes.py")
 SECONDS = 15.0
@@ -19,23 +21,8 @@ SECONDS = 15.0
 
 
 def line(word: str) -> str:
-    """The place in the script that a comment marks."""
-    numbers = [at for at, text in enumerate(SCRIPT.read_text().splitlines(), 1) if re.search(rf"# .*\b{word}\b", text)]
-    return rf"{re.escape(str(SCRIPT))}:{numbers[-1]}"
-
-
-def members(session: int) -> list[int]:
-    """The processes of a session that are not yet gone."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+    """The place in the script that a comment marks, as a pattern."""
+    return re.escape(marked(SCRIPT, rf"\b{word}\b"))
 
 
 class Run:
@@ -49,10 +36,11 @@ class Run:
         workers: int = 0,
         press: Callable[[int], None] | None = None,
         presses: int = 1,
+        command: Sequence[str] = (sys.executable,),
     ) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
-            [sys.executable, str(SCRIPT), what, strategy, str(workers)],
+            [*command, str(SCRIPT), what, strategy, str(workers)],
             cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -75,8 +63,7 @@ class Run:
                 out, err = process.communicate(timeout=90)
                 self.left = members(process.pid)
             finally:
-                for member in members(process.pid):
-                    os.kill(member, signal.SIGKILL)
+                kill(process.pid)
         self.code, self.out = process.returncode, seen + out
         self.errors = [text for text in err.splitlines() if text.strip()]
         moments = re.findall(r"now ([\d.]+)", self.out)
@@ -130,6 +117,21 @@ def test_one_rank_leaves_in_the_middle(tmp_path: Path, what: str, last: str, str
 def test_a_call_that_only_one_rank_makes(tmp_path: Path, what: str, last: str, strategy: str) -> None:
     """Both ranks waited in different collectives, for half an hour, and nothing told why."""
     Run(tmp_path, what, strategy).ends_with(last.format(line(what)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "last"), [("killed", r"rank 1 .*killed by SIGKILL"), ("raise", "rank 1 failed first, at {}: KeyError")]
+)
+def test_under_torchrun_the_first_cause_is_the_last_that_is_said_before_its_report(
+    tmp_path: Path, what: str, last: str
+) -> None:
+    """Rank 0 said that it had lost the others, after the line that says why."""
+    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run = Run(tmp_path, what, command=agent)
+    own = [text for text in run.errors if text.startswith(("lockstep: ", "[rank", "trainer.fit ended"))]
+    assert re.search(last.format(line(what) if "{}" in last else ""), own[-1]), "\n".join(run.errors)
+    assert (run.code, run.left) == (1, [])
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------

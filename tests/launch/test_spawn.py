@@ -15,9 +15,15 @@ import pytest
 import torch
 
 from lockstep.cluster.base import World
+from lockstep.cluster.detect import Placement
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed
-from lockstep.launch.spawn import SpawnLauncher
+from lockstep.launch.causes import Stray
+from lockstep.launch.children import Children
+from lockstep.launch.notes import Notes
+from lockstep.launch.place import launcher
+from lockstep.launch.spawn import SpawnLauncher, _failure
+from lockstep.launch.watch import Verdict, Watch
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -120,6 +126,34 @@ def test_ranks_are_as_the_calling_process_was() -> None:
     assert torch.equal(there[4], here[4])
 
 
+def test_the_stacks_of_ranks_that_went_different_ways_come_before_the_last_line() -> None:
+    """Under strategy="ddp" they stood on the screen, and here only the line that says who waits for whom."""
+    children, notes = Children(), Notes()
+    watch = Watch(notes, True, print, dict)
+    verdict = Verdict(Stray("rank 1 is stopped", "rank 0:\n    train.py:3 in wait"))
+    said = str(_failure("ddp_spawn", children, notes, verdict, watch))
+    watch.stop()
+    notes.close()
+    assert said.endswith("rank 0:\n    train.py:3 in wait\n\nstrategy='ddp_spawn': rank 1 is stopped")
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "name"),
+    [
+        ("spawn", "ddp_notebook", "ddp_notebook"),
+        ("spawn", "auto", "ddp_notebook"),
+        ("spawn", object(), "ddp_spawn"),
+        ("fork", "ddp_fork_find_unused_parameters_true", "ddp_fork_find_unused_parameters_true"),
+        ("fork", object(), "ddp_fork"),
+    ],
+)
+def test_errors_name_the_strategy_that_the_user_gave(kind: str, asked: Any, name: str) -> None:
+    """Those of strategy="ddp_notebook" spoke of ddp_spawn."""
+    assert launcher(kind, Placement(TWO, launched=False), asked).__self__.strategy == name  # type: ignore[attr-defined]
+
+
 def test_what_cannot_travel_is_refused_before_anything_starts() -> None:
     with pytest.raises(MisconfigurationException, match=r"strategy='ddp_spawn'.*cannot travel .*lock.*strategy='ddp'"):
         SpawnLauncher(TWO).launch(print, threading.Lock())
+    with pytest.raises(MisconfigurationException, match=r"strategy='ddp_notebook'.*cannot travel"):
+        SpawnLauncher(TWO, "ddp_notebook").launch(print, threading.Lock())

@@ -7,13 +7,25 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lockstep.launch import sample
-from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack, calling, dumped, reason_of, stack_of
+from lockstep.launch.stack import (
+    DOINGS,
+    LOCKSTEP,
+    TORCH,
+    WAITING,
+    Frame,
+    Stack,
+    calling,
+    dumped,
+    reason_of,
+    stack_of,
+)
 from lockstep.testing import BoringModel
 
 C10D = Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "all_reduce")
@@ -61,6 +73,16 @@ def test_an_exception_in_a_loader_worker_is_placed_in_the_worker() -> None:
 )
 def test_what_a_rank_does_and_whether_it_waits(frames: tuple[Frame, ...], waits: bool, doing: str) -> None:
     assert (Stack(frames).waits, Stack(frames).doing) == (waits, doing)
+
+
+def test_the_functions_that_are_known_are_where_they_are_said_to_be() -> None:
+    """One moved to another file, and ranks that compared their loaders were said to be in an all_gather."""
+    ends = [(f"{LOCKSTEP}{file}", function) for file, function in DOINGS]
+    for end, function in WAITING:
+        ends += [(home + end, function) for home in (LOCKSTEP, TORCH) if os.path.exists(home + end)]
+    assert len(ends) == len(DOINGS) + len(WAITING)
+    for path, function in ends:
+        assert f"def {function}" in Path(path).read_text(), (path, function)
 
 
 def test_what_lies_outside_a_spawned_call_is_nobodys() -> None:

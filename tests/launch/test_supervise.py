@@ -19,13 +19,13 @@ import pytest
 from lockstep.ground.errors import RankFailed
 from lockstep.launch import attendance, supervised
 from lockstep.launch.causes import Cause, Stand
-from lockstep.launch.children import Ended, is_stopped
-from lockstep.launch.foreign import Foreign
+from lockstep.launch.children import Ended, Foreign, is_stopped
 from lockstep.launch.judge import concluded, judgement, settled
 from lockstep.launch.line import Line
 from lockstep.launch.notes import Notes
 from lockstep.launch.port import free_port
 from lockstep.launch.tracebacks import shortened
+from tests.launch.sessions import members
 
 PROJECT = Path(__file__).resolve().parents[2]
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and signals of Linux")
@@ -75,15 +75,9 @@ class Run:
         _, errors = self.process.communicate(timeout=60)  # which waits for all that could still write
         return self.process.returncode, errors.splitlines()
 
-    def left(self) -> list[str]:
+    def left(self) -> list[int]:
         """Processes of the session that still run."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = path.read_text().rsplit(")", 1)[1].split()
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    found.append(path.parent.name)
-        return found
+        return members(self.process.pid)
 
     def is_left(self, seconds: float = 10) -> bool:
         """Whether anything is, after some seconds."""
@@ -111,7 +105,7 @@ def running(folder: Path, *words: str, command: tuple[str, ...] = (), session: b
         try:
             yield run
         finally:
-            for pid in {*map(int, run.left()), *run.pids.values(), process.pid}:
+            for pid in {*run.left(), *run.pids.values(), process.pid}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -324,6 +318,38 @@ def test_errors_of_its_own_stay() -> None:
     notes.close()
 
 
+@pytest.mark.parametrize(("first", "said"), [([{"first": "rank 1 failed", "rank": 1}], ""), ([], "lost the others")])
+def test_the_line_with_the_first_cause_stays_the_last(
+    first: list[dict[str, object]], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
+    monkeypatch.setattr(attendance, "PATIENCE", 0.05)
+    notes = Notes()
+    for note in first:
+        notes.leave(note)
+    with pytest.raises(RuntimeError) as raised, attendance.attended(0, notes.address):
+        lose()
+    sys.excepthook(type(raised.value), raised.value, None)
+    attendance.attended(0, "").__enter__()
+    notes.close()
+    error = capsys.readouterr().err
+    assert said in error
+    assert bool(said) == bool(error)
+
+
+def test_a_run_whose_ranks_went_different_ways_is_given_up() -> None:
+    """A rank that was stopped, and went on to tell where it was, trained on and said last how its fit had ended."""
+    notes = Notes()
+    with attendance.attended(0, notes.address):
+        notes.leave({"first": "rank 1 failed", "rank": 1})
+        assert not attendance.is_given_up()
+        notes.leave({"first": "rank 1 is stopped", "rank": -1})
+        assert attendance.is_given_up()
+    attendance.attended(0, "").__enter__()
+    assert not attendance.is_given_up()
+    notes.close()
+
+
 def lose() -> None:
     """What a collective does whose peer is gone: an error from a file of lockstep's that waits."""
     from lockstep.ground import comm
@@ -382,7 +408,7 @@ def test_the_end_of_another_ones_child_is_seen() -> None:
         foreign.close()
     said = Foreign(process.pid, lambda: 4)  # it is gone, and forgotten
     assert said.wait(5)
-    assert said.returncode == 4
+    assert said.end() == 4
 
 
 def test_a_line_carries_messages_both_ways() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lockstep.ground.late import late
 
 if TYPE_CHECKING:
     from lockstep.cli.lightning import LightningCLI
@@ -54,11 +55,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a name's file when it is first used."""
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_FILES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    return late(__name__, _FILES, name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.launch.determinism import fix_cublas_workspaces
+from lockstep.launch.cuda import fix_cublas_workspaces
 
 
 def apply_to_process(config: Any, device_type: str) -> None:

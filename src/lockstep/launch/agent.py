@@ -1,8 +1,9 @@
-"""torch's elastic agent as ``lockstep run`` uses it: it starts ranks, starts them anew, and says what ended them."""
+"""torch's elastic agent as ``lockstep run`` uses it: it meets others, starts ranks (anew), says what ended them."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -15,26 +16,40 @@ import time
 import uuid
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from lockstep.cluster.torchelastic import CAUSE, STARTED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import bond
 from lockstep.launch.children import Ended
-from lockstep.launch.in_order import InOrder
 from lockstep.launch.inherit import PARENT
 from lockstep.launch.rerun import AGENT, RECORDS, RESUME, RUN, leave_nothing
 
 PROMISED = 3.0
 """Seconds that the agent waits for the cause which somebody has promised to hand it."""
+
+FOLDERS = "lockstep-agent-"
+"""What the names of agents' folders begin with, in the system's folder for temporary files."""
+
+FRESH = 60.0
+"""Seconds for which such a folder may be one whose agent has not taken it yet."""
 
 REACH = 60
 """Seconds within which an agent has to reach the node where the agents meet."""
@@ -165,7 +180,9 @@ def start(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> int:
     if hosts:
         _check_port(plan)
     _silence()
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
+    clear_away(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
+    held = _take(folder)
     try:
         environ.update(_variables(plan, folder, environ))
         agent = _agent(plan, hosts, folder)
@@ -175,6 +192,36 @@ def start(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> int:
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def clear_away(temporary: Path) -> None:
+    """Remove the folders of agents that were killed before they could.
+
+    Args:
+        temporary: where they lie.
+    """
+    for folder in temporary.glob(f"{FOLDERS}*"):
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < FRESH:
+                continue
+            held = _take(folder)
+            if held is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(held)
+
+
+def _take(folder: Path) -> int | None:
+    """Lock a folder for as long as this process lives; None where another has it, or its disk knows no locks."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        return None
+    return held
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
@@ -319,3 +366,62 @@ def _not_met(plan: Plan, error: BaseException) -> str:
     if "Closed" in reason:
         return ENDED_ELSEWHERE
     return f"the nodes did not meet at {place}: {error}"
+
+
+class InOrder(RendezvousHandler):
+    """Gives the nodes of each round their numbers by ``--node-rank``, so that rank 0 is on the first of them.
+
+    torch numbers them by host names and process ids. What the nodes tell each other goes through the store that torch
+    has made for the round.
+
+    Args:
+        inner: torch's handler, which brings the nodes together.
+        node_rank: the number that the user has given this node; None: none, and it comes behind those that have one.
+        address: of this node, as the others know it; None: its host name.
+    """
+
+    def __init__(self, inner: RendezvousHandler, node_rank: int | None, address: str | None) -> None:
+        self._inner = inner
+        self._node_rank = node_rank
+        self._address = address
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others of this round.
+
+        Raises:
+            RendezvousStateError: two nodes were given the same number.
+        """
+        met = self._inner.next_rendezvous()
+        store = PrefixStore("lockstep", met.store)
+        store.set_timeout(timedelta(seconds=60))
+        store.set(f"node-{met.rank}", "" if self._node_rank is None else str(self._node_rank))
+        given = [store.get(f"node-{rank}").decode() for rank in range(met.world_size)]
+        twice = sorted({number for number in given if number and given.count(number) > 1})
+        if twice:
+            raise RendezvousStateError(f"--node-rank {twice[0]} is given on {given.count(twice[0])} of the nodes")
+        order = sorted(range(met.world_size), key=lambda rank: (not given[rank], int(given[rank] or 0), rank))
+        rank = order.index(met.rank)
+        place = RendezvousStoreInfo.build(rank, store, self._address)
+        return RendezvousInfo(met.store, rank, met.world_size, place)
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()

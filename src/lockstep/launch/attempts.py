@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ class Superseded(RuntimeError):
     """A rank of an earlier attempt at a run, on a node that was cut off say, was about to touch its checkpoints."""
 
 
-class Attempts:
+class Attempts(ABC):
     """A run that is started anew when it has failed, or when its time is up, as one attempt at it sees it.
 
     A file beside the checkpoints says which attempt is the newest and which checkpoint each fit of it wrote last.
@@ -40,18 +41,19 @@ class Attempts:
         self.path = path
         self.attempt = attempt
 
+    @abstractmethod
     def __str__(self) -> str:
         """The run, as sentences say it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def told(self, newest: int) -> str:
         """What is said to a rank that has been replaced by the attempt ``newest``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def checkpoint(self, call: int) -> str:
         """Where lockstep itself saves the fit number ``call``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(self, agents: Sequence[str] = ()) -> None:
         """This attempt is the newest one from here on. On rank 0.
 
@@ -61,20 +63,19 @@ class Attempts:
         Raises:
             Superseded: there is a newer one.
         """
-        raise NotImplementedError
 
     def claim(self) -> Any:
         """What the other ranks have to know of an attempt that rank 0 has entered; None: nothing."""
         return None
 
-    def join(self, claim: Any) -> None:
+    def join(self, claim: Any) -> None:  # noqa: B027, there may be nothing to take over
         """On the other ranks: take over what rank 0 has told."""
 
+    @abstractmethod
     def requeue(self) -> str:
         """Have the run started anew, which ends its processes; gives the reason if that did not work."""
-        raise NotImplementedError
 
-    def done(self, call: int) -> None:
+    def done(self, call: int) -> None:  # noqa: B027, nor to do
         """A fit has come to its end, and the script goes on. On rank 0."""
 
     # -- the file: rank 0 writes it ------------------------------------------------------------------------

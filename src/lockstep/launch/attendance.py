@@ -133,6 +133,17 @@ def _first_of_others() -> tuple[int, str] | None:
     return None
 
 
+def is_given_up() -> bool:
+    """Whether the run is being ended since its ranks went different ways, or a node has gone: no boundary will come."""
+    return any(first["rank"] < 0 for first in _known_firsts())
+
+
+def _known_firsts() -> list[dict[str, Any]]:
+    """What is noted of the first cause; nothing as long as it is not certain."""
+    notes = Notes.at(_rank.address) if _rank.address else None
+    return [] if notes is None else notes.others("first")
+
+
 def note_on(error: BaseException, rank: int) -> Cause:
     """The note that was left on an exception, or a new one where none was."""
     if _rank.raised is not None and _rank.raised[0] is error:
@@ -160,13 +171,16 @@ def _stand(place: str, inside: bool) -> None:
 @functools.cache
 def _note_what_nobody_catches() -> None:
     """Note what ends the script outside a call, too; and print one line in place of a traceback that only says that
-    another rank has gone: its note has it whole, for the one who tells the first cause."""
+    another rank has gone: its note has it whole, for the one who tells the first cause. Where that is known, nothing
+    is printed: it may be on the screen already, and is to be the last."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         failed(error)
         note = note_on(error, _rank.rank)
         if note.lost:
+            if _known_firsts() or isinstance(error, RankFailed):
+                return
             text = f"lockstep: rank {note.rank} lost the others in {note.doing} ({note.place})"
             print(text, file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):

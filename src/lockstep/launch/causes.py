@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.launch.children import Ended
@@ -162,14 +162,24 @@ def mismatch(doings: Mapping[int, str]) -> Stray | None:
     Args:
         doings: what each does, and where, by rank.
     """
-    groups: dict[str, list[int]] = {}
-    for rank, doing in sorted(doings.items()):
-        groups.setdefault(doing, []).append(rank)
+    groups = alike(sorted(doings.items()))
     if len(groups) < 2:
         return None
-    odd_first = sorted(groups.items(), key=lambda group: len(group[1]))
-    parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first]
+    parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first(groups)]
     return Stray(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
+
+
+def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
+    """What is said of ranks, each thing once, with the ranks of which it is said."""
+    groups: dict[str, list[int]] = {}
+    for rank, words in said:
+        groups.setdefault(words, []).append(rank)
+    return list(groups.items())
+
+
+def odd_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """What is said of the fewest ranks first."""
+    return sorted(groups, key=lambda group: len(group[1]))
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.launch.foreign import Foreign
+from lockstep.launch.bond import is_alive
 
 GRACE = 2.0
 """Seconds that a process gets to end by itself before it is killed."""
@@ -23,6 +24,9 @@ FAREWELL = 30.0
 
 LOOK = 0.02
 """Seconds from one look at what still runs to the next."""
+
+PERIOD = 0.05
+"""The same for a process of which the system cannot tell by itself that it has ended."""
 
 
 class Process(Protocol):
@@ -94,7 +98,7 @@ class Children:
         self._on_end = on_end
         self._is_excused = is_excused
         self.hurries = True
-        self._processes: dict[int, _Started | _Adopted] = {}
+        self._processes: dict[int, _Started | Foreign] = {}
         self._watchers: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
         self._stopping = self._winding_up = False
@@ -140,7 +144,8 @@ class Children:
             process: its process.
             stop: whether :meth:`stop` ends it, too.
         """
-        self._processes[rank] = _Adopted(process, stop)
+        process.stops = stop
+        self._processes[rank] = process
 
     def watch(self) -> None:
         """Begin to watch those that are not watched yet."""
@@ -248,7 +253,7 @@ class Children:
         said = None if self._failed_at is None else self._failed_at(rank)
         return said if said is not None and said > at - GRACE else 0.0
 
-    def _watch(self, rank: int, process: _Started | _Adopted) -> None:
+    def _watch(self, rank: int, process: _Started | Foreign) -> None:
         code, at = process.end(), time.monotonic()
         excused = self._is_excused is not None and self._is_excused(rank, code)
         with self._lock:
@@ -320,42 +325,103 @@ class _Started:
             self._buried = True
 
 
-class _Adopted:
-    """A process that somebody else started."""
+class Foreign:
+    """A process that somebody else started, watched: when it ends, and how as far as the system tells.
 
-    def __init__(self, process: Foreign, stops: bool) -> None:
-        self._process = process
-        self.stops = stops
-        self.pid = process.pid
+    Args:
+        pid: its id.
+        said: called once it has ended and the system does not tell its exit code: what it said that this would be.
+
+    Attributes:
+        stops: whether :meth:`Children.stop` ends it, too.
+    """
+
+    def __init__(self, pid: int, said: Callable[[], int | None] = lambda: None) -> None:
+        self.pid = pid
+        self.stops = True
+        self._said = said
+        self._code: int | None = None
+        self._is_parent = os.getppid() == pid
+        self._ended = False
+        self._descriptor: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # other systems, and Linux before 5.3
+            self._descriptor = os.pidfd_open(pid)
 
     def end(self) -> int | None:
-        """Wait for its end; its exit code, where it can be told."""
-        self._process.wait()
-        return self._process.returncode
+        """Wait for its end; its exit code, as of ``Popen``, where it can be told."""
+        self.wait()
+        return self._code
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it has ended, in that time."""
-        return self._process.wait(seconds)
+        """Wait for its end; whether it has come."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self._ended:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if self._descriptor is not None:
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLIN)
+                gone = bool(poll.poll(None if left is None else left * 1000))
+            else:
+                gone = not self._is_there()
+            if gone:
+                code = _zombie_code(self.pid)  # at once: it is forgotten when its parent has asked
+                self._code = self._said() if code is None else code
+                self._ended = True
+            elif left == 0:
+                return False
+            elif self._descriptor is None:
+                time.sleep(PERIOD if left is None else min(PERIOD, left))
+        return True
 
     def signal(self, number: int) -> None:
         """Send a signal, if it runs."""
-        self._process.signal(number)
+        with contextlib.suppress(OSError):  # it has ended
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, number)
+            elif not self._ended:
+                os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
         """Its group is not ours."""
 
     def close(self) -> None:
         """Let go of it."""
-        self._process.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_there(self) -> bool:
+        return os.getppid() == self.pid if self._is_parent else is_alive(self.pid)
+
+
+def stat_of(process: int | str) -> list[str]:
+    """What the system says of a process, or of a thread (``"7/task/8"``), from its state on.
+
+    Raises:
+        OSError: there is no such process, or a system without /proc.
+    """
+    with open(f"/proc/{process}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    if not fields:
+        raise ProcessLookupError(f"process {process} is gone")
+    return fields
 
 
 def is_stopped(process: int) -> bool:
     """Whether a process is stopped, by SIGSTOP say: it hears nothing but SIGKILL."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] in "Tt"
-    except (OSError, IndexError):
+        return stat_of(process)[0] in "Tt"
+    except OSError:
         return False
+
+
+def _zombie_code(process: int) -> int | None:
+    """How a process ended, as long as its parent has not asked; else None."""
+    try:
+        fields = stat_of(process)
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else None
 
 
 def _exit_code(info: Any) -> int:

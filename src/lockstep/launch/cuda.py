@@ -1,4 +1,4 @@
-"""CUDA's two variables for the numbers of devices, set where lockstep starts the ranks."""
+"""CUDA's variables, set before it reads them: for the numbers of devices, and for products that are deterministic."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 import torch
 
 ORDER, VISIBLE = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"
+VARIABLE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -26,3 +27,13 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
     count = torch.cuda.device_count() if VISIBLE not in environ else 0
     if count:
         environ[VISIBLE] = ",".join(map(str, range(count)))
+
+
+def fix_cublas_workspaces() -> None:
+    """Let cuBLAS use workspaces of fixed sizes; it reads the variable when it is used first.
+
+    A value that the user has set stays. Ranks that are started from here inherit it.
+
+    Source: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+    """
+    os.environ.setdefault(VARIABLE, WORKSPACES)

@@ -22,10 +22,8 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -62,7 +60,7 @@ class ForkLauncher(SpawnLauncher):
         world: of the calling process, which stands in for local rank 0 and takes no part itself.
     """
 
-    strategy = "ddp_fork"
+    name = "ddp_fork"
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """``function(*args, **kwargs)`` in each of the processes; errors as of :meth:`SpawnLauncher.launch`.
@@ -72,7 +70,7 @@ class ForkLauncher(SpawnLauncher):
         """
         reason = why_not()
         if reason is not None:
-            raise _refusal(reason)
+            raise _refusal(self.strategy, reason)
         return super().launch(function, *args, **kwargs)
 
     def start(self, children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
@@ -81,6 +79,7 @@ class ForkLauncher(SpawnLauncher):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         threads = torch.get_num_threads() if end_openmp_pools() else 1
+        strategy = self.strategy
         bond = {PARENT: str(os.getpid())} if threading.current_thread() is threading.main_thread() else {}
         for local_rank in range(call.world.local_size):
             rank = replace(call.world, rank=call.world.rank + local_rank, local_rank=local_rank)
@@ -88,7 +87,7 @@ class ForkLauncher(SpawnLauncher):
 
             def take(environ: Mapping[str, str] = environ) -> Call:
                 if getattr(torch.cuda, "_is_in_bad_fork", bool)():
-                    raise _refusal(_CUDA)
+                    raise _refusal(strategy, _CUDA)
                 torch.set_num_threads(threads)
                 return call
 
@@ -136,8 +135,8 @@ def obstacle(can_fork: bool, cuda: bool, group: bool, threads: list[str]) -> str
     return None
 
 
-def _refusal(reason: str) -> MisconfigurationException:
-    return MisconfigurationException(f"strategy='ddp_fork' copies the calling process, but {reason}.")
+def _refusal(strategy: str, reason: str) -> MisconfigurationException:
+    return MisconfigurationException(f"strategy={strategy!r} copies the calling process, but {reason}.")
 
 
 def _thread_names() -> list[str]:
@@ -171,55 +170,22 @@ class Forked:
 
     Attributes:
         pid: its id.
-        returncode: its exit code, or the negative number of the signal that killed it; None while it is not known.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self._code: int | None = None
         self._lock = threading.Lock()
 
-    def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+    def wait(self) -> int:
+        """Wait for its end; the exit code, or the negative number of the signal that killed it."""
         with self._lock:
-            if self.returncode is None:
+            if self._code is None:
                 try:
-                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
                 except ChildProcessError:  # somebody else in this process has waited for it
-                    self.returncode = 0
-                else:
-                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-            return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not come within ``timeout`` seconds.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if until is None:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # it is for `poll` to bury it
-            elif time.monotonic() > until:
-                raise subprocess.TimeoutExpired("a copy of this process", timeout or 0.0)
-            else:
-                time.sleep(0.005)
-        return code
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                    self._code = 0
+            return self._code
 
 
 def _fork(body: Callable[[], object], name: str) -> Forked:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.launch.causes import RULE, Stand, Stray, named
+from lockstep.launch.causes import RULE, Stand, Stray, alike, named, odd_first
 from lockstep.launch.ledger import Note
 from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack
 
@@ -173,17 +173,15 @@ def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Stray:
         calls: rank, line of the user's code, and note.
         trace: stacks of the ranks.
     """
-    groups: dict[str, list[int]] = {}
+    said = []
     for rank, place, note in sorted(calls, key=lambda call: call[0]):
         verb = "waits in" if note.inside else "called"
         payload = f" of {note.payload}" if note.payload else ""
         root = f" with rank {note.root}" if note.root >= 0 else ""
         phase = note.phase or (note.function if note.function != "<module>" else "")
-        said = ", ".join(filter(None, [phase, f"batch {note.batch}" if note.batch >= 0 else ""]))
-        what = f"{verb} {note.named}{payload}{root}, {place}" + (f" ({said})" if said else "")
-        groups.setdefault(what, []).append(rank)
-    odd_first = sorted(groups.items(), key=lambda group: len(group[1]))
-    told = "; ".join(f"{named(ranks)} {what}" for what, ranks in odd_first)
+        when = ", ".join(filter(None, [phase, f"batch {note.batch}" if note.batch >= 0 else ""]))
+        said.append((rank, f"{verb} {note.named}{payload}{root}, {place}" + (f" ({when})" if when else "")))
+    told = "; ".join(f"{named(ranks)} {what}" for what, ranks in odd_first(alike(said)))
     return Stray(f"the ranks' calls do not match: {told}. {RULE}", trace)
 
 
@@ -251,10 +249,8 @@ def overdue(sights: Sequence[Sight], limit: float) -> Stray | None:
 
 
 def _told(sights: Iterable[Sight]) -> str:
-    groups: dict[str, list[int]] = {}
-    for sight in sorted(sights, key=lambda sight: sight.rank):
-        groups.setdefault(sight.described(), []).append(sight.rank)
-    return "; ".join(f"{named(ranks)} {_plural(what) if len(ranks) > 1 else what}" for what, ranks in groups.items())
+    groups = alike((sight.rank, sight.described()) for sight in sorted(sights, key=lambda sight: sight.rank))
+    return "; ".join(f"{named(ranks)} {_plural(what) if len(ranks) > 1 else what}" for what, ranks in groups)
 
 
 def _plural(what: str) -> str:
@@ -265,12 +261,13 @@ def _plural(what: str) -> str:
 
 def _trace(sights: Iterable[Sight]) -> str:
     """The ranks' Python stacks, each in a few lines, those alike once."""
-    groups: dict[str, list[int]] = {}
-    for sight in sights:
-        for stack, whose in ((sight.stack, ""), (sight.worker, ", a worker of its data loader")):
-            if stack is not None:
-                groups.setdefault(f"{whose}:\n{brief(stack)}", []).append(sight.rank)
-    shown = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))[:STACKS]
+    groups = alike(
+        (sight.rank, f"{whose}:\n{brief(stack)}")
+        for sight in sights
+        for stack, whose in ((sight.stack, ""), (sight.worker, ", a worker of its data loader"))
+        if stack is not None
+    )
+    shown = sorted(groups, key=lambda group: (len(group[1]), group[1]))[:STACKS]
     return "\n".join(f"{named(ranks)}{text}" for text, ranks in shown)
 
 

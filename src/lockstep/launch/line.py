@@ -1,9 +1,10 @@
-"""A line between two processes: messages as JSON, one a line, over a connected socket."""
+"""A line between two processes: messages as JSON, one a line, over a connected socket; and how one is found."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -98,3 +99,25 @@ class Line:
         except OSError as error:
             self.error = error
             return b""
+
+
+def door(name: str) -> socket.socket | None:
+    """Where the ranks of this machine find a supervisor: a name in the system's memory, no file.
+
+    Returns:
+        None on another system than Linux, and where somebody has the name.
+    """
+    try:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made.bind("\0" + name)
+        made.listen(1024)
+        return made
+    except OSError:
+        return None
+
+
+def caller(connection: socket.socket) -> int:
+    """The process at the other end, if it is this user's; else 0."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    process, user, _ = struct.unpack("3i", credentials)
+    return int(process) if user == os.getuid() else 0

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from lockstep.launch.causes import Stand, Stray
+from lockstep.launch.children import stat_of
 from lockstep.launch.hang import GONE, HALTED, RUNS, SLEEPS, STOPPED, TRACED, Sight, compare, diverged, overdue, parted
 from lockstep.launch.ledger import Note, Reading
 from lockstep.launch.sample import ask, ask_stopped, ask_workers, speak
@@ -293,9 +294,8 @@ class Lookout:
 
 def _state(process: int) -> str:
     try:
-        with open(f"/proc/{process}/stat") as file:
-            return STATES.get(file.read().rsplit(")", 1)[1].split()[0], SLEEPS)
-    except (OSError, IndexError):
+        return STATES.get(stat_of(process)[0], SLEEPS)
+    except OSError:
         return GONE
 
 

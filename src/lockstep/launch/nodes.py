@@ -1,22 +1,196 @@
-"""The first cause of a run on several nodes: what each supervisor claims, and the one that the first node believes."""
+"""What the supervisors of several nodes tell one another: messages by topic, that a node is gone, the first cause.
+
+The first node's listens (the hub), the others call it, and it hands on what one says to all others. A node is alive as
+long as its kernel answers (TCP's keep-alive), however busy or stopped its processes are: a loaded machine is no false
+alarm, and one that is unplugged is known after half a minute.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import secrets
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.launch.hub import SILENT, Hub
 from lockstep.launch.judge import First, located
+from lockstep.launch.line import Line, Message
+
+IDLE, INTERVAL, PROBES = 10, 5, 4
+"""Seconds without a message after which a node is asked whether it is there, seconds between that, and how often."""
+
+SILENCE = IDLE + INTERVAL * PROBES
+"""Seconds after which a node that does not answer is taken for gone."""
+
+SILENT = f"has not answered for {SILENCE} s"
+"""What is said of such a node."""
+
+CALLING = 10.0
+"""Seconds that the call of the hub may take, and that a caller gets to say who it is."""
+
+Heard = Callable[[int, Any], None]
+
+
+class Hub:
+    """This node's end of it. Until the nodes have met, what is sent is lost.
+
+    Args:
+        node: this node's number; 0 is the hub.
+        host: its name, for the others.
+        on_lost: called with number and host of a node whose supervisor is gone and has not said farewell, and with the
+            reason.
+        on_met: called with the number of a node that has joined; of the hub, when this one has joined it.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        host: str,
+        on_lost: Callable[[int, str, str], None],
+        on_met: Callable[[int], None] = lambda node: None,
+    ) -> None:
+        self.node, self.host = node, host
+        self._on_lost, self._on_met = on_lost, on_met
+        self._listeners: dict[str, Heard] = {}
+        self._lines: dict[int, Line] = {}
+        self._lock = threading.Lock()
+        self._door: socket.socket | None = None
+        self._token = ""
+        self._closing = False
+
+    @property
+    def nodes(self) -> list[int]:
+        """The other nodes with which this one is connected."""
+        with self._lock:
+            return sorted(self._lines)
+
+    def listen(self, topic: str, heard: Heard) -> None:
+        """Have ``heard(node, body)`` called, in a thread of this hub, for each message on a topic."""
+        self._listeners[topic] = heard
+
+    def open(self) -> tuple[int, str]:
+        """Be the hub.
+
+        Returns:
+            the port where it listens, on all interfaces, and the word by which the others prove that they belong here.
+        """
+        self._token = secrets.token_hex(16)
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._door = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
+        )
+        threading.Thread(target=self._answer, name="lockstep-hub", daemon=True).start()
+        return int(self._door.getsockname()[1]), self._token
+
+    def join(self, address: str, port: int, token: str) -> bool:
+        """Call the hub; whether it can be reached."""
+        try:
+            connection = socket.create_connection((address, port), CALLING)
+        except OSError:
+            return False
+        connection.settimeout(None)
+        line = Line(_kept_alive(connection))
+        if not line.send({"token": token, "node": self.node, "host": self.host}):
+            return False
+        with self._lock:
+            self._lines[0] = line
+        threading.Thread(target=self._hear, args=(0, address, line), name="lockstep-node-0", daemon=True).start()
+        self._on_met(0)
+        return True
+
+    def send(self, topic: str, body: Any) -> None:
+        """Tell all other nodes something that JSON can say."""
+        self._pass({"node": self.node, "topic": topic, "body": body}, but=None)
+
+    def close(self) -> None:
+        """Say farewell to the others, who then do not take this node for lost."""
+        self._closing = True
+        if self._door is not None:
+            with contextlib.suppress(OSError):  # accept() would wait on in its thread
+                self._door.shutdown(socket.SHUT_RDWR)
+            self._door.close()
+        self._pass({"node": self.node, "farewell": True}, but=None)
+        with self._lock:
+            lines = list(self._lines.values())
+        for line in lines:
+            line.hang_up()
+
+    def _pass(self, message: Message, but: int | None) -> None:
+        with self._lock:
+            lines = [line for node, line in self._lines.items() if node != but]
+        for line in lines:
+            line.send(message)
+
+    def _answer(self) -> None:
+        """In a thread: let the other nodes in."""
+        assert self._door is not None
+        while not self._closing:
+            try:
+                connection, _ = self._door.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._admit, args=(connection,), name="lockstep-node", daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        connection.settimeout(CALLING)
+        line = Line(_kept_alive(connection))
+        hello = line.receive()
+        if hello is None or not secrets.compare_digest(str(hello.get("token")), self._token):
+            line.close()  # none of ours
+            return
+        connection.settimeout(None)
+        node, host = int(hello["node"]), str(hello["host"])
+        with self._lock:
+            self._lines[node] = line
+        self._on_met(node)
+        self._hear(node, host, line)
+
+    def _hear(self, node: int, host: str, line: Line) -> None:
+        """In a thread: what one node says, until it has gone."""
+        well = False
+        while (message := line.receive()) is not None:
+            well = well or (bool(message.get("farewell")) and message["node"] == node)
+            if self.node == 0:
+                self._pass(message, but=node)
+            heard = self._listeners.get(message.get("topic", ""))
+            if heard is not None:
+                heard(int(message["node"]), message["body"])
+        with self._lock:
+            self._lines.pop(node, None)
+        if not well and not self._closing:
+            silent = line.error is not None and line.error.errno in _UNREACHED
+            self._on_lost(node, host, SILENT if silent else "ended without a word")
+        line.close()
+
+
+_UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    """Have the system ask now and then whether the other machine is there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    options = {
+        "TCP_KEEPIDLE": IDLE,
+        "TCP_KEEPALIVE": IDLE,  # its name on macOS
+        "TCP_KEEPINTVL": INTERVAL,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": SILENCE * 1000,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
 
 
 class Nodes:
-    """This node among the others.
+    """This node among the others, for the first cause of all: each claims what it knows, and node 0 decides.
 
     Args:
-        node: its number; node 0 decides.
+        node: its number.
         count: how many there are.
         put: called in threads with the name of an event and what belongs to it, for `claimed`, `heard` and `lost`.
         follow: called when the first cause of all nodes is known.

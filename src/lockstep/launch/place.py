@@ -65,16 +65,18 @@ def directly(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
 
 
-def launcher(kind: str | None, placement: Placement) -> Callable[..., Any]:
+def launcher(kind: str | None, placement: Placement, asked: Any = None) -> Callable[..., Any]:
     """What calls a function on all ranks: ``launch(function, *args)``.
 
     Args:
         kind: a strategy's ``launcher``: None, "script", "spawn" or "fork".
         placement: from :func:`here`.
+        asked: what the user gave as the Trainer's ``strategy``, which errors repeat.
     """
     if kind is None or placement.world.size == 1 or (kind != "script" and placement.launched):
         return directly
     # ranks that are there already go through the script launcher too: it leaves a note of what ends them
     if kind == "script":
         return ScriptLauncher(placement.world, placement.launched).launch
-    return (ForkLauncher if kind == "fork" else SpawnLauncher)(placement.world).launch
+    name = "ddp_notebook" if asked == "auto" else asked if isinstance(asked, str) else None
+    return (ForkLauncher if kind == "fork" else SpawnLauncher)(placement.world, name).launch

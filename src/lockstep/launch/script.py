@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -19,13 +19,18 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed
 from lockstep.launch.attendance import attended
 from lockstep.launch.inherit import SEED, bind_loader_workers
-from lockstep.launch.nested import check_not_nested
 from lockstep.launch.notes import NOTES
 from lockstep.launch.port import free_port
 from lockstep.launch.supervised import Side, Supervised, at_launcher
 from lockstep.launch.threads import share_cores
 
 T = TypeVar("T")
+
+RANK_OF = "LOCKSTEP_RANK_OF"
+"""The variable with the process that is a rank, and the meeting that it belongs to."""
+
+VARIABLES = "RANK LOCAL_RANK NODE_RANK GROUP_RANK WORLD_SIZE MASTER_PORT SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK"
+"""Variables by which a rank knows itself."""
 
 
 class ScriptLauncher:
@@ -70,6 +75,32 @@ class ScriptLauncher:
         with _sides[0].listening() if _sides else nullcontext():
             with attended(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
                 return function(*args, **kwargs)
+
+
+def check_not_nested(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Note that this process is a rank, for those that it starts; refuse to be one beside the one that started it.
+
+    It would wait for ranks that have no use for it, at a port that is taken.
+
+    Args:
+        world: of this process, among others that are there.
+        environ: the environment.
+
+    Raises:
+        MisconfigurationException: another process is this rank already.
+    """
+    if world.size == 1:
+        return
+    meeting = f"{world.rank}/{world.size} {world.address}:{world.port}"
+    process, _, known = environ.get(RANK_OF, "").partition(" ")
+    if known == meeting and process != str(os.getpid()):
+        there = " ".join(f"-u {name}" for name in VARIABLES.split() if name in environ)
+        raise MisconfigurationException(
+            f"this process takes itself for rank {world.rank} of {world.size} at {world.address}:{world.port}, and "
+            f"that is process {process}, which started this one and handed its variables down: start a run inside of a "
+            f"run without them (env {there} ...), as one process: devices=1"
+        )
+    environ[RANK_OF] = f"{os.getpid()} {meeting}"
 
 
 def command_line(main: ModuleType, argv: Sequence[str], original: Sequence[str]) -> list[str] | None:

@@ -53,12 +53,14 @@ class SpawnLauncher:
 
     Args:
         world: of the calling process, which stands in for local rank 0 and takes no part itself.
+        strategy: what the user has chosen, for errors; None: the name that this launcher goes by.
     """
 
-    strategy = "ddp_spawn"
+    name = "ddp_spawn"
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, strategy: str | None = None) -> None:
         self.world = world
+        self.strategy = strategy or self.name
 
     def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """``function(*args, **kwargs)`` in each of the processes.
@@ -109,7 +111,21 @@ class SpawnLauncher:
 
     def start(self, children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
         """Start the ranks of this node, and begin to watch them."""
-        _start(children, call, result, notes)
+        world = call.world
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with tempfile.NamedTemporaryFile(prefix="lockstep-") as file:
+            _write(call, file, self.strategy)
+            for local_rank in range(world.local_size):
+                rank = replace(world, rank=world.rank + local_rank, local_rank=local_rank)
+                environ = {**os.environ, **rank_variables(rank)}
+                if threading.current_thread() is threading.main_thread():
+                    environ[PARENT] = str(os.getpid())
+                # opened once for each rank, since a file that is handed down twice has one position
+                with open(file.name, "rb") as copy:
+                    handed = (copy.fileno(), result.fileno(), notes.descriptor)
+                    words = [str(handed[0]), str(handed[1]), notes.address, str(rank.rank)]
+                    children.start(rank.rank, [sys.executable, *flags, "-c", _BOOT, *words], environ, handed)
+        children.watch()
 
 
 @dataclass
@@ -123,25 +139,7 @@ class Call:
     called: str  #: the line of the user's code that made it
 
 
-def _start(children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
-    world = call.world
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    with tempfile.NamedTemporaryFile(prefix="lockstep-") as file:
-        _write(call, file)
-        for local_rank in range(world.local_size):
-            rank = replace(world, rank=world.rank + local_rank, local_rank=local_rank)
-            environ = {**os.environ, **rank_variables(rank)}
-            if threading.current_thread() is threading.main_thread():
-                environ[PARENT] = str(os.getpid())
-            # opened once for each rank, since a file that is handed down twice has one position
-            with open(file.name, "rb") as copy:
-                handed = (copy.fileno(), result.fileno(), notes.descriptor)
-                words = [str(handed[0]), str(handed[1]), notes.address, str(rank.rank)]
-                children.start(rank.rank, [sys.executable, *flags, "-c", _BOOT, *words], environ, handed)
-    children.watch()
-
-
-def _write(call: Call, file: IO[bytes]) -> None:
+def _write(call: Call, file: IO[bytes], strategy: str) -> None:
     """Write the call, and the state of this process that it may depend on."""
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     pack(_surroundings(), file)
@@ -149,7 +147,7 @@ def _write(call: Call, file: IO[bytes]) -> None:
         pack(call, file)
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise MisconfigurationException(
-            "strategy='ddp_spawn' sends the module, the data and the callbacks to other processes, and "
+            f"strategy={strategy!r} sends the module, the data and the callbacks to other processes, and "
             f"something in them cannot travel ({error}): make it later, in setup() or train_dataloader(), "
             "or use strategy='ddp', or 'ddp_fork', where nothing has to travel"
         ) from error
@@ -168,8 +166,12 @@ def _failure(strategy: str, children: Children, notes: Notes, verdict: Verdict |
         return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Stray) else []))
     if isinstance(cause, Ended) and watch.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
-    trace = f"a rank failed:\n\n{cause.trace}\n" if isinstance(cause, Cause) and not cause.is_exit else ""
-    return RuntimeError(f"{trace}strategy={strategy!r}: {cause}")  # the first cause is the last thing on the screen
+    before = ""  # the first cause is the last thing on the screen
+    if isinstance(cause, Cause) and not cause.is_exit:
+        before = f"a rank failed:\n\n{cause.trace}\n"
+    elif isinstance(cause, Stray) and cause.trace:
+        before = f"the ranks went different ways:\n\n{cause.trace}\n\n"
+    return RuntimeError(f"{before}strategy={strategy!r}: {cause}")
 
 
 def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:

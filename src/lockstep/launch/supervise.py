@@ -22,12 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
-from lockstep.launch.arrivals import bond, caller, door
+from lockstep.launch.bond import bound
 from lockstep.launch.causes import Cause, Stray
-from lockstep.launch.children import FAREWELL, GRACE, Children, is_stopped
-from lockstep.launch.foreign import Foreign
+from lockstep.launch.children import FAREWELL, GRACE, Children, Foreign, is_stopped
 from lockstep.launch.judge import First, Judgement, concluded, is_told, judgement, located, settled
-from lockstep.launch.line import Line, Message
+from lockstep.launch.line import Line, Message, caller, door
 from lockstep.launch.nodes import Nodes
 from lockstep.launch.notes import RANK, Notes
 from lockstep.launch.watch import Verdict, Watch
@@ -74,8 +73,9 @@ class Supervisor:
         self._children.hurries = self._starts
         everyone = order["local_size"] == order["size"]
         self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
-        judge = self._put
-        self._watch = Watch(notes, everyone, lambda found: judge("verdict", found), self._ended, self._nodes.hub)
+        self._watch = Watch(
+            notes, everyone, lambda found: self._put("verdict", found), lambda: self._children.ended, self._nodes.hub
+        )
         self._zero = Foreign(order["process"], lambda: self._said(self._rank))
         self._lines: list[Line] = []
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
@@ -96,12 +96,12 @@ class Supervisor:
         order = self._order
         self._children.adopt(self._rank, self._zero, stop=not self._starts)
         if self._starts:
-            bound = bond()
+            first = bound()
             environ = {**order["environ"], order["parent"]: str(os.getpid())}
             for local_rank in range(1, order["local_size"]):
                 environ["LOCAL_RANK"], environ[RANK] = str(local_rank), str(self._rank + local_rank)
                 handed = (self._notes.descriptor,)
-                self._children.start(self._rank + local_rank, order["command"], environ, handed, order["folder"], bound)
+                self._children.start(self._rank + local_rank, order["command"], environ, handed, order["folder"], first)
         elif order["name"]:
             self._thread(self._admit, door(order["name"]))
         self._children.watch()
@@ -132,6 +132,8 @@ class Supervisor:
     def _hear(self, line: Line, rank: int) -> None:
         """In a thread: what a rank says."""
         while (message := line.receive()) is not None:
+            if message["say"] == "left" and message["cause"] is not None:
+                message["cause"] = Cause(**message["cause"])
             self._put(message["say"], (rank, message))
 
     def _hear_presses(self) -> None:
@@ -152,9 +154,6 @@ class Supervisor:
     def _said(self, rank: int) -> int | None:
         """The exit code that a rank has announced."""
         return next((note["code"] for note in self._notes.others("left") if note["left"] == rank), None)
-
-    def _ended(self) -> dict[int, float]:
-        return self._children.ended
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
         """Whether an end is what a scheduler asked for, that asked all: it sees to the others, too."""
@@ -240,14 +239,14 @@ class Supervisor:
     def _on_left(self, what: tuple[int, Message]) -> bool:
         """A rank has come to its end, and waits for its leave; one that a launcher started only if it has failed."""
         rank, message = what
-        cause = None if message["cause"] is None else Cause(**message["cause"])
+        cause: Cause | None = message["cause"]
         if not self._starts:
             if cause is not None:
                 self._left[rank] = cause
             self._thread(self._children.wind_up, message["at"])
             self._look()
             return False
-        self._take_leave(rank, cause, message["at"])
+        self._take_leave(*what)
         if self._interrupted and self._verdict is None:
             until = time.monotonic() + GRACE
             while self._children.running and time.monotonic() < until:
@@ -259,12 +258,13 @@ class Supervisor:
             self._thread(self._children.wind_up, cause.at)
         return self._on_ended(None)
 
-    def _take_leave(self, rank: int, cause: Cause | None, at: float) -> None:
+    def _take_leave(self, rank: int, message: Message) -> None:
+        cause: Cause | None = message["cause"]
         self._has_left = True
         self._interrupted = cause is not None and cause.is_interrupt
         if cause is not None:
             self._left[rank] = cause
-        self._children.has_left(rank, at if cause is None else None)
+        self._children.has_left(rank, message["at"] if cause is None else None)
 
     def _on_stop(self, _: Any) -> bool:
         """Ctrl-C, while rank 0 waited for the others to end."""
@@ -342,8 +342,7 @@ class Supervisor:
             while True:
                 event, what = self._events.get_nowait()
                 if event == "left" and self._starts:
-                    cause = what[1]["cause"]
-                    self._take_leave(what[0], None if cause is None else Cause(**cause), what[1]["at"])
+                    self._take_leave(*what)
                 elif event in ("first", "claim", "lost"):
                     later.append((event, what))
         for event, what in later:

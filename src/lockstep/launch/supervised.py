@@ -24,7 +24,7 @@ from lockstep.launch import attendance
 from lockstep.launch.inherit import PARENT, started_in
 from lockstep.launch.interrupt import Ear
 from lockstep.launch.line import Line, Message
-from lockstep.launch.notes import NOTES, Notes
+from lockstep.launch.notes import NOTES, Notes, leave_note
 
 OFF = "LOCKSTEP_SUPERVISE"
 """The variable that, at 0, has ranks of a launcher do without a supervisor."""
@@ -153,15 +153,11 @@ class Supervised:
         """When this process ends: wait for the others; where something has failed, this does not come back."""
         if os.getpid() != self._process:  # a process that was forked here
             return
-        error = getattr(sys, "last_value", None)  # what ended the script, if something did
-        cause = None if error is None else attendance.note_on(error, self._world.rank)
-        left = {"say": "left", "at": time.monotonic(), "cause": None if cause is None else asdict(cause)}
         if not self._starts:
-            _leave(self.address, self._world.rank, cause is None)
-            if cause is not None and self._line.send(left):
+            if _take_leave(self._line, self.address, self._world.rank):
                 self._answer("go", FAREWELL)
             return
-        self._line.send(left)
+        self._line.send(_last_word(self._world.rank))
         try:
             if self._answer("go", PATIENCE) is None and not self._over:
                 self._line.send({"say": "running"})
@@ -262,19 +258,26 @@ class Found:
     def _finish(self) -> None:
         if os.getpid() != self._process or self._line is None or not self.address:
             return
-        error = getattr(sys, "last_value", None)
-        _leave(self.address, self._world.rank, error is None)
-        if error is not None:
-            cause = asdict(attendance.note_on(error, self._world.rank))
-            if self._line.send({"say": "left", "at": time.monotonic(), "cause": cause}):
-                self._told.wait(FAREWELL)
+        if _take_leave(self._line, self.address, self._world.rank):
+            self._told.wait(FAREWELL)
 
 
-def _leave(address: str, rank: int, well: bool) -> None:
-    """Note that this process ends, for a supervisor that cannot ask how."""
-    notes = Notes.at(address)
-    if notes is not None:
-        notes.leave({"left": rank, "code": 0 if well else 1})
+def _last_word(rank: int) -> Message:
+    """That this process' script has come to its end, and what ended it, if something did."""
+    error = getattr(sys, "last_value", None)
+    cause = None if error is None else asdict(attendance.note_on(error, rank))
+    return {"say": "left", "at": time.monotonic(), "cause": cause}
+
+
+def _take_leave(line: Line, address: str, rank: int) -> bool:
+    """At the end of a process that somebody else has started: note how it ends, for a supervisor that cannot ask.
+
+    Returns:
+        whether it has failed, and waits for the supervisor to print the first cause.
+    """
+    word = _last_word(rank)
+    leave_note(address, {"left": rank, "code": 0 if word["cause"] is None else 1})
+    return word["cause"] is not None and line.send(word)
 
 
 Side = Supervised | Found

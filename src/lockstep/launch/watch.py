@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from lockstep.launch import interrupt
 from lockstep.launch.causes import Cause, Stand, Stray, named, strayed, was_caught
 from lockstep.launch.children import FAREWELL as LONGEST
+from lockstep.launch.children import stat_of
 from lockstep.launch.interrupt import Ear
 from lockstep.launch.lookout import Channel, Lookout
 from lockstep.launch.notes import Notes
@@ -241,11 +242,9 @@ def _runs(process: int) -> bool:
     try:
         threads = [int(name) for name in os.listdir(f"/proc/{process}/task")]
         for thread in threads:
-            with open(f"/proc/{process}/task/{thread}/stat") as file:
-                state = file.read().rsplit(")", 1)[1].split()[0]
-            if state != "S" and thread != threading.get_native_id():
+            if stat_of(f"{process}/task/{thread}")[0] != "S" and thread != threading.get_native_id():
                 return True
-    except (OSError, IndexError):
+    except OSError:
         return True
     return False
 
@@ -253,9 +252,8 @@ def _runs(process: int) -> bool:
 def _processor_time(process: int) -> tuple[float, bool]:
     """Seconds of processor time that a process has used, and whether all its threads sleep."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            fields = file.read().rsplit(")", 1)[1].split()
+        fields = stat_of(process)
         used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return used, fields[0] == "S"
-    except (OSError, IndexError, ValueError):
+    except OSError:
         return -1.0, False

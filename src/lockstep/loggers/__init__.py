@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lockstep.ground.late import late
 
 if TYPE_CHECKING:
     from lockstep.loggers.base import DummyLogger, Logger
@@ -41,11 +42,7 @@ def __getattr__(name: str) -> Any:
     """
     if name in _REFUSED:
         raise ImportError(f"lockstep has no {name}: {_REFUSED[name]}. {_WAY_OUT}.", name=f"{__name__}.{name}")
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    globals()[name] = value
-    return value
+    return late(__name__, _FILES, name)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.launch.attempts import Attempts
+from lockstep.launch.attendance import is_given_up
 from lockstep.launch.heed import end_at_once, heeding, is_under_lockstep, send_again, unheeded
 from lockstep.launch.requeue import await_end
 from lockstep.launch.rerun import attempts_here
@@ -103,7 +104,7 @@ class Signals:
             self.trainer.received_sigterm = True
             waits = self.job is not None and self.job.requeues
             again = self.asked == number and time.monotonic() - self._at > AGAIN and not waits
-            if self.failing or again:
+            if self.failing or again or is_given_up():
                 end_at_once()
             self._at = self._at if self.asked == number else time.monotonic()
         if self.asked != signal.SIGTERM:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lockstep.ground.late import late
 
 if TYPE_CHECKING:
     from lockstep.testing.datasets import RandomDataset as RandomDataset
@@ -41,9 +42,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return late(__name__, _WHERE, name)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lockstep.ground.late import late
 
 if TYPE_CHECKING:
     from lockstep.data.combined import CombinedLoader
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
     )
 
 _FILES = {
-    "AttributeDict": "ground.hyperparameters",
-    "CombinedLoader": "data.combined",
-    "grad_norm": "ground.gradients",
-    "move_data_to_device": "ground.device",
-    "rank_zero_debug": "ground.rank",
-    "rank_zero_deprecation": "ground.rank",
-    "rank_zero_info": "ground.rank",
-    "rank_zero_only": "ground.rank",
-    "rank_zero_warn": "ground.rank",
+    "AttributeDict": ".ground.hyperparameters",
+    "CombinedLoader": ".data.combined",
+    "grad_norm": ".ground.gradients",
+    "move_data_to_device": ".ground.device",
+    "rank_zero_debug": ".ground.rank",
+    "rank_zero_deprecation": ".ground.rank",
+    "rank_zero_info": ".ground.rank",
+    "rank_zero_only": ".ground.rank",
+    "rank_zero_warn": ".ground.rank",
 }
 
 __all__ = [
@@ -45,9 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a tool's file when its name is first used."""
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"lockstep.{_FILES[name]}"), name)
+    return late(__name__, _FILES, name)
 
 
 def __dir__() -> list[str]:

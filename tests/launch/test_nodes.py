@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch import hub
 from lockstep.launch.causes import Cause
-from lockstep.launch.hub import Hub
 from lockstep.launch.line import Line
-from lockstep.launch.nodes import Nodes
+from lockstep.launch.nodes import SILENCE, Hub, Nodes
 
 SECONDS = 20
 
@@ -83,7 +81,7 @@ def test_the_system_asks_a_silent_machine_for_half_a_minute(nodes: list[Node]) -
     if hasattr(socket, "TCP_KEEPIDLE"):
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [10, 5, 4]
-    assert hub.SILENCE == 30
+    assert SILENCE == 30
 
 
 def test_the_first_claim_is_believed_by_all() -> None:

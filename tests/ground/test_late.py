@@ -1,0 +1,41 @@
+"""The names of a face that are imported when they are asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.ground.late import late
+
+
+@pytest.fixture
+def face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package with a name of its own, and one from beside it."""
+    for name, text in (
+        ("house/__init__.py", ""),
+        ("house/face/__init__.py", ""),
+        ("house/face/own.py", "Own = 3"),
+        ("house/beside.py", "Other = 4"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("house.face")
+    yield "house.face"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "house"]:
+        del sys.modules[name]
+
+
+def test_a_name_is_looked_for_once_and_kept(face: str) -> None:
+    files = {"Own": "own", "Other": ".beside"}
+    assert "house.face.own" not in sys.modules
+    assert (late(face, files, "Own"), late(face, files, "Other")) == (3, 4)
+    assert (sys.modules[face].Own, sys.modules[face].Other) == (3, 4)
+
+
+def test_what_is_no_name_of_it_is_refused_as_by_any_module(face: str) -> None:
+    with pytest.raises(AttributeError, match=r"module 'house\.face' has no attribute 'nope'"):
+        late(face, {"Own": "own"}, "nope")
