@@ -229,6 +229,7 @@ def test_a_users_averager_is_called_after_each_step() -> None:
     [
         (0, 0, "period={0: 1}"),
         (2, -1, "start=-1"),
+        (2, 1.5, "start=1.5"),
         ({}, 0, "numbers of steps above 0"),
         ({2: 2}, 0, "the largest with all 1"),
         ({2: 1, 4: 2}, 0, "each number of ranks divides 1"),
@@ -236,6 +237,6 @@ def test_a_users_averager_is_called_after_each_step() -> None:
         (True, 0, "period=True"),
     ],
 )
-def test_settings_that_cannot_be(period: int | Mapping[int, int], start: int, said: str) -> None:
+def test_settings_that_cannot_be(period: int | Mapping[int, int], start: Any, said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
         ParameterAverager(_parameters(), period, start)

@@ -151,8 +151,9 @@ class ParameterAverager:
 
 
 def _check_periods(periods: Mapping[int, int], start: int, world: int) -> None:
-    shown = f"ParameterAverager(period={dict(periods)}, start={start})"
-    if not periods or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in periods) or start < 0:
+    shown = f"ParameterAverager(period={dict(periods)}, start={start!r})"
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in [*periods, start])
+    if not periods or not whole or min(periods) < 1 or start < 0:
         raise MisconfigurationException(f"{shown}: periods are numbers of steps above 0, and start is at least 0")
     sizes = [size for _, size in sorted(periods.items())]
     if sizes != sorted(sizes) or sizes[-1] != world or any(size < 1 or world % size for size in sizes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 from torch.nn.parameter import Parameter
@@ -20,9 +20,10 @@ class GradBucket:
         gradients: views of ``buffer``, each with its parameter's shape.
         parameters: the parameters, in the order of their gradients.
         is_last: whether no other bucket comes after it in a round.
+        absent: places of the parameters that have no gradient on this rank in this round; zeros stand for them.
     """
 
-    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_origin", "_parameters")
+    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_origin", "_parameters", "absent")
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class GradBucket:
         gradients: Sequence[Tensor],
         parameters: Sequence[Parameter],
         is_last: bool,
+        absent: Collection[int] = (),
     ) -> None:
         self._index = index
         self._buffer = buffer
@@ -38,6 +40,7 @@ class GradBucket:
         self._origin = buffer.storage_offset()
         self._parameters = list(parameters)
         self._is_last = is_last
+        self.absent = absent
 
     def index(self) -> int:
         """Place of the bucket in the round, counted from 0."""

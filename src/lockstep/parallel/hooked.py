@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.hooks.lane import carrier, completed
 from lockstep.parallel.hooks.order import in_order, keeps_order
 from lockstep.parallel.hooks.result import future_of, tensor_of
-from lockstep.parallel.transport import AllReduce
+from lockstep.parallel.transport import AllReduce, Size
 
 
 class Hooked(AllReduce):
@@ -27,39 +29,72 @@ class Hooked(AllReduce):
         group: the ranks.
         state: the hook's first argument.
         hook: ``(state, GradBucket) -> Future`` of a tensor of the buffer's size (or a list of one).
-        buckets: how many buckets a round has at the moment.
+        buckets: those of a round at the moment; sparse gradients, the last ones, travel as they are.
+        over: the group of the round, for those; False where it is left to each rank.
     """
 
     divides = False
     inline_marks = False
     alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
 
-    def __init__(self, group: comm.Group, state: Any, hook: Callable[..., Any], buckets: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        group: comm.Group,
+        state: Any,
+        hook: Callable[..., Any],
+        buckets: Callable[[], Sequence[Bucket]],
+        over: Callable[[], comm.Group | Literal[False]],
+    ) -> None:
         super().__init__(group)
-        self._state, self._hook, self._buckets = state, in_order(hook, group), buckets
+        self._state, self._hook, self._buckets, self._over = state, in_order(hook, group), buckets, over
         self._shown: dict[int, GradBucket] = {}
-        self._one_by_one = comm.world_size(group) > 1 and "gloo" in dist.get_backend_config(group)
-        self._one_by_one = self._one_by_one and not keeps_order(self._hook)
+        self._one_by_one = False
         self._last: Any = None
+        self._error: Exception | None = None
+
+    def buffers(self, sizes: list[Size]) -> list[Tensor]:
+        """Tensors of this process."""
+        several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
+        self._one_by_one = several and any(carrier(self._group, device) == "gloo" for _, _, device in sizes)
+        return super().buffers(sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
-        """Call the hook."""
-        if bucket.is_sparse:
-            super().start(bucket, 1 / comm.world_size(self._group))
+        """Call the hook. What it raises, `flush` and `wait` raise, when the backward has ended."""
+        if self._error is not None:
             return
-        self.flush()
-        last = bucket.index + 1 == self._buckets()
-        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last)
+        if bucket.is_sparse:
+            self._start_sparse(bucket)
+            return
+        following = self._buckets()[bucket.index + 1 :]
+        last = not following or following[0].is_sparse
+        absent = () if 0 not in bucket.used else [place for place, used in enumerate(bucket.used) if not used]
+        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
         self._shown[bucket.index] = shown
-        bucket.work = self._last = future_of(self._hook(self._state, shown), self._hook)
+        try:
+            self.flush()
+            bucket.work = self._last = future_of(self._hook(self._state, shown), self._hook)
+        except Exception as error:
+            self._error = error
+
+    def _start_sparse(self, bucket: Bucket) -> None:
+        group = self._over()
+        if group is False or comm.world_size(group) == 1:
+            bucket.work = completed(bucket.flat)
+            return
+        bucket.flat.mul_(1 / comm.world_size(group))
+        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
     def flush(self) -> None:
         """Return when the hooks called so far have started all the collectives that they will."""
+        if self._error is not None:
+            raise self._error
         if self._one_by_one and self._last is not None:
             self._last.wait()
 
     def wait(self, bucket: Bucket) -> None:
         """Wait for what the hook promised, and take it into the buffer."""
+        if self._error is not None:
+            raise self._error
         value = bucket.work.wait()
         if bucket.is_sparse:
             return

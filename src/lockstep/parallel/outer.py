@@ -89,10 +89,11 @@ class OuterOptimizer:
         compression: Literal["fp16", "bf16", "int8"] | None = None,
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1 or start < 0:
+        whole = isinstance(period, int) and isinstance(start, int) and not isinstance(period, bool)
+        if not whole or period < 1 or start < 0:
             raise MisconfigurationException(
-                f"OuterOptimizer(period={period!r}, start={start}): period is a number of steps above 0, and start at "
-                "least 0"
+                f"OuterOptimizer(period={period!r}, start={start!r}): period is a number of steps above 0, and start "
+                "one of at least 0"
             )
         if compression not in _CODES:
             raise MisconfigurationException(

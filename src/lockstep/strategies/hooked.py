@@ -13,7 +13,7 @@ from lockstep.checkpoint.snapshot import snapshot
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.parallel.hooks.check import check_hook, prepare_state
+from lockstep.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.parallel.hooks.identity import name_of
 from lockstep.parallel.hooks.local_steps import marks_of
 from lockstep.parallel.hooks.nodes import group_of
@@ -36,7 +36,8 @@ class CommunicationHook:
         outer: arguments of `lockstep.parallel.outer.OuterOptimizer`, which takes the averages' place; None: no such.
 
     Raises:
-        MisconfigurationException: for arguments that lack each other.
+        MisconfigurationException: for arguments that lack each other, or do not go together.
+        TypeError, ValueError: ``hook`` cannot be one, by its signature.
     """
 
     def __init__(self, hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> None:
@@ -53,6 +54,9 @@ class CommunicationHook:
                 f"DDPStrategy(ddp_comm_hook={type(hook).__qualname__}(...)): a hook is a function of a state and a "
                 "bucket; what it remembers is ddp_comm_state."
             )
+        else:
+            hook = _wrapped(hook, wrapper)
+            check_pair(state, hook)
         self.is_local = hasattr(state, POST_LOCAL)
         if self.is_local and period is None:
             raise MisconfigurationException(
@@ -69,7 +73,7 @@ class CommunicationHook:
             raise MisconfigurationException(f"DDPStrategy(model_averaging_period={period}): a number of steps above 0.")
         if not self.is_local:
             self._say_unused(period, outer)
-        self.hook = hook if wrapper is None or hook is None else wrapper(hook)
+        self.hook = hook
         self.state = state
         self._period, self._outer = period, outer
         self._nodes: tuple[Any, Any] | None = None  # the default group, and the group of this node in it
@@ -162,6 +166,18 @@ class CommunicationHook:
             load_state(self.state, memories[rank], device)
         if local is not None:
             local.load_rank_states([state.get("apart", {}) for state in states] if len(states) == world else [])
+
+
+def _wrapped(hook: Any, wrapper: Any) -> Any:
+    if wrapper is None:
+        return hook
+    try:
+        return wrapper(hook)
+    except TypeError as error:
+        raise MisconfigurationException(
+            f"DDPStrategy(ddp_comm_wrapper={name_of(wrapper)}): a wrapper is a function that is given the hook and "
+            f"returns another, fp16_wrapper for instance; {error}."
+        ) from None
 
 
 def _checked_outer(outer: Any) -> dict[str, Any] | None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.parallel.hooks.lane import THREAD, open_lane, submit
+from lockstep.parallel.hooks import lane as lane_file
+from lockstep.parallel.hooks.lane import THREAD, ThreadLane, end_threads, open_lane, submit
 from lockstep.testing.pool import RankPool
 
 CPU = torch.device("cpu")
@@ -78,3 +79,17 @@ def _one_for_each() -> tuple[bool, bool, bool]:
 
 def test_each_group_has_one_lane(ranks: RankPool) -> None:
     assert ranks(3).run(_one_for_each) == [(True, True, True)] * 3
+
+
+def test_the_interpreter_does_not_end_before_a_lanes_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process in ten was aborted at its end: its last job's thread still ran when the interpreter was gone."""
+    lane, go_on = ThreadLane(None), threading.Event()
+    future = lane.submit(None, CPU, lambda _: torch.ones(1) if go_on.wait(5) else torch.zeros(1))
+    monkeypatch.setattr(lane_file, "PATIENCE", 0.01)
+    end_threads()
+    assert not future.done()  # it is not waited for longer
+    monkeypatch.undo()
+    threading.Timer(0.1, go_on.set).start()
+    end_threads()
+    assert future.done()
+    assert THREAD not in [thread.name for thread in threading.enumerate()]

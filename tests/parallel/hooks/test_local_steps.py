@@ -112,6 +112,7 @@ def test_other_hooks_have_no_marks_of_their_own() -> None:
     assert marks_of(print, None) is None
 
 
-def test_a_negative_start_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"start=-1"):
-        PostLocalSGDState(-1)
+@pytest.mark.parametrize("start", [-1, 2.5, None])
+def test_a_start_is_a_number_of_rounds(start: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=f"start={start}"):
+        PostLocalSGDState(start)

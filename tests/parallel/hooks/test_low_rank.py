@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.hooks import PowerSGDState, fp16_wrapper, power_sgd
+from lockstep.parallel.reducer import Reducer
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import SHAPES, Model, Shape, as_checkpoint, counted, play, same_on_all
 
@@ -129,6 +130,41 @@ def test_error_feedback_makes_good_what_was_left_out(ranks: RankPool) -> None:
     assert long < short / 3
     assert long < 0.25
     assert without > 0.8
+
+
+def _apart(dtype: torch.dtype) -> tuple[list[float], Tensor, Tensor]:
+    """Ranks whose gradients have opposite signs but for a part: the rank's errors, what it has paid, what it got."""
+    state, model = PowerSGDState(rank=1, start=0, min_compression_rate=0), Model([[(12, 10)]], dtype)
+    large = (1 - 2 * dist.get_rank()) * 10 * torch.randn(120, generator=torch.Generator().manual_seed(0))
+    paid, got, sizes = torch.zeros(120, dtype=torch.float64), torch.zeros(120, dtype=torch.float64), []
+    for step in range(60):
+        buckets = model.buckets(dist.get_rank(), step, lambda flat: flat.add_(large.to(dtype)))
+        paid += buckets[0].buffer()
+        got += play(power_sgd, state, buckets)[0]
+        (record,) = state._memory.records(buckets[0])
+        sizes.append(float(record["error"].norm()))
+    return sizes, paid - record["error"].reshape(-1), got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_do_not_grow_where_the_ranks_data_differ(ranks: RankPool, dtype: torch.dtype) -> None:
+    """With the approximated mean taken off every rank's own, they grew by the ranks' difference in every step."""
+    (sizes, paid, got), (_, other_paid, _) = ranks(2).run(_apart, dtype)
+    assert sizes[59] < 1.5 * sizes[19]
+    assert float((got - (paid + other_paid) / 2).norm()) < (1e-3 if dtype is torch.float32 else 1)
+
+
+def test_a_transposed_parameter_has_its_rank_in_memory() -> None:
+    """Its gradient was cut into rows where it has none, and a matrix of rank 1 was none of rank 1."""
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.zeros(5, 40).t())
+    reducer = Reducer(net.named_parameters())
+    reducer.register_comm_hook(PowerSGDState(rank=1, start=0, min_compression_rate=0), power_sgd)
+    reducer.prepare()
+    left, right = torch.arange(40.0), torch.arange(1.0, 6.0)
+    (left @ net.weight @ right).backward()
+    reducer.finish()
+    torch.testing.assert_close(net.weight.grad, torch.outer(left, right))
 
 
 def _wire(shapes: list[Shape]) -> tuple[float, list[str], int, int, int]:
@@ -254,7 +290,7 @@ def test_channels_last_and_complex_gradients() -> None:
     torch.testing.assert_close(found, model.buckets(0, 0)[0].buffer(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [{"rank": 0}, {"start": -1}, {"min_compression_rate": -1.0}])
+@pytest.mark.parametrize("bad", [{"rank": 0}, {"rank": 1.5}, {"start": -1}, {"min_compression_rate": -1.0}])
 def test_settings_that_cannot_be(bad: dict[str, Any]) -> None:
     with pytest.raises(MisconfigurationException, match=f"{next(iter(bad))}={next(iter(bad.values()))}"):
         PowerSGDState(**bad)

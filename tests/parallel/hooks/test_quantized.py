@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.parallel.hooks import Int8State, allreduce, int8
+from lockstep.parallel.hooks import Int8State, PowerSGDState, allreduce, int8
+from lockstep.parallel.hooks.exchange import Bytes
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import SHAPES, Model, Shape, as_checkpoint, counted, play, same_on_all
 
@@ -183,5 +184,22 @@ def test_a_state_of_other_buckets_is_refused() -> None:
     play(int8, state, Model([[(9, 8), (3,)]]).buckets(0, 0))
     other.load_state_dict(state.state_dict())
     (bucket,) = Model([[(9, 8)]]).buckets(0, 0)
-    with pytest.raises(ValueError, match=r"2 parameters in bucket 0, which has 1 now.*plan"):
+    with pytest.raises(ValueError, match=r"2 parameters in bucket 0, which has 1 now.*replan"):
         int8(other, bucket).wait()
+    other.load_state_dict(state.state_dict())
+    (bucket,) = Model([[(3,), (9, 8)]]).buckets(0, 0)
+    with pytest.raises(ValueError, match=r"72 numbers at place 0 of bucket 0, where there are 3 now"):
+        int8(other, bucket).wait()
+
+
+def test_a_state_of_another_hook_is_refused() -> None:
+    with pytest.raises(ValueError, match="another communication hook"):
+        Int8State().load_state_dict(PowerSGDState().state_dict())
+
+
+@pytest.mark.parametrize("size", [1e-37, 1.0, 1e37])
+def test_a_rounding_is_at_most_a_254th_of_the_largest_neighbour(size: float) -> None:
+    """Numbers below 1e-36 once arrived as a few of their last bits."""
+    row = torch.randn(1, 3 * CHUNK, generator=torch.Generator().manual_seed(0)) * size
+    off = (Bytes().decode(Bytes().encode(row), row.numel()) - row).abs().view(3, CHUNK).amax(1)
+    assert bool((off <= row.abs().view(3, CHUNK).amax(1) / 253).all())

@@ -107,3 +107,9 @@ def test_errors_are_shared_out_to_another_number_of_ranks(ranks: RankPool, kind:
         assert torch.equal(shared[0]["memory"][0][0]["q"], saved[0]["memory"][0][0]["q"])
         assert shared[0]["iteration"] == 3
     assert share_states([None, None], 3) == [None] * 3
+
+
+def test_what_only_some_ranks_have_is_no_obstacle_to_another_number_of_them() -> None:
+    """A user's own state may hold what it likes: this was a KeyError, and one of an index."""
+    saved: list[dict[str, Any] | None] = [{"seen": [1, 2], "zero": (0,)}, {"seen": [3], "one": 1}]
+    assert share_states(saved, 1) == [{"seen": [1, 2], "zero": (0,)}]

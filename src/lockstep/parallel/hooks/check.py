@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
@@ -46,6 +47,12 @@ def check_hook(state: Any, hook: Any, parameters: Iterable[Tensor] = (), group: 
         MisconfigurationException: a hook that cannot work here, or one that was given another one's state; with what
             to take instead.
     """
+    check_pair(state, hook)
+    _refuse_broken(torch_name(innermost(hook)), list(parameters), group)
+
+
+def check_pair(state: Any, hook: Any) -> None:
+    """The part of `check_hook` that needs neither parameters nor ranks."""
     if not callable(hook):
         raise TypeError(
             f"Communication hook must be callable, as hook(state, bucket); ddp_comm_hook={hook!r} is a "
@@ -54,7 +61,12 @@ def check_hook(state: Any, hook: Any, parameters: Iterable[Tensor] = (), group: 
     _check_signature(hook)
     inner = innermost(hook)
     _check_state(state, inner)
-    _refuse_broken(inner, list(parameters), group)
+    if torch_name(inner) == "batched_powerSGD_hook":
+        raise MisconfigurationException(
+            "torch's batched_powerSGD_hook fails at its start iteration: it hands a 2-D matrix to a function that "
+            "takes 3-D ones. Take lockstep.parallel.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
+            "powerSGD_hook"
+        )
 
 
 def _check_signature(hook: Any) -> None:
@@ -125,14 +137,7 @@ def _is_torch_state(state: Any, kind: str) -> bool:
     return any(torch_name(base) == kind for base in type(state).__mro__)
 
 
-def _refuse_broken(inner: Any, parameters: list[Tensor], group: comm.Group) -> None:
-    name = torch_name(inner)
-    if name == "batched_powerSGD_hook":
-        raise MisconfigurationException(
-            "torch's batched_powerSGD_hook fails at its start iteration: it hands a 2-D matrix to a function that "
-            "takes 3-D ones. Take lockstep.parallel.hooks.power_sgd with PowerSGDState(rank=...), or torch's "
-            "powerSGD_hook"
-        )
+def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group) -> None:
     devices = {parameter.device for parameter in parameters} or {torch.device("cpu")}
     if name in _QUANTIZATION and any(_carried_by(group, device) != "nccl" for device in devices):
         raise MisconfigurationException(
@@ -154,7 +159,8 @@ def prepare_state(state: Any, group: comm.Group = None, hook: Any = None) -> Any
     """Give a hook's state what it needs before the first step; collective, on all ranks of ``group``.
 
     Post-local SGD, lockstep's and torch's, gets the group of this rank's node where none was given (torch's own way to
-    make one needs GPUs). A state that names no process group gets ``group``.
+    make one needs GPUs). A state that names no process group gets ``group``,
+    unless that is the default group.
 
     Args:
         state: of a hook; ones that are not known are left as they are.
@@ -167,7 +173,8 @@ def prepare_state(state: Any, group: comm.Group = None, hook: Any = None) -> Any
     local = isinstance(state, PostLocalSGDState)
     torchs = _is_torch_state(state, "PostLocalSGDState")
     has_group = local or torchs or isinstance(state, _OWN_STATES) or _is_torch_state(state, "PowerSGDState")
-    if has_group and group is not None and state.process_group is None:
+    named = group is not None and group is not dist.group.WORLD  # with the default one it could not be pickled
+    if has_group and named and state.process_group is None:
         state.process_group = group
     if local:
         state.prepare()

@@ -63,8 +63,7 @@ class Bytes:
         count, numbers = rows.shape
         chunks = _chunks(rows.float())
         scales = chunks.abs().amax(dim=2) / 127
-        smallest = torch.finfo(torch.float32).tiny
-        codes = (chunks / scales.clamp_min(smallest).unsqueeze(2)).round_().clamp_(-127, 127)
+        codes = (chunks / scales.masked_fill(scales == 0, 1).unsqueeze(2)).round_().clamp_(-127, 127)
         codes = codes.nan_to_num_(0).to(torch.int8).view(count, -1)[:, :numbers]
         return torch.cat([scales.view(torch.uint8), codes.contiguous().view(torch.uint8)], dim=1)
 

@@ -12,6 +12,7 @@ arrival is noticed. So such hooks are written as plain blocking functions, and a
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -30,6 +31,8 @@ Job: TypeAlias = "Callable[[comm.Group], Tensor]"
 
 THREAD = "lockstep-hook"
 """Name of a lane's thread."""
+PATIENCE = 1.0
+"""Seconds that the end of the interpreter waits for such a thread, which may be held up by a rank that is gone."""
 
 
 def submit(group: comm.Group, device: torch.device, job: Job) -> Future:
@@ -180,6 +183,15 @@ def completed(tensor: Tensor) -> Future:
     future.set_result(tensor)
     return future
 
+
+def end_threads() -> None:
+    """Let the lanes' threads end: one that is just coming out of its last job when the interpreter goes aborts it."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(PATIENCE)
+
+
+atexit.register(end_threads)
 
 _lanes: weakref.WeakKeyDictionary[Any, dict[str, Lane]] = weakref.WeakKeyDictionary()
 """The lanes of each group, by backend; they go with it."""

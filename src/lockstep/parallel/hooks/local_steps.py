@@ -38,7 +38,7 @@ class PostLocalSGDState:
         iteration: rounds so far.
 
     Raises:
-        MisconfigurationException: for a negative ``start``.
+        MisconfigurationException: for a ``start`` that is no number of rounds.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class PostLocalSGDState:
         process_group: comm.Group = None,
         local_allreduce: bool = True,
     ) -> None:
-        if start < 0:
-            raise MisconfigurationException(f"PostLocalSGDState(start={start}): a number of rounds, at least 0")
+        if not isinstance(start, int) or start < 0:
+            raise MisconfigurationException(f"PostLocalSGDState(start={start!r}): a number of rounds, at least 0")
         self.process_group = process_group
         self.subgroup = subgroup
         self.start = start

@@ -37,7 +37,7 @@ class PowerSGDState:
         numbers, numbers_sent: gradients of compressed rounds so far, and what travelled for them.
 
     Raises:
-        MisconfigurationException: for a rank below 1, or a negative number elsewhere.
+        MisconfigurationException: for a rank below 1, a negative number elsewhere, or parts of rounds.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class PowerSGDState:
         seed: int = 0,
         process_group: comm.Group = None,
     ) -> None:
-        if rank < 1 or start < 0 or min_compression_rate < 0:
+        whole = isinstance(rank, int) and isinstance(start, int)
+        if not whole or rank < 1 or start < 0 or min_compression_rate < 0:
             raise MisconfigurationException(
-                f"PowerSGDState(rank={rank}, start={start}, min_compression_rate={min_compression_rate}): rank is at "
-                "least 1, the others at least 0"
+                f"PowerSGDState(rank={rank!r}, start={start!r}, min_compression_rate={min_compression_rate}): rank is "
+                "a whole number above 0, start one of at least 0, and the rate is at least 0"
             )
         self.process_group = process_group
         self.rank = rank
@@ -86,7 +87,7 @@ class PowerSGDState:
 def power_sgd(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The mean, approximated by matrices of rank ``state.rank``: (n + m) r numbers travel for n x m.
 
-    A parameter of n rows (its first dimension) with m numbers each is M on this rank. All ranks multiply M, and what
+    A gradient of n rows (its first dimension) with m numbers each is M on this rank. All ranks multiply M, and what
     they owe to it, with the same thin matrix Q, average P = M Q and make its columns orthonormal; then they average
     Q = M^T P, and P Q^T is the mean's approximation. That is a step of the power iteration: with a warm start, Q
     follows the largest singular vectors from round to round. Vectors, scalars and matrices that would not be smaller
@@ -121,6 +122,7 @@ class _Matrix(NamedTuple):
     """A gradient that travels compressed."""
 
     place: int  # among the bucket's parameters
+    absent: bool  # no gradient in this round: what is owed waits
     values: Tensor  # (n, m); a view of the buffer, unless that has 16 bits
     record: Record
     rank: int
@@ -143,16 +145,17 @@ class _Round:
     def _sort(self) -> None:
         width = self.flat.numel() // max(1, self.bucket.buffer().numel())  # 2 for complex numbers
         origin = self.bucket.buffer().storage_offset()
-        records = self.state._memory.records(self.bucket)
-        for place, (gradient, record) in enumerate(zip(self.bucket.gradients(), records, strict=True)):
+        records, absent = self.state._memory.records(self.bucket), self.bucket.absent
+        laid = zip(self.bucket.gradients(), self.bucket.parameters(), records, strict=True)
+        for place, (gradient, parameter, record) in enumerate(laid):
             start, size = width * (gradient.storage_offset() - origin), width * gradient.numel()
             part = self.work[start : start + size]
-            rows = _rows(gradient)
+            rows = _rows(parameter)
             columns = size // rows if rows else 0
             rank = min(rows, columns, self.state.rank)
             sent = (rows + columns) * rank
             if rank and sent * self.state.min_compression_rate < size:
-                self.matrices.append(_Matrix(place, part.view(rows, columns), record, rank))
+                self.matrices.append(_Matrix(place, place in absent, part.view(rows, columns), record, rank))
             else:
                 self.rest.append(part)
                 sent = size
@@ -168,7 +171,8 @@ class _Round:
             for matrix in matrices:
                 if "error" not in matrix.record:
                     matrix.record["error"] = torch.zeros_like(matrix.values)
-                matrix.values.add_(matrix.record["error"])
+                if not matrix.absent:
+                    matrix.values.add_(matrix.record["error"])
         sides = self._begin()
         loose = sum(part.numel() for part in self.rest)
         first = self.work.new_empty(loose + sum(m.values.shape[0] * m.rank for m in matrices))
@@ -198,27 +202,37 @@ class _Round:
         return _orthonormal(starts)
 
     def _second(self, ps: list[Tensor], group: comm.Group) -> None:
-        """Q, the approximation, and what is kept."""
+        """Q, the approximation, and what is kept.
+
+        Each rank keeps what the approximation of its own matrix leaves out, and no other rank's: what it has sent is
+        gone from its error for good. (With the ranks' mean taken off each matrix, which sums up to the same, errors
+        of opposite sign would grow for ever where the ranks' data differ.)
+        """
         ps = _orthonormal(ps)
         second = self.work.new_empty(sum(m.values.shape[1] * m.rank for m in self.matrices))
-        qs = _views(second, [(matrix.values.shape[1], matrix.rank) for matrix in self.matrices])
+        shapes = [(matrix.values.shape[1], matrix.rank) for matrix in self.matrices]
+        qs = _views(second, shapes)
         for matrix, p, q in zip(self.matrices, ps, qs, strict=True):
             torch.mm(matrix.values.t(), p, out=q)
-        self._average(second, group)
-        for matrix, p, q in zip(self.matrices, ps, qs, strict=True):
-            kept = {}
-            if self.state.error_feedback:
-                kept["error"] = torch.addmm(matrix.values, p, q.t(), alpha=-1)
+        sent = second.clone() if self.state.error_feedback else second
+        self._average(second, group, sent)
+        for matrix, p, q, own in zip(self.matrices, ps, qs, _views(sent, shapes), strict=True):
+            good = q.isfinite().all()
+            if self.state.error_feedback and not matrix.absent:
+                _keep(matrix.record, "error", torch.addmm(matrix.values, p, own.t(), alpha=-1), good)
             if self.state.warm_start:
-                kept["q"] = q
-            _keep(matrix.record, kept, q.isfinite().all())
+                _keep(matrix.record, "q", q, good & q.any())  # zeros where no rank had a gradient
             torch.mm(p, q.t(), out=matrix.values)
 
-    def _average(self, message: Tensor, group: comm.Group) -> None:
-        if self.half:
-            coded_mean(message, Halves(self.half), group)
-        else:
+    def _average(self, message: Tensor, group: comm.Group, sent: Tensor | None = None) -> None:
+        """Overwrite ``message`` with its mean; a copy of it, ``sent``, with what of it is in the mean."""
+        if not self.half:
             mean(message, group)
+            return
+        owed = None if sent is None or sent is message else torch.zeros_like(message)
+        coded_mean(message, Halves(self.half), group, owed)
+        if sent is not None and owed is not None:
+            sent.sub_(owed)
 
     def _seed(self, place: int) -> int:
         seed = self.state.seed
@@ -227,11 +241,11 @@ class _Round:
         return seed
 
 
-def _rows(gradient: Tensor) -> int:
-    """Rows of the matrix that a gradient is, in the order of memory: its outermost dimension; 0 for vectors."""
-    if gradient.dim() < 2 or gradient.numel() == 0:
+def _rows(parameter: Tensor) -> int:
+    """Rows of the matrix that a gradient is in the buffer, where it lies as its parameter does; 0 for vectors."""
+    if parameter.dim() < 2 or parameter.numel() == 0:
         return 0
-    return gradient.shape[max(range(gradient.dim()), key=lambda d: (gradient.stride(d), -d))]
+    return parameter.shape[max(range(parameter.dim()), key=lambda d: (parameter.stride(d), -d))]
 
 
 def _views(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> list[Tensor]:
@@ -261,14 +275,13 @@ def _orthonormal(matrices: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _keep(record: Record, new: Record, good: Tensor) -> None:
-    """Put ``new`` into ``record`` if ``good`` is true, without asking a GPU for its answer."""
+def _keep(record: Record, name: str, value: Tensor, good: Tensor) -> None:
+    """Put ``value`` into ``record`` if ``good`` is true, without asking a GPU for its answer."""
     if good.device.type == "cpu":
         if good:
-            record.update({name: value.clone() if value._is_view() else value for name, value in new.items()})
+            record[name] = value.clone() if value._is_view() else value
         return
-    for name, value in new.items():
-        old = record.get(name)
-        if old is None:
-            old = torch.zeros_like(value) if name == "error" else torch.ones_like(value)
-        record[name] = torch.where(good, value, old)
+    old = record.get(name)
+    if old is None:
+        old = torch.zeros_like(value) if name == "error" else torch.ones_like(value)
+    record[name] = torch.where(good, value, old)

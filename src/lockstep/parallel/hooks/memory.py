@@ -55,11 +55,19 @@ class Memory:
 
     def _take(self, saved: list[Record], bucket: GradBucket) -> None:
         parameters, buffer = bucket.parameters(), bucket.buffer()
+        index, way = bucket.index(), "lay the buckets out as they were (reducer.replan), or do not load the state"
         if len(saved) != len(parameters):
             raise ValueError(
-                f"the hook's state was saved with {len(saved)} parameters in bucket {bucket.index()}, which has "
-                f"{len(parameters)} now: give the reducer the plan of that checkpoint (plan=), or do not load the state"
+                f"the hook's state was saved with {len(saved)} parameters in bucket {index}, which has "
+                f"{len(parameters)} now: {way}"
             )
+        for place, (parameter, record) in enumerate(zip(parameters, saved, strict=True)):
+            numbers = parameter.numel() * (2 if parameter.is_complex() else 1)
+            if "error" in record and record["error"].numel() != numbers:
+                raise ValueError(
+                    f"the hook's state was saved with {record['error'].numel()} numbers at place {place} of bucket "
+                    f"{index}, where there are {numbers} now: {way}"
+                )
         for parameter, record in zip(parameters, saved, strict=True):
             self._records[parameter] = {name: value.to(buffer.device) for name, value in record.items()}
 

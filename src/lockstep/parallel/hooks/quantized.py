@@ -23,8 +23,8 @@ class Int8State:
         process_group: the ranks; ``None`` is the default group.
         error_feedback: add to each gradient what rounding has taken away from it so far, so that nothing is lost in
             the long run. It takes the memory of the gradients once more, in float32. Without it the rounding of each
-            step stands: on average it is not biased, and it is at most 1/254 of the largest gradient among 256
-            neighbours.
+            step stands, of a rank's gradients and of their mean: each by at most 1/254 of the largest among 256
+            neighbours, beside which a small one may never arrive.
 
     Rounding is to the nearest. Stochastic rounding would need no memory to be right on average, but adds noise to
     every step, and random states to every checkpoint.
@@ -45,7 +45,16 @@ class Int8State:
         return {"memory": self._memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the errors of ``state``, which this rank saved."""
+        """Go on with the errors of ``state``, which this rank saved.
+
+        Raises:
+            ValueError: it was saved by another hook's state.
+        """
+        if set(state) != {"memory"}:
+            raise ValueError(
+                f"Int8State: the checkpoint holds the state of another communication hook ({', '.join(state)}); resume "
+                "with the hook and the state of that run"
+            )
         self._memory.load_state_dict(state["memory"])
 
     def _errors(self, bucket: GradBucket, numbers: int) -> Tensor:
@@ -70,6 +79,14 @@ class Int8State:
                 record["error"].copy_(error)
         return flat
 
+    def _withhold(self, bucket: GradBucket) -> list[tuple[Tensor, Tensor]]:
+        """Take the errors of gradients that are absent out of what is paid now: (where they were, what they were)."""
+        records = self._memory.records(bucket) if bucket.absent else []
+        kept = [(records[place]["error"], records[place]["error"].clone()) for place in bucket.absent]
+        for part, _ in kept:
+            part.zero_()
+        return kept
+
 
 def int8(state: Int8State | comm.Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The mean, sent in 8 bits with a scale for each 256 numbers, and summed in float32: a quarter of the bytes.
@@ -90,15 +107,19 @@ def int8(state: Int8State | comm.Group, bucket: GradBucket) -> torch.futures.Fut
     group = state.process_group if isinstance(state, Int8State) else state
 
     def reduce(own: comm.Group) -> Tensor:
-        error = None
+        error: Tensor | None = None
+        withheld: list[tuple[Tensor, Tensor]] = []
         if isinstance(state, Int8State) and state.error_feedback:
             error = state._errors(bucket, flat.numel())
+            withheld = state._withhold(bucket)
         if flat.element_size() == 2:
             wide = flat.float()
             coded_mean(wide, _CODE, own, error)
             flat.copy_(wide)
         else:
             coded_mean(flat, _CODE, own, error)
+        for part, owed in withheld:
+            part.add_(owed)
         return buffer
 
     return submit(group, buffer.device, reduce)

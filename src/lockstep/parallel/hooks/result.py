@@ -11,7 +11,10 @@ from lockstep.ground import comm
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.parallel.hooks.identity import name_of
 
-EXAMPLE = "return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: bucket.buffer())"
+EXAMPLE = (
+    "return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()"
+    ".then(lambda done: bucket.buffer())"
+)
 
 
 def future_of(returned: Any, hook: Any) -> torch.futures.Future[Any]:

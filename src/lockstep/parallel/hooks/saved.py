@@ -100,9 +100,10 @@ def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dic
 def _merged(values: list[Any], errors: bool) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        return {key: _merged([value[key] for value in values], errors or key in _ERRORS) for key in first}
-    if isinstance(first, (list, tuple)):
-        return [_merged([value[place] for value in values], errors) for place in range(len(first))]
+        alike = (key for key in first if all(key in value for value in values))
+        return {**first, **{key: _merged([value[key] for value in values], errors or key in _ERRORS) for key in alike}}
+    if isinstance(first, list) and all(len(value) == len(first) for value in values):
+        return [_merged(list(those), errors) for those in zip(*values, strict=True)]
     if errors and isinstance(first, Tensor):
         return torch.stack([value.cpu() for value in values]).mean(dim=0)
     return first

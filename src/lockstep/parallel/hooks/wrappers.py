@@ -52,7 +52,7 @@ def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
             narrow.as_strided(gradient.shape, gradient.stride(), start)
             for gradient, start in zip(bucket.gradients(), starts, strict=True)
         ]
-        small = GradBucket(bucket.index(), narrow, parts, bucket.parameters(), bucket.is_last())
+        small = GradBucket(bucket.index(), narrow, parts, bucket.parameters(), bucket.is_last(), bucket.absent)
 
         def widen(future: torch.futures.Future[Any]) -> Tensor:
             return buffer.copy_(tensor_of(future.value(), small, hook))
