@@ -16,6 +16,7 @@ try:
     from lockstep.loop.fit import Result
     from lockstep.module import LightningModule
     from lockstep.parallel.ddp import DistributedDataParallel
+    from lockstep.parallel.dp import DataParallel
     from lockstep.trainer import Trainer
 finally:
     if collects:
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "DataParallel",
     "DistributedDataParallel",
     "LightningDataModule",
     "LightningModule",

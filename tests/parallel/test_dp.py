@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+import contextlib
+import threading
+from collections import defaultdict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import lockstep
+from lockstep.parallel import dp
 from lockstep.parallel.dp import DataParallel, cut, gather, in_threads, replicate, rows_of, scatter
 
 CPU = torch.device("cpu")
@@ -129,12 +135,91 @@ def test_threads_have_the_callers_modes() -> None:
         assert in_threads([modes] * 2) == [(False, True, torch.float32)] * 2
 
 
+def test_each_part_has_its_device_for_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, ``torch.zeros(3, device="cuda")`` of every replica was on the first."""
+    here = threading.local()
+
+    @contextlib.contextmanager
+    def place(device: torch.device) -> Iterator[None]:
+        here.device = device
+        yield
+        del here.device
+
+    monkeypatch.setattr(dp, "place_on", place)
+    devices = [CPU, torch.device("cpu", 0), torch.device("cpu", 1)]
+    assert in_threads([lambda: here.device] * 2, devices) == devices[:2]
+
+
 def test_an_error_in_a_thread_comes_out() -> None:
     def fail() -> None:
         raise KeyError("the second")
 
     with pytest.raises(KeyError, match="the second"):
         in_threads([lambda: 1, fail])
+
+
+def test_an_error_in_a_part_tells_its_device() -> None:
+    """It was not to be seen which part of the batch, and which device, an error was of."""
+    with pytest.raises(KeyError) as caught:
+        DataParallel(_Fails(), ["cpu"] * 3)(torch.arange(6.0))
+    if hasattr(caught.value, "add_note"):  # from Python 3.11 on
+        assert caught.value.__notes__ == ["This is of part 2 of 3 of the batch, on cpu."]
+
+
+class _Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0] == 2:
+            raise KeyError("no such thing")
+        return x
+
+
+class _Strict(dict[str, Any]):
+    """As some libraries' outputs: takes no items in its constructor, and refuses `update`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("not this one")
+
+
+def test_mappings_keep_their_kind() -> None:
+    """A defaultdict was called with its items."""
+    parts = [defaultdict(list, a=torch.ones(2)), defaultdict(list, a=torch.zeros(1))]
+    joined = gather(parts, CPU)
+    assert (joined["a"].tolist(), joined["b"]) == ([1, 1, 0], [])
+    strict = [_Strict("x"), _Strict("x")]
+    for part in strict:
+        part["a"] = torch.ones(1)
+    found = gather(strict, CPU)
+    assert (type(found), found.kind, found["a"].tolist()) == (_Strict, "x", [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ([1.5, 2.5], "gave 1.5 and 2.5, and one of them would be lost"),
+        ([{"n": 3}, {"n": 2}], "gave 3 and 2"),
+        ([numpy.zeros(2), numpy.ones(2)], "would be lost"),
+        ([[torch.ones(1)] * 3, [torch.ones(1)] * 2], r"a list of \[2, 3\] members"),
+    ],
+)
+def test_what_would_be_lost_is_an_error(outputs: list[Any], text: str) -> None:
+    """The first part's number stood for all of them."""
+    with pytest.raises(ValueError, match=text):
+        gather(outputs, CPU)
+
+
+def test_what_cannot_be_cut_or_copied_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"dim=1\): the batch has a tensor of shape \(3,\)"):
+        scatter({"x": torch.ones(3, 2), "mask": torch.ones(3)}, [CPU], 1)
+    with pytest.raises(ValueError, match="is lazy and has seen no batch"):  # replicas would begin with other weights
+        DataParallel(nn.LazyLinear(2), ["cpu", "cpu"])(torch.ones(2, 2))
+
+
+def test_it_is_found_beside_the_container() -> None:
+    assert lockstep.DataParallel is DataParallel
 
 
 def test_devices_are_checked() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.elementwise import check_elementwise, elementwise
@@ -239,6 +242,7 @@ def _saved() -> Any:
     reducer = ShardedReducer(net, [optimizer], **SMALL)
     train(net, optimizer, reducer, range(3))
     on_rank_0 = reducer.shards.state_dict(optimizer, only=0)
+    assert not optimizer.state[net.head.weight]  # a look at what is not there (a defaultdict) made saving fail
     everywhere = optimizer.state_dict()
     reducer.detach()
     after = optimizer.state_dict()
@@ -560,6 +564,141 @@ def test_a_hand_written_loop_keeps_its_bits(ranks: RankPool) -> None:
     assert ranks(2).run(_containers) == [[True, True]] * 2
 
 
+class _Twice(torch.optim.SGD):
+    """A subclass's step has hooks of its own around those of its base."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+def _with_hooks(sharded: bool, kind: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    elementwise(_Twice)
+    net = net_of()
+    optimizer = kind(net.parameters(), 0.1)
+    if sharded:
+        reducer: Reducer = ShardedReducer(net, [optimizer], shared_memory=False, **SMALL)
+    else:
+        reducer = Reducer(net.named_parameters(), shared_memory=False, **SMALL)
+    average = {name: value.clone() for name, value in values(net).items()}
+    seen: list[Any] = [average]
+
+    def before(*_: Any) -> None:
+        seen.append([p is q for p, q in zip(optimizer.param_groups[0]["params"], net.parameters(), strict=True)])
+
+    def project(*_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.mul_(0.5 / parameter.norm().clamp(min=0.5))
+
+    def follow(*_: Any) -> None:
+        for name, parameter in net.named_parameters():
+            average[name].lerp_(parameter.detach(), 0.5)
+
+    for hook in (project, follow):
+        optimizer.register_step_post_hook(hook)
+    optimizer.register_step_pre_hook(before)
+    train(net, optimizer, reducer, range(3))
+    found = seen, values(net)
+    reducer.detach()
+    return found
+
+
+def _both_with_hooks() -> list[bool]:
+    return [same(_with_hooks(True, kind), _with_hooks(False, kind)) for kind in (torch.optim.SGD, torch.optim.Adam)]
+
+
+def test_hooks_of_an_optimizer_see_whole_parameters(ranks: RankPool) -> None:
+    """A hook after the step had the new values of this rank's slices alone, and groups of fragments."""
+    assert ranks(2).run(_both_with_hooks) == [[True, True]] * 2
+
+
+def _step_that_calls_a_step() -> bool:
+    found = []
+    for sharded in (True, False):
+        net = net_of()
+        optimizer = elementwise(_Twice)(net.parameters(), 0.1, momentum=0.5)
+        kind = partial(ShardedReducer, net, [optimizer]) if sharded else partial(Reducer, net.named_parameters())
+        reducer = kind(shared_memory=False, **SMALL)
+        train(net, optimizer, reducer, range(2))
+        found.append(values(net))
+        reducer.detach()
+    return same(*found)
+
+
+def test_a_step_that_calls_that_of_its_base_is_sharded_as_a_whole(ranks: RankPool) -> None:
+    assert ranks(2).run(_step_that_calls_a_step) == [True] * 2
+
+
+def _cast_and_moved() -> str:
+    net = net_of()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    shard_optimizers(model, optimizer)
+    model(batch_of(0, dist.get_rank())).backward()
+    net.to("cpu").float()  # nothing, as some loops have it in every epoch
+    assert net.scale.grad is not None
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        net.scale.grad.double()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.double()
+    model(batch_of(1, dist.get_rank(), torch.float64)).backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert {value["exp_avg"].dtype for value in state.values()} == {torch.float64}
+    with pytest.raises(RuntimeError, match=r"weight\(0\)"), model.join():
+        pass
+    model.reducer.detach()
+    return "right"
+
+
+def test_a_module_is_cast_and_moved_as_without_sharding(ranks: RankPool) -> None:
+    """``module.to(device)`` where it already is was an error while gradients were spread; ``join()`` hung."""
+    assert ranks(2).run(_cast_and_moved) == ["right"] * 2
+
+
+def _wide_state() -> set[torch.dtype]:
+    net = net_of(torch.bfloat16)
+    net.first.requires_grad_(False)
+    optimizer = torch.optim.NAdam(net.parameters(), 0.01)  # has a product of betas in float32
+    reducer = ShardedReducer(net, [optimizer], **SMALL)
+    train(net, optimizer, reducer, range(2))
+    net.first.requires_grad_(True)
+    train(net, optimizer, reducer, range(2, 4))
+    found = {state["mu_product"].dtype for state in optimizer.state.values()}
+    reducer.detach()
+    reducer.shards.restore()
+    return found | {state["mu_product"].dtype for state in optimizer.state.values()}
+
+
+def test_another_layout_does_not_round_state(ranks: RankPool) -> None:
+    """A parameter that thawed had the others' state loaded anew, which casts it to their dtype."""
+    assert ranks(2).run(_wide_state) == [{torch.float32}] * 2
+
+
+def _norm_with_a_foreign_gradient() -> tuple[float, float]:
+    net = net_of()
+    foreign = nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD([*net.parameters(), foreign], 0.1)
+    reducer = ShardedReducer(net, [optimizer], **SMALL)
+    reducer.prepare()
+    net(batch_of(0, dist.get_rank())).backward()
+    reducer.finish()
+    without = reducer.shards.clip(optimizer, 1e9)
+    foreign.grad = torch.full((5,), 3.0)  # alike on all ranks
+    total = reducer.shards.clip(optimizer, 1e9)
+    reducer.detach()
+    assert isinstance(without, Tensor)
+    assert isinstance(total, Tensor)
+    return total.item(), (without.square() + 45).sqrt().item()
+
+
+def test_a_gradient_that_every_rank_has_counts_once_in_the_norm(ranks: RankPool) -> None:
+    """One of a parameter that is no part of the module counted once for each rank."""
+    for total, expected in ranks(2).run(_norm_with_a_foreign_gradient):
+        assert total == pytest.approx(expected, rel=1e-6)
+
+
 def _other_dtypes(sharded: bool, shared: bool = False) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = nn.Module()
@@ -687,6 +826,18 @@ def _refused() -> str:
         ShardedReducer(net, [optimizer], sparse=["weight"])
     with pytest.raises(ValueError, match="check_reduction"):
         shard_optimizers(DistributedDataParallel(net, check_reduction=True), optimizer)
+    with pytest.raises(ValueError, match="gradient_as_bucket_view"):
+        shard_optimizers(DistributedDataParallel(net, gradient_as_bucket_view=False), optimizer)
+    low = _MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"mixed_precision: .* torch\.autocast"):
+        shard_optimizers(DistributedDataParallel(copy.deepcopy(net), mixed_precision=low), optimizer)
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match="a communication hook"):
+        shard_optimizers(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()  # as before
+    optimizer.step()
+    optimizer.zero_grad()
     reducer = ShardedReducer(net, [optimizer])
     with pytest.raises(RuntimeError, match="communication hook"):
         reducer.register_comm_hook(None, lambda state, bucket: None)

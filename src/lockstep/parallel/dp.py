@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.ground.tree import tree_leaves, tree_map
 
@@ -80,7 +82,8 @@ class DataParallel(nn.Module):
 
     def parallel_apply(self, replicas: Sequence[nn.Module], parts: Sequence[Any]) -> list[Any]:
         """Outputs of the replicas, each for its part ``(inputs, kwargs)``; to be overridden."""
-        return in_threads([_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)])
+        calls = [_call(replica, *part) for replica, part in zip(replicas, parts, strict=True)]
+        return in_threads(calls, self.devices)
 
     def gather(self, outputs: Sequence[Any], device: torch.device) -> Any:
         """See :func:`gather`; to be overridden."""
@@ -97,9 +100,13 @@ def rows_of(batch: Any, dim: int = 0) -> int | None:
     """Rows of the tensors in a nested batch; None where it has no tensor with rows.
 
     Raises:
-        ValueError: they have different numbers of rows, so nobody knows how to cut the batch.
+        ValueError: they have different numbers of rows, so nobody knows how to cut the batch; or no such dimension.
     """
-    counts = {leaf.shape[dim] for leaf in tree_leaves(batch, Tensor) if leaf.ndim}
+    leaves = [leaf for leaf in tree_leaves(batch, Tensor) if leaf.ndim]
+    for leaf in leaves:
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise ValueError(f"DataParallel(dim={dim}): the batch has a tensor of shape {tuple(leaf.shape)}.")
+    counts = {leaf.shape[dim] for leaf in leaves}
     if len(counts) > 1:
         raise ValueError(
             f"DataParallel: the tensors of the batch have {sorted(counts)} rows along dimension {dim}, and are cut "
@@ -131,7 +138,7 @@ def scatter(batch: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
 
         def own(tensor: Tensor, first: int = first, size: int = size, device: torch.device = device) -> Tensor:
             mine = tensor.narrow(dim, first, size) if tensor.ndim else tensor
-            return mine.to(device, non_blocking=True)
+            return mine.to(device, non_blocking=device.type == "cuda")  # the CPU would read what is not there yet
 
         parts.append(tree_map(own, batch, Tensor))
         first += size
@@ -150,6 +157,9 @@ def replicate(
         module: on the first device.
         devices: where to.
         stand_in: asked for each submodule; what it returns takes its place everywhere, None replicates it.
+
+    Raises:
+        ValueError: for a lazy module that has not seen a batch.
     """
     return [module, *(_replica(module, device, stand_in) for device in devices[1:])]
 
@@ -162,7 +172,9 @@ def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Mod
         if tensor is None:
             return None
         if id(tensor) not in tensors:
-            there = tensor.to(device, non_blocking=True)
+            if is_lazy(tensor):  # each replica would begin with weights of its own
+                raise ValueError("DataParallel: the module is lazy and has seen no batch; run one through it first.")
+            there = tensor.to(device, non_blocking=device.type == "cuda")
             tensors[id(tensor)] = there.clone() if buffer and there is tensor else there
         return tensors[id(tensor)]
 
@@ -186,28 +198,33 @@ def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Mod
     return replica
 
 
-def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def in_threads(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device] = ()) -> list[Any]:
     """Call each in a thread of its own (the first in this one), and give what they return.
 
-    Grad mode and autocast are those of this thread, which torch keeps for each thread apart.
+    Grad mode, autocast and streams are those of this thread, which torch keeps for each thread apart.
 
     Args:
         calls: what to call.
+        devices: the current device of each call; a further one is nobody's.
 
     Raises:
-        BaseException: the first one that a call raised, by its place.
+        BaseException: the first one that a call raised, by its place, which is noted in it (from Python 3.11 on).
     """
     kind = "cuda" if torch.cuda.is_available() and torch.is_autocast_enabled("cuda") else "cpu"
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    places = [place_on(device) for device in devices[: len(calls)]] or [nullcontext() for _ in calls]
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException | None] = [None] * len(calls)
 
     def work(number: int) -> None:
         try:
-            results[number] = calls[number]()
+            with places[number]:
+                results[number] = calls[number]()
         except BaseException as error:
             errors[number] = error
+            if number < len(devices) and hasattr(error, "add_note"):
+                error.add_note(f"This is of part {number + 1} of {len(calls)} of the batch, on {devices[number]}.")
 
     def thread(number: int) -> None:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
@@ -226,11 +243,17 @@ def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
+def place_on(device: torch.device) -> AbstractContextManager[Any]:
+    """A context, for any thread, in which ``device`` is the current one, on the stream that is this thread's now."""
+    return torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+
+
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Outputs of the parts as one: tensors put together along ``dim``, dicts, lists, tuples and dataclasses by member.
 
     Tensors without dimensions become one with an element for each part, as in torch. What is no tensor must be the
-    same for all parts, but for lists of other things than tensors, which are put one after the other.
+    same for all parts (an error tells what is not), but for lists of other things than tensors, which are put one
+    after the other.
 
     Raises:
         ValueError: the outputs cannot be put together.
@@ -246,13 +269,24 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     kinds = {type(output) for output in outputs}
     if len(kinds) > 1:
         raise ValueError(f"DataParallel: the replicas gave {sorted(kind.__name__ for kind in kinds)}; give one kind.")
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         if any(output.keys() != first.keys() for output in outputs):
             raise ValueError(f"DataParallel: the replicas gave dicts with different keys, {sorted(first)} first.")
-        return type(first)((key, join([output[key] for output in outputs], tensors)) for key in first)
+        joined = {key: join([output[key] for output in outputs], tensors) for key in first}
+        if not isinstance(first, MutableMapping):
+            return type(first)(joined)  # type: ignore[call-arg]
+        made = copy.copy(first)  # with what it has beside its items: a default factory, attributes
+        for key, value in joined.items():
+            made[key] = value
+        return made
     if isinstance(first, list) and not any(isinstance(item, Tensor | dict | list | tuple) for item in first):
         return [item for output in outputs for item in output]
     if isinstance(first, list | tuple):
+        if any(len(output) != len(first) for output in outputs):
+            raise ValueError(
+                f"DataParallel: the replicas gave a {type(first).__name__} of {sorted({len(o) for o in outputs})} "
+                "members, which are put together one by one; give equally many."
+            )
         members = [join(list(places), tensors) for places in zip(*outputs, strict=True)]
         return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
     if hasattr(first, "__dataclass_fields__"):
@@ -260,7 +294,20 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
         for field in first.__dataclass_fields__:
             object.__setattr__(made, field, join([getattr(output, field) for output in outputs], tensors))
         return made
+    for output in outputs:
+        if not _is_same(first, output):
+            raise ValueError(
+                f"DataParallel: the replicas gave {first!r:.60} and {output!r:.60}, and one of them would be lost: "
+                "give a tensor, or a list."
+            )
     return first
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # an array's answer is an array
+        return False
 
 
 def _together(tensors: list[Tensor], dim: int) -> Tensor:

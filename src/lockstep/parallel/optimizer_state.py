@@ -84,7 +84,17 @@ def whole_states(
                 joined[index, key] = None if whole is None else flat.pieces[index].joined(whole)
         for index, state in mine.items():
             for key, what in state.items():
-                yield flat.pieces[index], key, joined[index, key] if _is_cut(what) else what
+                if isinstance(what, _Number):
+                    yield flat.pieces[index], key, what.value.to(flat.device) if what.on_device else what.value
+                else:
+                    yield flat.pieces[index], key, joined[index, key] if _is_cut(what) else what
+
+
+class _Number:
+    """A tensor without dimensions, on its way over the CPU."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.on_device = value.detach().cpu(), value.device.type != "cpu"
 
 
 class _Cut:
@@ -109,8 +119,10 @@ def _describe(flats: Sequence[Flat], state_of: Callable[[Piece], Mapping[str, An
             if state:
                 entry = described[flat.index, index] = {}
                 for key, value in state.items():
-                    if not isinstance(value, Tensor) or value.dim() == 0:
-                        entry[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+                    if not isinstance(value, Tensor):
+                        entry[key] = value
+                    elif value.dim() == 0:
+                        entry[key] = _Number(value)
                     elif value.shape == (piece.stop - piece.start,):
                         entry[key] = _Cut(value.dtype)
                     else:

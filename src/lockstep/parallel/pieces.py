@@ -20,7 +20,8 @@ UNREADABLE = (
     "this gradient is spread over the ranks (shard_optimizer): after a backward that reduces, each rank has the mean "
     "of its slice only. Read or change whole gradients inside `with trainer.strategy.whole_gradients():` (in a "
     "hand-written loop: `with reducer.shards.whole_gradients():`), on all ranks together; clip them by "
-    "`self.clip_gradients(...)` (`reducer.shards.clip(...)`)"
+    "`self.clip_gradients(...)` (`reducer.shards.clip(optimizer, ...)`), unscale them by "
+    "`reducer.shards.unscale(scaler, optimizer)`, drop them by `zero_grad()`"
 )
 
 _HARMLESS = frozenset(
@@ -40,8 +41,10 @@ _HARMLESS = frozenset(
         "requires_grad_",
         "detach_",
         "__len__",
+        "_has_compatible_shallow_copy_type",
     ]
 )
+_CASTS = frozenset(["to", "cpu", "cuda", "float", "double", "half", "bfloat16"])
 
 
 class SlicedGradient(Tensor):
@@ -77,6 +80,12 @@ class SlicedGradient(Tensor):
                 else:
                     gradient.zero_()
             return args[0]
+        elif name in _CASTS:  # as in `module.to(device)`, which is nothing where the module is there
+            with torch._C.DisableTorchFunctionSubclass():
+                if func(*args, **(kwargs or {})) is args[0]:
+                    return args[0]
+        elif name == "__set__" and args[0] is args[1]:
+            return None
         raise RuntimeError(UNREADABLE)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -144,6 +153,10 @@ class Piece:
     def is_bound(self) -> bool:
         """Whether the parameter's memory is still in the bucket (``parameter.data = ...`` takes it elsewhere)."""
         return self.parameter.data_ptr() == self._address
+
+    def is_of_its_kind(self) -> bool:
+        """Whether the parameter has the dtype and the device that the bucket has."""
+        return (self.parameter.dtype, self.parameter.device) == (self.flat.dtype, self.flat.device)
 
     def bind(self) -> None:
         """Take the parameter's values into the bucket, and let its memory be there.
@@ -294,6 +307,21 @@ class Flat:
         whole = torch.empty(self.length * self._world, dtype=dtype, device=device)
         dist.gather(part.view(torch.uint8), list(whole.view(torch.uint8).chunk(self._world)), target, self._group)
         return whole
+
+    def gather_kept(self) -> list[tuple[Parameter, Tensor]]:
+        """Parameters whose gradients were set aside, with all of each; for another layout. A collective."""
+        kept = [piece for piece in self.pieces if piece.is_kept]
+        if not kept:
+            return []
+
+        def fill(part: Tensor) -> None:
+            for piece in kept:
+                if piece.kept is not None:
+                    piece.part_of(part).copy_(piece.kept.view(-1))
+
+        joined = self.gather(self.dtype, fill, None)
+        assert joined is not None
+        return [(piece.parameter, piece.joined(joined)) for piece in kept]
 
     def _real(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         part = flat[self.begin : self.begin + self.length]

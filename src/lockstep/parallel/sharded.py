@@ -26,7 +26,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,13 +34,14 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
-from lockstep.parallel.ddp import DistributedDataParallel, before_step
+from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.elementwise import check_elementwise, concerned
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.scatter import Scatter, SharedScatter
 from lockstep.parallel.sharded_optimizers import ShardedOptimizers
 from lockstep.parallel.shared import timeout_of
 from lockstep.parallel.staging import Stage
+from lockstep.parallel.start import sparse_names
 
 
 class ShardedReducer(Reducer):
@@ -75,11 +76,7 @@ class ShardedReducer(Reducer):
         for name, allowed in (("gradient_as_bucket_view", True), ("transport", None)):
             if options.get(name, allowed) is not allowed:
                 raise ValueError(f"ShardedReducer({name}={options[name]!r}): gradients lie in buckets of its own")
-        if options.get("sparse"):
-            raise ValueError(
-                f"a sharded optimizer cannot take sparse gradients, as those of {sorted(options['sparse'])}: build the "
-                "layers with sparse=False, or leave the optimizer unsharded (shard_optimizer=False)"
-            )
+        _check_dense(options.get("sparse", ()))
         named = list(module.named_parameters() if named_parameters is None else named_parameters)
         several, stage = comm.world_size(process_group) > 1, None
         options["transport"] = Scatter(process_group, lambda: not self._remade) if several else None
@@ -140,7 +137,7 @@ def shard_optimizers(container: DistributedDataParallel, *optimizers: Any) -> Sh
 
     Raises:
         ValueError: for an optimizer that needs whole parameters, or a container with ``check_reduction``,
-            ``gradient_as_bucket_view=False`` or sparse gradients.
+            ``gradient_as_bucket_view=False``, ``mixed_precision``, a communication hook or sparse gradients.
 
     Example::
 
@@ -153,22 +150,42 @@ def shard_optimizers(container: DistributedDataParallel, *optimizers: Any) -> Sh
             shards.clip(optimizer, 1.0)
             optimizer.step()
     """
-    if container.check_reduction:
-        raise ValueError(
-            "shard_optimizers() with check_reduction=True: it compares the ranks' gradients, of which each rank has "
-            "other slices here; wrap the model without it"
-        )
+    _check_container(container)
     check_elementwise(concerned(container.module, optimizers))
     ref = weakref.ref(container)
 
     def make(named_parameters: Any, group: comm.Group, **options: Any) -> Reducer:
         found = ref()
         assert found is not None
-        reducer = ShardedReducer(found.module, optimizers, group, named_parameters=named_parameters, **options)
-        reducer.shards.before_step = lambda optimizer: before_step(ref, optimizer, (), {})
-        return reducer
+        return ShardedReducer(found.module, optimizers, group, named_parameters=named_parameters, **options)
 
     container.use_reducer(make)
     reducer = container.reducer
     assert isinstance(reducer, ShardedReducer)
     return reducer.shards
+
+
+def _check_container(container: DistributedDataParallel) -> None:
+    """Refuse what does not go together with slices, before anything is changed."""
+    reasons = {
+        "check_reduction=True": container.check_reduction
+        and "it compares the ranks' gradients, of which each rank has other slices here",
+        "gradient_as_bucket_view=False": not container.gradient_as_bucket_view
+        and "ranks exchange slices of the buckets, in which gradients lie",
+        "mixed_precision": container.mixed_precision is not None
+        and "it sends whole buckets; run the forward under torch.autocast()",
+        "a communication hook": container._comm_hook is not None
+        and "it reduces whole buckets, and here each rank reduces its slice",
+    }
+    for what, reason in reasons.items():
+        if reason:
+            raise ValueError(f"shard_optimizers() with {what}: {reason}; wrap the model without it")
+    _check_dense(sparse_names(container.module))
+
+
+def _check_dense(sparse: Collection[str]) -> None:
+    if sparse:
+        raise ValueError(
+            f"a sharded optimizer cannot take sparse gradients, as those of {sorted(sparse)}: build the layers with "
+            "sparse=False, or leave the optimizer unsharded (shard_optimizer=False)"
+        )

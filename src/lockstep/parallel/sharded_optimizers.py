@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -20,6 +20,7 @@ from lockstep.parallel.elementwise import concerned
 from lockstep.parallel.optimizer_state import cut_state, whole_states
 from lockstep.parallel.pieces import Flat, Piece
 from lockstep.parallel.staging import Stage
+from lockstep.parallel.stepping import update_within
 
 _OWN = ("step", "zero_grad", "state_dict", "load_state_dict")
 
@@ -33,9 +34,6 @@ class ShardedOptimizers:
         group: the ranks.
         stage: over which new parameters are exchanged; None: through the group.
 
-    Attributes:
-        before_step: called with an optimizer before it steps; for whoever looks at its parameters then.
-
     Raises:
         ValueError: for an optimizer that another reducer has sharded, and still holds.
     """
@@ -43,7 +41,6 @@ class ShardedOptimizers:
     def __init__(
         self, module: nn.Module, optimizers: Sequence[Any], group: comm.Group = None, stage: Stage | None = None
     ) -> None:
-        self.before_step: Callable[[Any], None] | None = None
         self._module = module
         self._optimizers = concerned(module, optimizers)
         self._group, self._stage = group, stage
@@ -68,14 +65,14 @@ class ShardedOptimizers:
         optimizer._shards = self
         own = self._methods[id(optimizer)] = {name: getattr(optimizer, name) for name in _OWN}
 
-        @functools.wraps(own["step"])
+        @wraps(own["step"])
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             return self.step(optimizer, closure, **options)
 
         optimizer.step = MethodType(step, optimizer)  # a method, which lr schedulers wrap
-        optimizer.zero_grad = functools.wraps(own["zero_grad"])(functools.partial(self._zero_grad, optimizer))
-        optimizer.state_dict = functools.partial(self.state_dict, optimizer)
-        optimizer.load_state_dict = functools.partial(self.load_state_dict, optimizer)
+        optimizer.zero_grad = wraps(own["zero_grad"])(partial(self._zero_grad, optimizer))
+        optimizer.state_dict = partial(self.state_dict, optimizer)
+        optimizer.load_state_dict = partial(self.load_state_dict, optimizer)
 
     # -- layout --------------------------------------------------------------------------------------------
 
@@ -93,7 +90,7 @@ class ShardedOptimizers:
         for parameter in spread:
             self._pieces[id(parameter)].keep()
         states = [self._whole_state(optimizer) for optimizer in self._optimizers]
-        kept = self._whole_kept()
+        kept = [one for flat in self._flats for one in flat.gather_kept()]
         if self._stage is not None and not self._stage.lay_out([buffer.nbytes for buffer in padded]):
             self._stage.close()
             self._stage = None
@@ -102,7 +99,7 @@ class ShardedOptimizers:
         before, self._pieces = self._pieces, {id(p.parameter): p for flat in self._flats for p in flat.pieces}
         for optimizer, state in zip(self._optimizers, states, strict=True):
             if state:
-                self._put_state(optimizer, state)
+                self._cut_state(optimizer, state)
         for key, old in before.items():
             if key not in self._pieces:  # frozen by now: whole on every rank again
                 old.release()
@@ -149,13 +146,16 @@ class ShardedOptimizers:
     def restore(self) -> None:
         """Make the optimizers ordinary ones again, with all state on every rank. A collective; after `detach`."""
         for optimizer in self._optimizers:
-            whole = self.state_dict(optimizer)
+            whole = self._whole_state(optimizer)
             own = self._methods.pop(id(optimizer))
             for name in (*_OWN, "_shards"):
                 vars(optimizer).pop(name)
             if hasattr(own["step"], "_wrapped_by_lr_sched"):
                 optimizer.step = own["step"]
-            optimizer.load_state_dict(whole)
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            _replace_state(optimizer, {p: whole[id(p)] for p in parameters if id(p) in whole})
+            if not all(piece.is_of_its_kind() for piece in self._pieces.values()):  # the module was cast, or moved
+                optimizer.load_state_dict(optimizer.state_dict())
         self._optimizers, self._flats, self._pieces = [], [], {}
 
     # -- parameters on their way -----------------------------------------------------------------------------
@@ -308,25 +308,29 @@ class ShardedOptimizers:
         Returns:
             the norm of the whole gradient, before it is clipped, the same on all ranks; None for "value".
         """
+        cut = {id(piece.value) for piece in self._pieces_of(optimizer)}
         with self.lent(optimizer):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if algorithm == "value":
-                torch.nn.utils.clip_grad_value_(parameters, value)
+                if parameters:  # torch refuses none; of a small model a rank may have nothing
+                    torch.nn.utils.clip_grad_value_(parameters, value)
                 return None
-            total = self._norm([p.grad for p in parameters if p.grad is not None])
+            square = self._square([p.grad for p in parameters if id(p) in cut])
+            square += self._square([p.grad for p in parameters if id(p) not in cut]) / comm.world_size(self._group)
+            total = comm.all_reduce(square, "sum", self._group).sqrt()
+            dtypes = {flat.dtype for flat in self._flats} or {torch.float64}
+            if len(dtypes) == 1:
+                total = total.to(next(iter(dtypes)).to_real())
             torch.nn.utils.clip_grads_with_norm_(parameters, value, total)
         return total
 
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """The sum of their elements' squares: a double, as squares of the largest float32 numbers are."""
         device = next((flat.device for flat in self._flats), torch.device("cpu"))
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        if gradients:
-            norms = [norm.to(device) for norm in torch._foreach_norm(list(gradients))]
-            # squares of the largest float32 numbers are doubles
-            square = torch.linalg.vector_norm(torch.stack(norms).double()).square()
-        total = comm.all_reduce(square, "sum", self._group).sqrt()
-        dtypes = {flat.dtype for flat in self._flats} or {torch.float64}
-        return total.to(next(iter(dtypes)).to_real()) if len(dtypes) == 1 else total
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        norms = [norm.to(device) for norm in torch._foreach_norm(gradients)]
+        return torch.linalg.vector_norm(torch.stack(norms).double()).square()
 
     def unscale(self, scaler: Any, optimizer: Any) -> None:
         """``scaler.unscale_(optimizer)`` for a ``torch.amp.GradScaler``, all ranks seeing what is not finite on any."""
@@ -353,29 +357,29 @@ class ShardedOptimizers:
             with torch.enable_grad():
                 loss = closure()
             options["closure"] = lambda: loss
-        if self.before_step is not None:
-            self.before_step(optimizer)
-        pieces = self._pieces_of(optimizer)
-        flats = {piece.flat.index: piece.flat for piece in pieces}
-        for flat in flats.values():
-            if flat.work is not None:
-                self._finish(flat)
-        for piece in pieces:
+        with update_within(optimizer, self._updating(optimizer), partial(self._send, optimizer)):
+            return own(**options)
+
+    @contextmanager
+    def _updating(self, optimizer: Any) -> Iterator[None]:
+        for piece in self._pieces_of(optimizer):
+            if piece.flat.work is not None:
+                self._finish(piece.flat)
             if not piece.is_bound():
                 piece.bind()
         with self.lent(optimizer):
-            result = own(**options)
-        self._await_groups(optimizer)  # one may have been added
-        self._send([flats[index] for index in sorted(flats, reverse=True)])  # the forward's order
-        torch.autograd.graph.increment_version([piece.parameter for piece in pieces])
-        return result
+            yield
 
-    def _send(self, flats: Iterable[Flat]) -> None:
-        for flat in flats:
-            flat.send()
-            self._under_way.append(flat)
+    def _send(self, optimizer: Any) -> None:
+        self._await_groups(optimizer)  # one may have been added
+        pieces = self._pieces_of(optimizer)
+        flats = {piece.flat.index: piece.flat for piece in pieces}
+        for index in sorted(flats, reverse=True):  # the forward's order
+            flats[index].send()
+            self._under_way.append(flats[index])
         if self._arrivals is None:
             self.wait()
+        torch.autograd.graph.increment_version([piece.parameter for piece in pieces])
 
     def _pieces_of(self, optimizer: Any) -> list[Piece]:
         parameters = (p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
@@ -396,6 +400,8 @@ class ShardedOptimizers:
             return optimizer.state_dict()
         groups = optimizer.param_groups
         places = {id(p): place for place, p in enumerate(p for group in groups for p in group["params"])}
+        for parameter in [p for p, state in optimizer.state.items() if id(p) in places and not state]:
+            del optimizer.state[parameter]  # somebody looked: a defaultdict
         with self.lent(optimizer):
             saved: dict[str, Any] = self._own(optimizer, "state_dict")()
             held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -432,12 +438,12 @@ class ShardedOptimizers:
         ]
         self._put_state(optimizer, {id(parameter): state for parameter, state in pairs if state}, theirs)
 
-    def _put_state(self, optimizer: Any, wholes: Mapping[int, Mapping[str, Any]], settings: Any = None) -> None:
+    def _put_state(self, optimizer: Any, wholes: Mapping[int, Mapping[str, Any]], settings: Any) -> None:
         """Give the optimizer its part of whole states (by the id of the parameter), through its own loading."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         number = 0
-        for index, group in enumerate(optimizer.param_groups):
+        for group, setting in zip(optimizer.param_groups, settings, strict=True):
             first = number
             for parameter in group["params"]:
                 piece, whole = self._pieces.get(id(parameter)), wholes.get(id(parameter))
@@ -446,10 +452,20 @@ class ShardedOptimizers:
                 if whole is not None:
                     state[number] = whole if piece is None else cut_state(piece, whole, optimizer)
                 number += 1
-            setting = group if settings is None else settings[index]
             groups.append({**setting, "params": list(range(first, number))})
         with self.lent(optimizer):
             self._own(optimizer, "load_state_dict")({"state": state, "param_groups": groups})
+
+    def _cut_state(self, optimizer: Any, wholes: Mapping[int, dict[str, Any]]) -> None:
+        """The same for another layout: as it is, where loading would cast it to the parameters' dtype."""
+        state: dict[Parameter, Any] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            piece, whole = self._pieces.get(id(parameter)), wholes.get(id(parameter))
+            if whole is not None and piece is None:
+                state[parameter] = whole
+            elif whole is not None and piece is not None and piece.value is not None:
+                state[piece.value] = cut_state(piece, whole, optimizer)
+        _replace_state(optimizer, state)
 
     def _own(self, optimizer: Any, name: str) -> Callable[..., Any]:
         own = self._methods.get(id(optimizer))
@@ -476,20 +492,9 @@ class ShardedOptimizers:
                 whole.setdefault(id(parameter), {})[key] = value
         return whole
 
-    def _whole_kept(self) -> list[tuple[Parameter, Tensor]]:
-        """Gradients that were set aside, for another layout."""
-        whole: list[tuple[Parameter, Tensor]] = []
-        for flat in self._flats:
-            kept = [piece for piece in flat.pieces if piece.is_kept]
-            if not kept:
-                continue
 
-            def fill(part: Tensor, flat: Flat = flat, kept: list[Piece] = kept) -> None:
-                for piece in kept:
-                    if piece.kept is not None:
-                        piece.part_of(part).copy_(piece.kept.view(-1))
-
-            joined = flat.gather(flat.dtype, fill, None)
-            assert joined is not None
-            whole += [(piece.parameter, piece.joined(joined)) for piece in kept]
-        return whole
+def _replace_state(optimizer: Any, state: Mapping[Parameter, Any]) -> None:
+    """Let it be all the optimizer's state of parameters."""
+    for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(state)

@@ -72,7 +72,7 @@ class DataParallelStrategy(Strategy):
                 replica.__dict__["log"] = _collect(log)
             method = fn.__func__  # type: ignore[attr-defined]
             calls = [_call(method, replica, part, args[1:]) for replica, part in zip(replicas, parts, strict=True)]
-            outputs = super().run(in_threads, calls)
+            outputs = super().run(in_threads, calls, self.devices)
         finally:
             module.__dict__.pop("log", None)
             for place, name, metric in own_metrics:

@@ -22,12 +22,13 @@ PATIENCE = timedelta(seconds=10)
 """How long the end of a run waits for parameters of the last step, which others may never send."""
 
 
-def check_options(views: bool, hook: Any) -> None:
+def check_options(views: bool, hook: Any, check_reduction: bool = False) -> None:
     """Refuse arguments of the strategy that do not go together with slices.
 
     Args:
         views: ``gradient_as_bucket_view``.
         hook: the communication hook.
+        check_reduction: the argument of this name.
 
     Raises:
         MisconfigurationException: with the argument and the way out.
@@ -41,6 +42,11 @@ def check_options(views: bool, hook: Any) -> None:
         raise MisconfigurationException(
             f"{START} with ddp_comm_hook={getattr(hook, '__qualname__', hook)!r}: a communication hook reduces whole "
             "buckets, and here each rank reduces its slice: use one of them."
+        )
+    if check_reduction:
+        raise MisconfigurationException(
+            f"{START} with check_reduction=True: each rank has a slice of its own, and nothing is there to compare; "
+            "leave check_reduction out."
         )
 
 
