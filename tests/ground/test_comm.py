@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -170,3 +172,28 @@ def test_without_a_process_group_one_rank_answers() -> None:
 def test_an_unknown_operation_is_named() -> None:
     with pytest.raises(ValueError, match=r"op='median'.*\"mean\""):
         comm.all_reduce(torch.zeros(1), "median")  # type: ignore[arg-type]
+
+
+def _by_way_of_gpus() -> tuple[list[str], torch.device]:
+    used: list[str] = []
+
+    class OnGpu(contextlib.nullcontext[None]):
+        def __init__(self, device: Any) -> None:
+            super().__init__()
+            used.append(str(device))
+
+    with patch.object(torch.cuda, "device", OnGpu):
+        comm.travel_by(torch.device("cpu"))
+        comm.all_gather_object(1)
+        comm.travel_by(torch.device("cuda", dist.get_rank()))
+        comm.all_gather_object(1)
+        comm.broadcast_object(1)
+    with patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"):
+        return used, comm.carrier(None, torch.device("cpu"))
+
+
+def test_objects_travel_by_the_models_gpu(ranks: RankPool) -> None:
+    """They took the current one, which is GPU 0 on all ranks where nobody calls `torch.cuda.set_device`."""
+    for rank, (used, carrier) in enumerate(ranks(2).run(_by_way_of_gpus)):
+        assert used == [f"cuda:{rank}"] * 2
+        assert carrier == torch.device("cuda", rank)

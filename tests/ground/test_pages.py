@@ -110,3 +110,58 @@ def test_a_full_memory_folder_is_passed_over(monkeypatch: pytest.MonkeyPatch, tm
     os.close(found.handle)
     assert [Path(path).parent for path in calls] == [Path("/"), Path("/dev/shm"), tmp_path]
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal lets older kernels begin anew: 4 GiB at once, and a profiler's timer, would never come to an end."""
+    pieces: list[tuple[int, int]] = []
+    reserve = os.posix_fallocate
+
+    def watched(handle: int, start: int, length: int) -> None:
+        pieces.append((start, length))
+        reserve(handle, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", watched)
+    monkeypatch.setattr(pages, "PIECE", 2**14)
+    size = 3 * 2**14 + 8192
+    found = pages.common_pages(None, size, part=(4096, size - 4096))
+    assert found is not None
+    os.close(found.handle)
+    assert max(length for _, length in pieces) == 2**14
+    ends = [start + length for start, length in pieces]
+    assert [start for start, _ in pieces] + [size] == [4096, *ends]
+
+
+def test_a_file_of_another_process_of_that_id_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc may be that of another space, and a machine the copy of another, with the same numbers of files."""
+    ours, other = pages._make(pages._unnamed, 4096), pages._make(pages._unnamed, 4096)
+    assert ours is not None
+    assert other is not None
+    right = pages._open(ours[1])
+    assert right is not None
+    mistaken = other[1]._replace(path=ours[1].path, identity=ours[1].identity)
+    opened: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *arguments: opened.append(arguments) or right)
+        assert pages._open(mistaken) is None
+    assert opened == []
+    for handle in (right, ours[0], other[0]):
+        os.close(handle)
+
+
+def test_a_file_that_somebody_has_tidied_away_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was one on rank 0 alone, and the others waited for it."""
+    gone: list[str] = []
+    unlink = os.unlink
+
+    def tidied(path: str) -> None:
+        unlink(path)
+        gone.append(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(pages, "_unnamed", _refuse)
+    monkeypatch.setattr(os, "unlink", tidied)
+    found = pages.common_pages(None, 4096)
+    assert found is not None
+    os.close(found.handle)
+    assert len(gone) == 1

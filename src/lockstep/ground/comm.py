@@ -7,7 +7,9 @@ travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,12 +44,35 @@ def carrier(group: Group, preferred: torch.device) -> torch.device:
     """The device on which ``group`` can carry a tensor: ``preferred`` if it can, else this process's GPU or
     CPU.
 
-    NCCL carries GPU tensors only, so what lives on the CPU takes a detour over the current GPU.
+    NCCL carries GPU tensors only, so what lives on the CPU takes a detour over a GPU: see `travel_by`.
     """
     backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", "cuda:nccl", ...
     if f"{preferred.type}:" in backends or "cuda:" not in backends:
         return preferred
-    return torch.device("cuda", torch.cuda.current_device())
+    return _gpus.get(_found(group)) or torch.device("cuda", torch.cuda.current_device())
+
+
+def travel_by(device: torch.device, group: Group = None) -> None:
+    """Let what lives on the CPU travel over ``group`` by way of ``device``, if that is a GPU, not the current one.
+
+    The current one is GPU 0 on all ranks of a host whose program places its model by hand and leaves it at that; NCCL
+    refuses two ranks on one GPU.
+    """
+    if device.type == "cuda":
+        _gpus[_found(group)] = device
+
+
+_gpus: WeakKeyDictionary[Any, torch.device] = WeakKeyDictionary()
+
+
+def _found(group: Group) -> Any:
+    return dist.group.WORLD if group is None else group
+
+
+def _on_gpu(group: Group) -> AbstractContextManager[Any]:
+    """Where torch takes the current GPU for a collective of ``group``."""
+    gpu = _gpus.get(_found(group))
+    return nullcontext() if gpu is None else torch.cuda.device(gpu)
 
 
 # -- collectives
@@ -60,7 +85,7 @@ def barrier(group: Group = None) -> None:
     if "cpu:" in dist.get_backend_config(group):
         dist.barrier(group)
     else:
-        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+        dist.barrier(group, device_ids=[carrier(group, torch.device("cpu")).index])
 
 
 def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Tensor:
@@ -167,7 +192,8 @@ def all_gather_object(obj: Any, group: Group = None) -> list[Any]:
     if world == 1:
         return [obj]
     objects: list[Any] = [None] * world
-    dist.all_gather_object(objects, obj, group)
+    with _on_gpu(group):
+        dist.all_gather_object(objects, obj, group)
     return objects
 
 
@@ -176,7 +202,8 @@ def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
     if world_size(group) == 1:
         return obj
     box = [obj if rank(group) == src else None]
-    dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
+    with _on_gpu(group):
+        dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
     return box[0]
 
 

@@ -15,6 +15,9 @@ from lockstep.ground import comm
 
 FOLDER = "/dev/shm"
 """Where files lie in memory."""
+PIECE = 2**22
+"""Bytes that are reserved at a time. In older kernels a signal makes a reservation of memory begin anew: one that takes
+longer than from one tick of a profiler's timer to the next would never end."""
 
 
 class Pages(NamedTuple):
@@ -29,6 +32,7 @@ class _Place(NamedTuple):
 
     path: str
     space: str  #: the space of process ids in which the path is right, "" for any
+    target: str  #: what the path leads to, where it is a link; nothing else has that name
     identity: tuple[int, int]  #: device and inode
 
 
@@ -73,7 +77,8 @@ def common_pages(
             everyone = all(comm.all_gather_object(memory is not None, group))
         finally:
             if made and not made[1].space:
-                os.unlink(made[1].path)
+                with contextlib.suppress(FileNotFoundError):  # somebody tidies up there
+                    os.unlink(made[1].path)
         if everyone:
             assert memory is not None
             assert handle is not None
@@ -93,19 +98,20 @@ def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _Place] 
     try:
         os.ftruncate(handle, size)
         status = os.fstat(handle)
+        target = os.readlink(f"/proc/self/fd/{handle}") if valid_in else ""
     except OSError:
         os.close(handle)
         if not valid_in:
             os.unlink(path)
         return None
-    return handle, _Place(path, valid_in, (status.st_dev, status.st_ino))
+    return handle, _Place(path, valid_in, target, (status.st_dev, status.st_ino))
 
 
 def _unnamed() -> tuple[int, str]:
     """Memory that is no file: nothing is left of it whenever a rank dies, and the size of /dev/shm is no limit."""
     if not hasattr(os, "memfd_create") or not space():
         raise OSError("this system has no memory without a name")
-    handle = os.memfd_create("lockstep")
+    handle = os.memfd_create(f"lockstep-{secrets.token_hex(8)}")
     return handle, f"/proc/{os.getpid()}/fd/{handle}"
 
 
@@ -134,6 +140,10 @@ def _open(place: _Place) -> int | None:
     if place.space and place.space != space():
         return None
     try:
+        # A process of this id may be another's: /proc of another space, a machine that is the copy of another. Its file
+        # is left alone, since opening some (a terminal, a device) has effects.
+        if place.target and os.readlink(place.path) != place.target:
+            return None
         handle = os.open(place.path, os.O_RDWR)
     except OSError:
         return None
@@ -147,11 +157,12 @@ def _open(place: _Place) -> int | None:
 def _map(handle: int, size: int, part: tuple[int, int]) -> mmap.mmap | None:
     start, length = part
     try:
-        if length:
+        for begin in range(start, start + length, PIECE):
+            piece = min(PIECE, start + length - begin)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, start, length)  # a full /dev/shm is an error here, not a SIGBUS later
+                os.posix_fallocate(handle, begin, piece)  # a full /dev/shm is an error here, not a SIGBUS later
             else:
-                os.pwrite(handle, bytes(length), start)
+                os.pwrite(handle, bytes(piece), begin)
         return mmap.mmap(handle, size)
     except OSError:
         return None
