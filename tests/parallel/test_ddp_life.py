@@ -178,11 +178,12 @@ def _copy_on_one_rank() -> bool:
     if dist.get_rank() == 0:  # an average of weights, kept by one rank only
         kept = copy.deepcopy(model)
         with torch.no_grad():
-            kept.module(torch.ones(1, 4, dtype=torch.float64))
+            kept(torch.ones(1, 4, dtype=torch.float64))
     return _right(model)
 
 
 def test_a_copy_needs_no_other_rank(ranks: RankPool) -> None:
+    """It made its reducer, which needs all ranks, at its first forward even where that had no gradients."""
     assert all(ranks(2).run(_copy_on_one_rank))
 
 
@@ -289,6 +290,103 @@ def _grad_on_one_rank() -> bool:
 
 def test_autograd_grad_on_one_rank_hangs_nobody(ranks: RankPool) -> None:
     assert all(ranks(2).run(_grad_on_one_rank))
+
+
+def _with_func() -> list[bool]:
+    """torch.func over the container on one rank, and steps before and after."""
+    model = DistributedDataParallel(_net())
+    before = _right(model)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    x = _batch(0, 0)
+    loss = lambda weights: torch.func.functional_call(model, weights, (x,)).square().mean()  # noqa: E731
+    found = torch.func.grad(loss)(own)
+    alone = _net()
+    alone(x).square().mean().backward()
+    same = [torch.allclose(found[f"module.{name}"], p.grad) for name, p in alone.named_parameters()]  # type: ignore
+    return [before, all(same), model.reducer.rounds == 1, _right(model, 1)]
+
+
+def test_torch_func_differentiates_the_container(ranks: RankPool) -> None:
+    """Its gradients go to the caller; the container looked for the parameters' places in a graph that has none."""
+    assert ranks(2).run(_with_func) == [[True] * 4] * 2
+
+
+# -- gradients that hooks change, or give other memory
+
+
+def _with_hooks(how: str) -> list[bool]:
+    """Hooks on the parameters, put there when the model is wrapped already, double each gradient."""
+    net, alone = _net(), _net()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.0001)
+
+    def double(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if how == "data":
+            parameter.grad.data = parameter.grad.data * 2
+        elif how == "another":
+            parameter.grad = parameter.grad * 2
+        else:
+            parameter.grad.mul_(2)
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(_batch(step, dist.get_rank())).square().mean().backward()
+        for rank in range(2):
+            alone(_batch(step, rank)).square().mean().backward()  # twice the half
+        pairs = zip(net.parameters(), alone.parameters(), strict=True)
+        found.append(all(torch.allclose(p.grad, q.grad, rtol=1e-12) for p, q in pairs))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("how", ["in place", "another", "data"])
+def test_hooks_that_were_put_on_parameters_after_wrapping_change_gradients_before_they_travel(
+    ranks: RankPool, how: str
+) -> None:
+    """They ran behind the reducer's, while buckets were under way: gradients were doubled, or not, or half of one."""
+    assert ranks(2).run(_with_hooks, how) == [[True] * 3] * 2
+
+
+def _with_other_memory(big: bool, held: bool, settings: dict[str, Any]) -> list[str]:
+    """Gradients of three steps after each of which ``p.grad.data`` is another tensor: where they are not right."""
+    torch.manual_seed(2)
+    width = 2048 if big else 5  # gradients of 4096 elements and more take another way into the buckets
+    alone = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
+    wrong = []
+    for zero in ("to None", "in place", "never"):
+        alone.zero_grad()
+        net = copy.deepcopy(alone)
+        model = DistributedDataParallel(net, **settings)
+        for step in range(3):
+            for each in (model, alone):
+                if zero != "never":
+                    each.zero_grad(set_to_none=zero == "to None")
+            model(_batch(step, dist.get_rank())).square().mean().backward()
+            for rank in range(2):
+                (alone(_batch(step, rank)).square().mean() / 2).backward()
+            old = []
+            for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
+                assert p.grad is not None
+                assert q.grad is not None
+                if (p.grad - q.grad).abs().max() > 1e-12 * q.grad.abs().max():
+                    wrong.append(f"{name} in step {step}, zero_grad {zero}")
+                old.append(p.grad.data if held else None)
+                for grad in (p.grad, q.grad):
+                    grad.data = grad.data * 0.5
+    return wrong
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["", "the old memory is kept"])
+@pytest.mark.parametrize("big", [False, True], ids=["small", "big"])
+def test_gradients_whose_data_was_replaced_are_averaged_in_the_next_step(
+    ranks: RankPool, big: bool, held: bool
+) -> None:
+    """``.grad`` was a view that no longer lay in its bucket: each rank went on with gradients of its own."""
+    for settings in ({}, {"shared_memory": False}) if held else ({}, {"static_graph": True}):
+        assert ranks(2).run(_with_other_memory, big, held, settings) == [[], []]
 
 
 # -- loader workers

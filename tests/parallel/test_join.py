@@ -179,3 +179,33 @@ def test_a_rank_that_followed_starts_its_next_loop_without_the_others_gradients(
     short, long = ranks(2).run(join_twice, timeout=40)
     assert short == [1.0, 1.0] * 2
     assert long == [1.0, 1.0, 0.5] * 2
+
+
+def _chained(in_turn: bool) -> list[Any]:
+    """Two models in one Join: the second takes the first one's outputs, or each trains by itself."""
+    torch.manual_seed(2)
+    nets = [nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]
+    group = dist.new_group()
+    first, second = (DistributedDataParallel(net, process_group=group) for net in nets)
+    try:
+        with Join([first, second]):
+            for step in range(1 + 2 * dist.get_rank()):
+                batch = _batch(step, dist.get_rank())
+                if in_turn:
+                    first(batch).square().mean().backward()
+                    second(batch).square().mean().backward()
+                else:
+                    second(first(batch)).square().mean().backward()
+    except RuntimeError as error:
+        for model in (first, second):
+            model.reducer.detach()
+        return [str(error)]
+    return [p.grad is not None for net in nets for p in net.parameters()]
+
+
+def test_models_whose_forwards_interlock_in_a_join_are_an_error(ranks: RankPool) -> None:
+    """Ranks without batches waited in the first model's backward, and the others in the second one's forward."""
+    first, second = ranks(2).run(_chained, False)
+    assert second[0].startswith("join, rank 1: a forward of this model comes between the forward and the backward")
+    assert "rank 1 was not there: it raised RuntimeError: join, rank 1" in first[0]
+    assert ranks(2).run(_chained, True) == [[False] * 4, [True] * 4]

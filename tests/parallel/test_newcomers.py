@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from lockstep.parallel.newcomers import Newcomers
+from lockstep.parallel.newcomers import Newcomers, find_cast
+from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.transport import AllReduce
 
 
 def _net() -> nn.Sequential:
@@ -48,7 +50,25 @@ def test_a_module_with_known_parameters_may_come() -> None:
     assert came.found == "1.gain"
 
 
+def test_a_newcomer_is_not_taken_for_one_that_is_gone() -> None:
+    """A parameter that is let go of leaves its address to the next."""
+    net = _net()
+    came = Newcomers(net)
+    for _ in range(100):
+        address = id(net[0].bias)
+        net[0].bias = None
+        parameter = nn.Parameter(torch.ones(2))
+        if id(parameter) == address:
+            net[0].bias = parameter
+            assert came.found == "0.bias"
+            return
+        net = _net()
+        came = Newcomers(net)
+    raise AssertionError("no address was used again")
+
+
 def test_nothing_stays_behind() -> None:
+    gc.collect()  # what other tests have left
     before = len(registration._global_parameter_registration_hooks)
     came = Newcomers(_net())
     assert len(registration._global_parameter_registration_hooks) == before + 1
@@ -65,3 +85,14 @@ def test_an_ignored_name_may_come() -> None:
     assert newcomers.found is None
     model[0] = nn.Linear(1, 1)
     assert newcomers.found == "0.weight"
+
+
+def test_a_parameter_that_was_cast_or_resized_is_found() -> None:
+    net = _net()
+    reducer = Reducer(net.named_parameters(), transport=AllReduce(None))
+    assert find_cast(reducer._buckets) is None
+    net[0].bias.data = torch.zeros(3)
+    assert str(find_cast(reducer._buckets)).startswith("parameter '0.bias' has become torch.float32 of shape (3,)")
+    net.double()
+    assert str(find_cast(reducer._buckets)).startswith("parameter '1.bias' has become torch.float64 of shape (2,)")
+    reducer.detach()

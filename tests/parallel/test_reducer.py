@@ -214,9 +214,9 @@ def test_two_ranks_have_the_bits_of_torch_and_of_accumulation(ranks: RankPool, c
             assert torch.equal(mine, accumulated)
 
 
-def _negative_zero() -> Tensor:
-    parameter = nn.Parameter(torch.ones(2))
-    reducer = Reducer([("p", parameter)])
+def _negative_zero(beside: int) -> Tensor:
+    parameter, *others = (nn.Parameter(torch.ones(n)) for n in (2, beside, 2))
+    reducer = Reducer([("p", parameter), *((str(i), other) for i, other in enumerate(others))])
     reducer.prepare()
     (parameter * torch.tensor([-0.0, 0.0])).sum().backward()
     reducer.finish()
@@ -224,8 +224,10 @@ def _negative_zero() -> Tensor:
     return parameter.grad.signbit()
 
 
-def test_a_negative_zero_stays_one(ranks: RankPool) -> None:
-    for signs in ranks(2).run(_negative_zero):
+@pytest.mark.parametrize("beside", [2, bucket.BIG])
+def test_a_negative_zero_stays_one(ranks: RankPool, beside: int) -> None:
+    """Also where a big gradient parts the buffer into stretches that are cleaned apart."""
+    for signs in ranks(2).run(_negative_zero, beside):
         assert signs.tolist() == [True, False]
 
 

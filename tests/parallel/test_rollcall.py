@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.parallel import rollcall
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.rollcall import checksum
+from lockstep.parallel.rollcall import checksum, named_failure
 from lockstep.testing.pool import RankPool
 
 
@@ -183,3 +183,62 @@ def test_a_rank_that_leaves_early_is_named_by_the_others(ranks: RankPool, shared
     said = ranks(3).run(_leaving, shared)
     for rank in (0, 2):
         assert said[rank].startswith(f"rank {rank}, averaging the gradients of round 2: rank 1 was not there")
+
+
+def _failing(how: str) -> str:
+    """Rank 1 makes a mistake in its second step, and raises; gives what this rank raises."""
+    odd = dist.get_rank() == 1
+    net = _net()
+    net.add_module("left", nn.Linear(2, 2).double())
+    model = DistributedDataParallel(net, process_group=dist.new_group())
+    try:
+        for step in range(3):
+            model.zero_grad()
+            wrong = odd and step == 1
+            if wrong and how == "added":
+                net.register_parameter("left_over", nn.Parameter(torch.ones(1)))
+            elif wrong and how == "cast":
+                net.float()
+            batch = _batch(step, dist.get_rank()).to(net[0].weight.dtype)  # type: ignore[arg-type]
+            model(batch[:, :3] if wrong and how == "forward" else batch).square().mean().backward()
+    except (RuntimeError, ValueError) as error:
+        model.reducer.detach()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("added", "MisconfigurationException: rank 1: parameter 'left_over' was added to the model"),
+        ("cast", "MisconfigurationException: rank 1: parameter 'left.bias' has become torch.float32 of shape (2,)"),
+        ("forward", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_what_one_rank_raises_is_told_by_the_others(ranks: RankPool, how: str, said: str) -> None:
+    """They said that it was gone, failed, or elsewhere in its program."""
+    first, second = ranks(2).run(_failing, how)
+    assert first.startswith(f"rank 0, averaging the gradients of round 2: rank 1 was not there: it raised {said}")
+    assert second in first
+
+
+def _named(text: str) -> list[bool]:
+    noted: list[Exception] = []
+
+    def note(error: Exception) -> Exception:
+        noted.append(error)
+        return error
+
+    def fail() -> None:
+        with named_failure(dist.new_group(), "averaging the gradients", 1, note):
+            raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError) as raised:
+        fail()
+    return [str(raised.value) == text, noted == [raised.value]]
+
+
+def test_a_parameter_called_left_is_no_lost_rank(ranks: RankPool) -> None:
+    """Its name in an error was taken for the news of a rank that has gone."""
+    assert ranks(2).run(_named, "parameter 'left.weight' got a gradient") == [[True, True]] * 2
+    assert ranks(2).run(_named, "rank 1 left") == [[False, True]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ class Calls:
 
     def __init__(self) -> None:
         self.sync, self.muted = True, False
+        self.turn = nullcontext()
         self.told: list[str] = []
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         self.told.append("prepare" if self.sync else "prepare alone")
 
     def _backward_begins(self) -> None:

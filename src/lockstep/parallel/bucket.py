@@ -90,6 +90,9 @@ class Bucket:
                 self.buffer.as_strided(p.shape, torch.empty_like(p, device="meta").stride(), start).data
                 for p, start in zip(self.parameters, self.starts, strict=True)
             ]
+            self._places = [view.data_ptr() for view in self.views]
+        self._storage = self.buffer.untyped_storage()
+        self._uses = -1  # tensors in the memory, when its views were last looked at
         self._pairs = list(zip(self.parameters, self.views, strict=True))
         self._small = [pair for index, pair in enumerate(self._pairs) if index not in self.big]
         # the stretches of the buffer between the big ones
@@ -109,6 +112,9 @@ class Bucket:
         self.kept = None  # a muted backward that raised leaves some; its window starts again with zero_grad
         self.poured.clear()
         self.waiting.clear()
+        if views and self._may_be_moved():
+            self._put_back()
+        self._uses = _users_of(self._storage)
         if early:
             self.waiting.update(self._everyone)
         else:
@@ -133,6 +139,25 @@ class Bucket:
                 if grad is not view and (grad is not None or index not in self.big):
                     _fill(view, grad)
                     parameter.grad = view
+
+    def _may_be_moved(self) -> bool:
+        """Whether ``parameter.grad.data = ...`` may have given a view other memory, for all that can be seen in time.
+
+        One that is moved lets go of the buffer's memory. Where each microsecond counts (``static_graph``: no marks) the
+        number of its users tells; but who keeps the old memory alive (``old = p.grad.data``) makes up for one.
+        """
+        if self._marked:
+            return list(map(Tensor.data_ptr, self.views)) != self._places
+        return _users_of(self._storage) != self._uses
+
+    def _put_back(self) -> None:
+        """Lay views into the buffer again, with what they hold, that were given other memory."""
+        for index, (parameter, view) in enumerate(self._pairs):
+            if view.data_ptr() != self._places[index]:
+                elsewhere, strides = view.data, torch.empty_like(parameter, device="meta").stride()
+                view.data = self.buffer.as_strided(parameter.shape, strides, self.starts[index])
+                if parameter.grad is view:
+                    view.copy_(elsewhere)
 
     def skip_frozen(self) -> None:
         """Do not wait for parameters whose ``requires_grad`` has been switched off."""
@@ -170,6 +195,8 @@ class Bucket:
             the scale by which the whole buffer is still to be multiplied: 1 if that is done.
         """
         kept = self.kept
+        if views and kept is None and _users_of(self._storage) != self._uses:  # by a user's hook in the backward
+            self._put_back()
         for index, (parameter, view) in enumerate(() if there else self._pairs):
             grad = parameter.grad if kept is None else kept[index]
             if grad is not view:
@@ -191,7 +218,9 @@ class Bucket:
             scale = 1
         if self._marked:
             if 0 in self.used:
-                self._tail.copy_(self._marks, non_blocking=True)
+                # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
+                marks = self._marks.pin_memory() if self.device.type == "cuda" else self._marks
+                self._tail.copy_(marks, non_blocking=True)
             else:
                 self._tail.fill_(1)
         return scale
@@ -286,6 +315,10 @@ class SparseBucket(Bucket):
         if anywhere is not None:
             self.used[0] = anywhere[0] != 0
             self.parameters[0].grad = self.flat if self.used[0] else None
+
+
+def _users_of(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _marks(indices: Iterable[int], count: int) -> bytearray:

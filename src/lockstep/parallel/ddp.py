@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import Parameter
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -29,31 +26,29 @@ from lockstep.parallel.caps import plan_by_caps
 from lockstep.parallel.copies import Copies
 from lockstep.parallel.devices import Device, OnDevices
 from lockstep.parallel.join import JoinsUneven
-from lockstep.parallel.newcomers import Newcomers, find_changed
+from lockstep.parallel.newcomers import Newcomers, find_cast, find_changed
 from lockstep.parallel.reducer import MIB, Reducer
-from lockstep.parallel.rollcall import RollCall, say_who_is_absent
+from lockstep.parallel.rollcall import RollCall, leave_word, named_failure
 from lockstep.parallel.start import broadcast_module_state as broadcast_module_state
+from lockstep.parallel.start import check_alike, describe, find_group, find_unusable, sparse_names, told_to_all
 from lockstep.parallel.start import check_same_module as check_same_module
-from lockstep.parallel.start import find_group, find_unusable, sparse_names
 from lockstep.parallel.start import sync_buffers as sync_buffers
 from lockstep.parallel.torch_names import IGNORED, TorchNames, buffers_in_forwards
 from lockstep.parallel.watch import Watch
+from lockstep.parallel.watch import before_step as before_step
 from lockstep.parallel.weight import Weight, check_weight
 
-SKIPPED = (
-    "rank {rank}: an optimizer steps, and no backward has reached the outputs of the last forward (in training mode, "
-    "with gradients enabled), while the other ranks may wait for this one in theirs. It takes part now, with nothing "
-    "to add. What was done to gradients before the step (clipping, unscaling) was done without the others': call "
-    "skip_backward() in place of the backward, or let the loss depend on the outputs (loss + 0 * outputs.sum()). A "
-    "forward that only looks belongs under torch.no_grad()"
-)
 WHOLE = (
     "{name} is compiled as a whole: its gradients come all at once, when its backward has ended, so no reduction "
     "overlaps the computation. Compile its blocks instead: for block in model.blocks: block.compile()"
 )
+ALIKE = (
+    *("bucket_cap_mb", "bucket_bytes_cap_list", "static_graph", "check_reduction", "shared_memory"),
+    *("skip_all_reduce_unused_params", "forward_sync_buffers", "mixed_precision"),
+)
+"""Attributes that have to be the same on all ranks, as they decide what is sent."""
 FORWARD = "DistributedDataParallel.forward"
 """A forward's range in a profile, by torch's name."""
-LOST = re.compile("gloo|nccl|connection|timed? ?out|left|gone", re.IGNORECASE)
 
 
 class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
@@ -145,42 +140,45 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         shared_memory: bool = True,
     ) -> None:
         super().__init__()
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
         self.process_group = find_group(process_group, device_mesh, module)
         self.device_mesh = device_mesh
-        self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
         protect_forks()  # of loader workers, beside the group's threads
-        problem = find_unusable(module, self.parameters_to_ignore)
-        if problem is not None and not init_sync:
-            raise MisconfigurationException(problem)
-        if init_sync:
-            check_same_module(module, self.process_group, self.parameters_to_ignore, problem)
-        self.module = module
-        self.dim = dim
-        self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
-        self.device_type = self.device.type
-        self._set_devices(device_ids, output_device)
-        self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
-        self.find_unused_parameters = find_unused_parameters
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = mixed_precision
-        if mixed_precision is not None:
-            from lockstep.parallel.mixed_precision import LowPrecision  # with hooks behind it: most runs have none
+        with told_to_all(self.process_group):
+            if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+                raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
+            self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
+            problem = find_unusable(module, self.parameters_to_ignore, self.process_group)
+            if problem is not None:
+                raise MisconfigurationException(f"rank {self._distributed_rank}: {problem}")
+            self.module = module
+            self.dim = dim
+            self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
+            self.device_type = self.device.type
+            self._set_devices(device_ids, output_device)
+            self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
+            self.find_unused_parameters = find_unused_parameters
+            self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+            self.batched_grad_copy = batched_grad_copy
+            self.mixed_precision = mixed_precision
+            if mixed_precision is not None:
+                from lockstep.parallel.mixed_precision import LowPrecision  # with hooks behind it: most runs have none
 
-            self._low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self.check_reduction = check_reduction
-        self.shared_memory = shared_memory
-        caps = list(bucket_cap_mb_list or ())
-        self.bucket_cap_mb = max(caps) if caps else _first(bucket_cap_mb, 25)
-        if min([self.bucket_cap_mb, *caps]) <= 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, bucket_cap_mb_list={bucket_cap_mb_list}: sizes above 0")
-        self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
-        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
+                self._low = LowPrecision(mixed_precision, module, self.parameters_to_ignore)
+            self.gradient_as_bucket_view = gradient_as_bucket_view
+            self.static_graph = static_graph
+            self.check_reduction = check_reduction
+            self.shared_memory = shared_memory
+            caps = list(bucket_cap_mb_list or ())
+            self.bucket_cap_mb = max(caps) if caps else _first(bucket_cap_mb, 25)
+            if min([self.bucket_cap_mb, *caps]) <= 0:
+                said = f"bucket_cap_mb={bucket_cap_mb}, bucket_cap_mb_list={bucket_cap_mb_list}: sizes above 0"
+                raise ValueError(said)
+            self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
+            self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
+            self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
+            lines = [f"init_sync={init_sync}", *(f"{name}={getattr(self, name)}" for name in ALIKE)]
+            lines += describe(module, self.parameters_to_ignore) if init_sync else []
+        check_alike(type(module).__name__, lines, self.process_group)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
@@ -237,6 +235,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         parameters = [parameter for _, parameter in named]
         self._watch = Watch(reducer, parameters, self, self.static_graph)
         reducer.stray = self._watch.stray
+        reducer.prepare_for_backward = self._watch.reduce_next  # type: ignore[attr-defined]  # torch's PipelineStage asks
         self._release = weakref.finalize(self, _let_go, reducer, os.getpid())
         self._release.atexit = False
         self._newcomers = Newcomers(self.module, self.parameters_to_ignore) if self._world > 1 else None
@@ -300,9 +299,12 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         """The module's forward; ranks meet here where gradients are enabled."""
         profiled = profiler._is_profiler_enabled and profiler.record_function(FORWARD).__enter__()
         try:
+            # what torch.func differentiates leaves no gradients in parameters
+            grad = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             if self._reducer is None:
+                if not (grad or self._join_config.enable):
+                    return self._run(inputs, kwargs)
                 self._attach()
-            grad = torch.is_grad_enabled()
             if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again, inside the backward
                 outputs = self._run(inputs, kwargs)
                 if grad and self._world > 1:
@@ -325,6 +327,10 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 light = weight is not None and weight.weight == 0
                 self._watch.outputs(outputs, sync, light, expected=sync and self.training)
             return outputs
+        except Exception as error:
+            if self._reducer is not None and self._world > 1:
+                leave_word(self.process_group, self._reducer.rounds + 1, error)
+            raise
         finally:
             if profiled:
                 profiled.__exit__(None, None, None)
@@ -353,7 +359,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 self._align_buffers(0)
         if self._weight is None or not grad:
             return None
-        return Weight(self._weight, self.process_group, self.device)
+        return Weight(self._weight, self.process_group, self.device, self._named_failure)
 
     def _buffers_at(self, location: _BufferCommHookLocation) -> bool:
         """Whether buffers are brought in line there."""
@@ -364,40 +370,42 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         return (before if hook is None else hook.buffer_comm_hook_location) is location and self._has_buffers()
 
     def _align_buffers(self, src: int) -> None:
-        with self._named_failure("buffers"):
+        with self._named_failure("taking the buffers"):
             self._sync_module_buffers(src)
 
     def _compare(self, stage: str) -> None:
         """With check_reduction: whether all ranks are at the same point, and how the last backward ended."""
         if self._checks is not None:
-            self._checks.answer(stage, self.reducer.missing() if stage == "forward" else [])
+            with self._named_failure("comparing the ranks' places"):
+                self._checks.answer(stage, self.reducer.missing() if stage == "forward" else [])
 
     def _backward_begins(self) -> None:
         """Called inside a synchronised backward before its round is prepared."""
         self._compare("backward")
 
+    def _prepare(self) -> None:
+        """Called inside a backward that may leave gradients in parameters."""
+        try:
+            self.reducer.prepare()
+        except RuntimeError as error:
+            problem = find_cast(self.reducer._buckets)
+            with self._named_failure("a backward"):
+                if problem is None:
+                    raise
+                raise MisconfigurationException(f"rank {self._distributed_rank}: {problem}") from error
+
     def _backward_ended(self) -> None:
         """Called when a backward has ended: reduces what is left, and waits."""
-        with self._named_failure("gradients"):
+        with self._named_failure("averaging the gradients"):
             self.reducer.finish()
         self._await_buffers()
         if self._checks is not None and self.reducer.sync:
-            self._checks.note()
+            self._checks.note(self.reducer.over)
         self._watch.step()
 
-    @contextlib.contextmanager
-    def _named_failure(self, what: str) -> Iterator[None]:
-        """Where a collective fails in this block: say which rank was not there."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or LOST.search(str(error))):
-                self._noted(error)
-                raise
-            moment = f"{what} of round {self.reducer.rounds + 1}"
-            absent = say_who_is_absent(self.process_group, moment)
-            said = f"rank {self._distributed_rank}, averaging the {moment}: {absent}"
-            raise self._noted(RuntimeError(said)) from error
+    def _named_failure(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Where a collective fails in the block: say which rank was not there, and why."""
+        return named_failure(self.process_group, doing, self.reducer.rounds + 1, self._noted)
 
     def skip_backward(self) -> None:
         """In place of a backward, where this rank's loss depends on no output: let the others go on.
@@ -410,7 +418,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         self._backward_begins()
         reducer = self.reducer
         reducer.sync, reducer.muted = True, False
-        reducer.prepare()
+        self._prepare()
         self._backward_ended()
 
     @contextlib.contextmanager
@@ -441,16 +449,12 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 loss = loss_fn(model(batch), target)  # a mean
             loss.backward()
         """
-        before, self._weight = self._weight, check_weight(n, self._distributed_rank)
+        with self._named_failure("a forward"):
+            before, self._weight = self._weight, check_weight(n, self._distributed_rank)
         try:
             yield
         finally:
             self._weight = before
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As of any module; replicas are made anew in each forward."""
-        super().train(mode)
-        return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As of any module; it is said that nothing overlaps then."""
@@ -466,19 +470,6 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             if self._low is not None:
                 self._low.tell()
         return self
-
-
-def before_step(ref: weakref.ref[DistributedDataParallel], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: if a container waits for a backward whose gradients this one would use."""
-    container = ref()
-    if container is None or container._reducer is None or not container._watch.expected:
-        return
-    mine = {id(parameter) for parameter in container.module.parameters()}
-    if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-        if not container._has_skipped:
-            container._has_skipped = True
-            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=3)
-        container.skip_backward()
 
 
 def _let_go(reducer: Reducer, process: int) -> None:

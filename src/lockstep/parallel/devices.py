@@ -40,6 +40,11 @@ class OnDevices(nn.Module):
                 f"device_ids={device_ids!r}: the module is on {self.device}, and is to run on {devices[0]}: move it "
                 f'there first, by module.to("{devices[0]}"), or leave device_ids out'
             )
+        if len(devices) > 1 and isinstance(self.module, OnDevices):
+            raise MisconfigurationException(
+                f"device_ids={device_ids!r}: the module is a DistributedDataParallel already, which has no replicas: "
+                "wrap the model inside of it (model.module)"
+            )
         self._devices = devices
         self.device_ids = [_as_id(device) for device in devices] or None
         self.output_device: int | torch.device | None = None
@@ -60,7 +65,7 @@ class OnDevices(nn.Module):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
         """Outputs of the replicas, each in a thread for its part; to be overridden."""
         calls = [partial(replica, *i, **k) for replica, i, k in zip(replicas, inputs, kwargs, strict=True)]
-        return dp.in_threads(calls)
+        return dp.in_threads(calls, self._devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """Outputs of the parts as one, along `dim`; to be overridden."""
@@ -75,11 +80,13 @@ class OnDevices(nn.Module):
         """The module's forward on its devices."""
         if cast and self._low is not None:
             return self._low.run(partial(self._run, cast=False), inputs, kwargs)
+        module = self.module
+        call = module._alone if isinstance(module, OnDevices) else module
         if not self._devices:
-            return self.module(*inputs, **kwargs)
+            return call(*inputs, **kwargs)
         if not self._scatters:
             device = self._devices[0]
-            return self.module(*move_data_to_device(inputs, device), **move_data_to_device(kwargs, device))
+            return call(*move_data_to_device(inputs, device), **move_data_to_device(kwargs, device))
         ids, output_device = self.device_ids, self.output_device
         assert ids is not None
         assert output_device is not None
@@ -88,6 +95,10 @@ class OnDevices(nn.Module):
             return self.module(*parts[0], **named[0])
         replicas = dp.replicate(self.module, self._devices[: len(parts)])
         return self.gather(self.parallel_apply(replicas, parts, named), output_device)
+
+    def _alone(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The forward inside of another container's, which averages in this one's place."""
+        return self._run(inputs, kwargs)
 
 
 def _as_id(device: torch.device) -> int | torch.device:

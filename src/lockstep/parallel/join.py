@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,11 +87,15 @@ class JoinsUneven(nn.Module, Joinable):
     skip_backward: Callable[[], None]
     _align_buffers: Callable[[int], None]
     _compare: Callable[[str], None]
+    _watch: Any
+    _joined: ClassVar[weakref.WeakSet[JoinsUneven]] = weakref.WeakSet()
+    """Those that have been in a `join`."""
 
     def __init__(self) -> None:
         super().__init__()
         Joinable.__init__(self)
         self._by_all = True  # divide by all ranks
+        self._active = 0  # ranks that had batches in the last forward
         self._has_joined = False  # a join() was made
         self._has_followed = False  # this rank has run out in the present one
 
@@ -103,13 +108,22 @@ class JoinsUneven(nn.Module, Joinable):
         """Context around a training loop in which ranks have different numbers of batches.
 
         A rank that has run out follows the others with nothing to add, and all end with the model of the last one
-        that trained. One backward to each forward with gradients; no collectives of your own in the loop.
+        that trained. One backward to each forward with gradients; no collectives of your own in the loop. Of several
+        models in one ``Join``, each runs its backward before the next one's forward.
 
         Args:
             divide_by_initial_world_size: divide gradients by all ranks; else by those that still have batches.
             enable: False to train without.
             throw_on_early_termination: have all ranks raise as soon as one has run out.
+
+        Raises:
+            RuntimeError: optimizers are sharded.
         """
+        if enable and hasattr(self.reducer, "shards"):
+            raise RuntimeError(
+                "join() with sharded optimizers: a rank that has run out of batches would have to step, too; let it go "
+                "on with any batch that does not count, under `with model.weight(0):`"
+            )
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
@@ -122,6 +136,7 @@ class JoinsUneven(nn.Module, Joinable):
         """
         self._by_all = kwargs.get("divide_by_initial_world_size", True)
         self._has_joined = True
+        JoinsUneven._joined.add(self)
         return Shadow(self._follow, self._leave)
 
     @property
@@ -135,6 +150,7 @@ class JoinsUneven(nn.Module, Joinable):
         return self.process_group
 
     def _meet(self, found: Muster) -> None:
+        self._active = found.active
         if found.sync:
             self._compare("forward")
         self.reducer.divisor = comm.world_size(self.process_group) if self._by_all else found.active
@@ -171,6 +187,19 @@ class JoinsUneven(nn.Module, Joinable):
                 parameter.grad = None
 
     def _notify(self, sync: bool, buffers: bool) -> None:
-        """Before a forward on a rank that has a batch."""
+        """Before a forward on a rank that has a batch.
+
+        Raises:
+            RuntimeError: some ranks have run out, and another model of the same ``Join`` waits for its backward, which
+                they follow before they come here.
+        """
         Join.notify_join_context(self)
+        for other in JoinsUneven._joined - {self}:
+            missed = other._active < comm.world_size(other.process_group)
+            if other._join_config.enable and other._watch.expected and missed:
+                raise RuntimeError(
+                    f"join, rank {comm.rank(self.process_group)}: a forward of this model comes between the forward "
+                    "and the backward of another one, where ranks without batches cannot follow: wrap both models as "
+                    "one module, or run each one's backward before the next one's forward"
+                )
         self._meet(muster(self.process_group, self.device, True, sync, buffers))

@@ -1,14 +1,17 @@
-"""Parameters and modules that are registered in a model after it has been wrapped."""
+"""Parameters that come into a model after it has been wrapped, or become others in its place."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as registration
 from torch.nn.parameter import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.parallel.bucket import Bucket
 
 
 class Newcomers:
@@ -28,8 +31,9 @@ class Newcomers:
         self.found: str | None = None
         self.changed = False
         self._names = weakref.WeakKeyDictionary({part: name for name, part in module.named_modules()})
-        # Not those of ignored names: nobody holds on to them, and another may have their id.
-        self._known = {id(parameter) for name, parameter in module.named_parameters() if name not in self._ignored}
+        # weakly: the id of one that is gone may be a newcomer's
+        known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
+        self._known = WeakIdKeyDictionary(known)
         mine = weakref.WeakMethod(self._parameter_comes)
         its = weakref.WeakMethod(self._module_comes)
         for register, method in (
@@ -40,7 +44,7 @@ class Newcomers:
             weakref.finalize(self, handle.remove)
 
     def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
-        if parameter is not None and id(parameter) not in self._known and module in self._names:
+        if parameter is not None and parameter not in self._known and module in self._names:
             self._note(f"{self._names[module]}.{name}".lstrip("."))
 
     def _module_comes(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
@@ -50,7 +54,7 @@ class Newcomers:
         for inner, submodule in part.named_modules(prefix=f"{self._names[module]}.{name}".lstrip(".")):
             self._names[submodule] = inner
         for inner, parameter in part.named_parameters():
-            if id(parameter) not in self._known:
+            if parameter not in self._known:
                 self._note(f"{self._names[part]}.{inner}")
 
     def _note(self, name: str) -> None:
@@ -77,6 +81,20 @@ def find_changed(frozen: Mapping[str, Parameter], newcomers: Newcomers | None) -
             f"parameter {newcomers.found!r} was added to the model after it was wrapped, and its gradient would not be "
             "averaged: add it before, or wrap model.module again"
         )
+    return None
+
+
+def find_cast(buckets: Iterable[Bucket]) -> str | None:
+    """Which parameter no longer fits into its bucket, if any: a sentence without its beginning, the rank."""
+    for bucket in buckets:
+        for name, parameter, view in zip(bucket.names, bucket.parameters, bucket.views, strict=False):
+            before, now = [(t.dtype, tuple(t.shape), t.device) for t in (view, parameter)]
+            if now != before:
+                return (
+                    f"parameter {name!r} has become {now[0]} of shape {now[1]} on {now[2]} since the model was "
+                    f"wrapped, and was {before[0]} of shape {before[1]} on {before[2]}: cast or move the container, "
+                    "which follows, and not the module in it"
+                )
     return None
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import ne
-from typing import Any
+from threading import RLock
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -13,10 +15,33 @@ from torch.nn.parameter import Parameter
 from lockstep.parallel.bucket import Bucket
 
 BROKEN = (
-    "static_graph=True: parameter {name!r} {what}. Every backward has to give gradients to the same parameters in the "
-    "same order; train with static_graph=False where that does not hold"
+    "Your training graph has changed in this iteration: static_graph=True, and parameter {name!r} {what}. Every "
+    "backward has to give gradients to the same parameters in the same order; take static_graph=False where that does "
+    "not hold"
 )
 EARLY, LACKING = "had no gradient yet when its bucket was complete at first", "got no gradient, which it did at first"
+
+Turn: TypeAlias = "AbstractContextManager[Any]"
+
+
+def turn_of(parameters: Iterable[Tensor]) -> Turn:
+    """What the hooks of ``parameters`` hold while they run, so that buckets are launched one by one and in order.
+
+    A module on several GPUs has a thread of autograd for each of them. With one device there is nothing to hold.
+    """
+    return RLock() if len({parameter.device for parameter in parameters}) > 1 else nullcontext()
+
+
+def in_turn(turn: Turn, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``hook`` as it is to be called: it holds ``turn``, where that is one to hold."""
+    if isinstance(turn, nullcontext):
+        return hook
+
+    def alone(parameter: Tensor) -> None:
+        with turn:
+            hook(parameter)
+
+    return alone
 
 
 class PassingHook:
@@ -36,6 +61,15 @@ class PassingHook:
         self._node = None
 
 
+def come_last(hooks: Iterable[Any]) -> bool:
+    """Let ``hooks`` run after what others have hooked to the parameters since, and may change gradients; gives True."""
+    for hook in hooks:
+        if not isinstance(hook, PassingHook):  # which runs after them in any case
+            registered = hook.hooks_dict_ref()
+            registered[hook.id] = registered.pop(hook.id)
+    return True
+
+
 class Record:
     """Which parameters get gradients, and after which one each bucket is complete.
 
@@ -49,6 +83,7 @@ class Record:
         anywhere: for each bucket, who got a gradient on any rank.
         complete: called with a bucket when its gradients are there.
         views: whether gradients are views of the buckets.
+        turn: as of `turn_of`.
     """
 
     def __init__(
@@ -58,6 +93,7 @@ class Record:
         anywhere: Sequence[Sequence[Any]],
         complete: Callable[[Bucket], None],
         views: bool,
+        turn: Turn,
     ) -> None:
         self.anywhere = anywhere
         self.hooks: list[Any] = []
@@ -78,7 +114,8 @@ class Record:
             self._times.append(arrived[closing] if closing is not None else 0)
             if closing is not None:
                 parameter = bucket.parameters[bucket.names.index(closing)]
-                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._make_hook(bucket)))
+                hook = in_turn(turn, self._make_hook(bucket))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete

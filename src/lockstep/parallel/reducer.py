@@ -41,7 +41,7 @@ from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket, SparseBucket
 from lockstep.parallel.buckets import Plan, distinct, fit_plan, in_order_of_arrival, infos_of, plan_buckets
 from lockstep.parallel.marks import Marks
-from lockstep.parallel.record import PassingHook, Record
+from lockstep.parallel.record import PassingHook, Record, come_last, in_turn, turn_of
 from lockstep.parallel.shared import SharedReduction
 from lockstep.parallel.transport import AllReduce, Transport
 
@@ -87,11 +87,12 @@ class Reducer:
     Attributes:
         sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
             round. Set it before `prepare` to have the reduction overlap the backward.
-        muted: for one backward, drop the gradients that it makes: this rank's share of the batch is empty.
-            What was accumulated before counts, and the collectives run as always.
+        muted: for one backward, drop what it makes (an empty share of a batch); what was accumulated before counts.
         undefined: for one backward, look who really gets a gradient: autograd may visit parameters with none.
         divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
         stray: called, inside a backward that was not prepared, when a gradient comes; it may `prepare` then.
+        turn: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
+        over: the group of the last round; False: its gradients stayed where they were.
         rounds: completed rounds.
         collectives: reductions of buckets and of marks so far.
         bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
@@ -115,9 +116,7 @@ class Reducer:
         transport: Transport | None = None,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
-            raise ValueError(
-                f"bucket_cap_mb={bucket_cap_mb}, first_bucket_mb={first_bucket_mb}: both are sizes above 0"
-            )
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, first_bucket_mb={first_bucket_mb}: sizes above 0")
         self.sync = True
         self.muted = False
         self.undefined = False
@@ -133,6 +132,7 @@ class Reducer:
         self._static = static_graph
         self._limits = (bucket_cap_mb * MIB, min(first_bucket_mb, bucket_cap_mb) * MIB)
         self._parameters = distinct(named_parameters)
+        self.turn = turn_of(self._parameters.values())
         self._sparse = frozenset(sparse)
         self._wanted = plan
         self._buckets: list[Bucket] = []
@@ -150,7 +150,7 @@ class Reducer:
         self._probes: list[Any] = []
         self._record: Record | None = None
         self._marks_group: MarksGroup = lambda: process_group
-        self._over: comm.Group | Literal[False] = process_group
+        self.over: comm.Group | Literal[False] = process_group
         self._transport = transport or self._choose_transport(shared_memory)
         self._build()
 
@@ -185,7 +185,7 @@ class Reducer:
         self._idle = False
         if marks is not None:
             self._marks_group = marks
-        self._transport = Hooked(self._group, state, hook, lambda: len(self._buckets))
+        self._transport = Hooked(self._group, state, hook, lambda: self._buckets, lambda: self.over)
         self._build()
 
     # -- layout
@@ -253,7 +253,7 @@ class Reducer:
                 parameter.requires_grad_(True)
                 if self._is_learning():
                     self._probes.append(listen(parameter, partial(self._probe, name)))
-                self._hooks.append(listen(parameter, self._make_hook(bucket, index)))
+                self._hooks.append(listen(parameter, in_turn(self.turn, self._make_hook(bucket, index))))
                 parameter.requires_grad_(not asleep)
 
     def detach(self) -> None:
@@ -291,7 +291,7 @@ class Reducer:
             # that got its layout from a checkpoint
             self._wanted, self._remade = self._plan, False
             self._build()
-        self._armed = self._started = True
+        self._armed = self._started = self._started or come_last(self._hooks)
         self._arrived.clear()
         early = self.sync and self._overlap and not self.undefined
         self._pours = early  # where gradients come once each, they can be scaled as they come
@@ -346,7 +346,7 @@ class Reducer:
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
         """Wait for all buckets: who got a gradient on any rank, and whether all ranks can start a record."""
         message = None
-        group = self._over if self._record is None and not self._inline else False
+        group = self.over if self._record is None and not self._inline else False
         if group is not False:
             self._transport.flush()
             willing = self._static and not self.muted and bool(self._arrived)
@@ -431,7 +431,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
-            self._over = self._marks_group()
+            self.over = self._marks_group()
         record = None if self.muted else self._record
         there = record is not None and record.launch(bucket, self._pours)
         scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)
@@ -495,6 +495,6 @@ class Reducer:
             self._remake()
         self._remove_hooks()
         by_bucket = [[marks[name] for name in bucket.names] for bucket in self._buckets]
-        self._record = Record(self._buckets, self._arrived, by_bucket, self._complete, self._views)
+        self._record = Record(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.turn)
         self._hooks = self._record.hooks
         self._overlap = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,47 +19,67 @@ PIECE_BYTES = 250 * 2**20
 """At most this much of a module's tensors is copied together for one broadcast."""
 
 
-def check_same_module(
-    module: nn.Module, group: comm.Group = None, ignored: Collection[str] = (), problem: str | None = None
-) -> None:
+def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
     """Make sure that ``module`` has the same parameters and buffers on every rank of ``group``, in the same
     order.
 
     Args:
         module: of this rank.
         group: the ranks.
-        ignored: names of parameters and buffers that may differ.
-        problem: what this rank has found wrong by itself, if anything: then every rank raises it.
 
     Raises:
         ValueError: on every rank, naming the first difference.
     """
+    check_alike(type(module).__name__, describe(module), group)
+
+
+def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> None:
+    """Make sure that all ranks of ``group`` give the same lines.
+
+    Args:
+        what: what they describe.
+        mine: of this rank.
+        group: the ranks.
+
+    Raises:
+        ValueError: on every rank, naming the first difference, or what another has raised in `told_to_all`.
+    """
     if comm.world_size(group) == 1:
-        if problem is not None:
-            raise MisconfigurationException(problem)
         return
-    mine = _describe(module, ignored)
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    found = comm.all_gather_object((digest, problem), group)
-    for rank, (_, said) in enumerate(found):
-        if said is not None:
-            raise MisconfigurationException(f"rank {rank}: {said}")
-    if len({theirs for theirs, _ in found}) == 1:
+    found = comm.all_gather_object((hashlib.sha256("\n".join(mine).encode()).hexdigest(), ""), group)
+    for _, said in found:
+        if said:
+            raise MisconfigurationException(said)
+    if len(set(found)) == 1:
         return
-    every = comm.all_gather_object(mine, group)
+    every = comm.all_gather_object(list(mine), group)
     for rank, theirs in enumerate(every):
         for index in range(max(len(every[0]), len(theirs))):
             first = every[0][index] if index < len(every[0]) else "nothing more"
             other = theirs[index] if index < len(theirs) else "nothing more"
             if first != other:
                 raise MisconfigurationException(
-                    f"{type(module).__name__} is not the same on every rank: rank 0 has {first}, rank {rank} "
-                    f"has {other}. Build it alike everywhere: nothing in it may depend on the rank"
+                    f"{what} is not the same on every rank: rank 0 has {first}, rank {rank} has {other}. Build it "
+                    "alike everywhere: nothing in it may depend on the rank"
                 )
 
 
-def _describe(module: nn.Module, ignored: Collection[str]) -> list[str]:
-    """A line for each parameter and buffer, in order."""
+@contextlib.contextmanager
+def told_to_all(group: comm.Group) -> Iterator[None]:
+    """Where this block raises, every rank of ``group`` does: the others in `check_alike`, which has to come next."""
+    try:
+        yield
+    except Exception as error:
+        if comm.world_size(group) > 1:
+            said = str(error) if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: {error}"
+            who = f"rank {comm.rank(group)}: "
+            with contextlib.suppress(RuntimeError):  # of the connection: others have ended
+                comm.all_gather_object(("", who + said.removeprefix(who)), group)
+        raise
+
+
+def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
+    """A line for each parameter and buffer of ``module``, in order, but for those with ``ignored`` names."""
     lines = []
     for name, parameter in module.named_parameters():
         if name not in ignored:
@@ -120,6 +141,9 @@ def find_group(group: comm.Group, mesh: Any, module: nn.Module) -> Any:
             f"process_group: rank {dist.get_rank()} (of {dist.get_world_size()}) is not in it; wrap the model on its "
             "members only"
         )
+    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+        comm.travel_by(parameter.device, found)
+        break
     return found
 
 
@@ -130,8 +154,13 @@ def sparse_names(module: nn.Module) -> set[str]:
     return {f"{name}.weight".lstrip(".") for name in found}
 
 
-def find_unusable(module: nn.Module, ignored: Collection[str] = ()) -> str | None:
-    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out."""
+def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.Group = None) -> str | None:
+    """Why gradients of ``module`` cannot be averaged, if so: what is wrong with which parameter, and the way out.
+
+    A container of lockstep may be wrapped again, whole and over the same ``group``: the outer one averages then.
+    """
+    if not isinstance(module, nn.Module):
+        return f"module={module!r}: give a torch.nn.Module"
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
     kind = type(module).__name__
     for name, parameter in named:
@@ -150,12 +179,29 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = ()) -> str | Non
                 f"parameter {name!r} of {kind} is expanded: several of its elements are one place in memory, of which "
                 "an optimizer would write each; build it from a tensor of its own (tensor.expand(...).clone())"
             )
+    places = {id(parameter) for _, parameter in named if parameter.requires_grad}
+    for inner, part in module.named_modules():
+        own = (id(parameter) for parameter in part.parameters())
+        if hasattr(part, "require_backward_grad_sync") and not places.isdisjoint(own):  # torch's container, or ours
+            if part is module and _yields(part, group):
+                continue
+            where = f"part {inner!r} of {kind}" if inner else "the module"
+            return (
+                f"{where} is a DistributedDataParallel already, and two cannot average the same gradients: wrap the "
+                "model as a whole, once"
+            )
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         return f"{kind} has parameters on {' and '.join(types)}; move it to devices of one type"
     if not any(parameter.requires_grad for _, parameter in named):
         return f"{kind}: no parameter requires a gradient, so there is nothing to average; use the module as it is"
     return None
+
+
+def _yields(container: Any, group: comm.Group) -> bool:
+    """Whether this container can let another one of ``group`` do its work."""
+    ours = hasattr(container, "use_reducer") and container.process_group is group
+    return ours and not (container.parameters_to_ignore or (container.device_ids or ())[1:])
 
 
 def state_tensors(module: nn.Module, ignored: Collection[str] = (), buffers: bool = True) -> list[Tensor]:

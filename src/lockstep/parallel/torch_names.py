@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHook, _BufferCommHookLocation
 from torch.nn.parameter import Parameter
 
 from lockstep.parallel.facts import facts
@@ -245,6 +245,11 @@ class TorchNames(nn.Module):
             raise ValueError(f"_set_ddp_runtime_logging_sample_rate({sample_rate}): equal or greater than 1")
 
     @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets are laid out for good; torch's hooks that step a ZeroRedundancyOptimizer wait for it."""
+        return bool(self.reducer._remade)
+
+    @property
     def _distributed_rank(self) -> int:
         return dist.get_rank(self.process_group)
 
@@ -257,3 +262,8 @@ class TorchNames(nn.Module):
         """``error``, after it has been noted for `_get_ddp_logging_data`."""
         self._error = f"{type(error).__name__}: {error}"
         return error
+
+
+# isinstance(container, torch's class) holds: by it torch.distributed.checkpoint takes "module." off names, its
+# PipelineStage reduces once a step, and others find the module inside.
+DistributedDataParallel.register(TorchNames)

@@ -9,8 +9,10 @@ backward begins with the first gradient of a parameter instead.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +20,19 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
 
+from lockstep.parallel.dist_autograd import STATIC, as_grad, current_context, versions
 from lockstep.parallel.in_backward import step_all, take_over
 from lockstep.parallel.reducer import Reducer
 
+SKIPPED = (
+    "rank {rank}: an optimizer steps, and no backward has reached the outputs of the last forward (in training mode, "
+    "with gradients enabled), while the other ranks may wait for this one in theirs. It takes part now, with nothing "
+    "to add. What was done to gradients before the step (clipping, unscaling) was done without the others': call "
+    "skip_backward() in place of the backward, or let the loss depend on the outputs (loss + 0 * outputs.sum()). A "
+    "forward that only looks belongs under torch.no_grad()"
+)
 DEPTH = 3
 """How far tensors are looked for in the attributes of objects that are no collection."""
 
@@ -33,19 +44,28 @@ class Container(Protocol):
         """Inside a backward, before a synchronised one is prepared."""
         ...
 
+    def _prepare(self) -> None:
+        """To begin the round."""
+        ...
+
     def _backward_ended(self) -> None:
         """To finish the round."""
         ...
 
+    def skip_backward(self) -> None:
+        """To make a round of what parameters have in ``.grad``."""
+        ...
+
 
 class Watch:
-    """Calls `Reducer.prepare` and `Reducer.finish` around the backwards of one container.
+    """Has `Reducer.prepare` and `Reducer.finish` called around the backwards of one container.
 
     Args:
         reducer: of the container.
         parameters: those that it averages.
-        container: told before a synchronised backward, and when any has ended, in place of the reducer's `finish`.
-            It is held by what it has given out only, so that it goes when nobody uses it any more.
+        container: told before a synchronised backward, when any begins, and when it has ended, in place of the
+            reducer's `prepare` and `finish`. It is held by what it has given out only, so that it goes when nobody uses
+            it any more.
         static: whether every backward is alike, so that none may begin late.
 
     Attributes:
@@ -68,6 +88,7 @@ class Watch:
         self._static = static
         self._armed = False
         self._sync = True  # of the last forward
+        self._wanted = False  # the next backward reduces, whatever its forwards said
         self._waiting = False  # a forward was made since the last backward
         self._found = 0  # index of the parameter that told the last backward from torch.autograd.grad
         self._node: Any = None  # of the graph, where its gradient is accumulated
@@ -96,9 +117,10 @@ class Watch:
             hook.remove()
         self._leaf_hooks = []
         single = isinstance(outputs, Tensor)
+        context = current_context()
         for output in (outputs,) if single else find_tensors(outputs):
             if output.requires_grad:
-                hook = output.register_hook(self._make_hook(weakref.ref(output), sync, single))
+                hook = output.register_hook(self._make_hook(weakref.ref(output), sync, single, context))
                 if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
                     self._leaf_hooks.append(hook)
         self.expected = self.expected or (sync and expected)
@@ -106,27 +128,34 @@ class Watch:
         self._sync = sync
         self._waiting = True
 
-    def _make_hook(self, output: weakref.ref[Tensor], sync: bool, single: bool) -> Callable[[Tensor | None], None]:
+    def _make_hook(
+        self, output: weakref.ref[Tensor], sync: bool, single: bool, context: int | None
+    ) -> Callable[[Tensor | None], None]:
         container = self._container()  # which the outputs' graph keeps alive by this hook
 
         def reached(grad: Tensor | None) -> None:
             if grad is None and single and not self._armed:
                 self._reducer.undefined = True
             if container is not None:
-                self._begin(sync, output)
+                with self._reducer.turn:
+                    self._begin(sync, output, context)
 
         return reached
 
-    def _begin(self, sync: bool, output: weakref.ref[Tensor]) -> None:
+    def _begin(self, sync: bool, output: weakref.ref[Tensor], context: int | None) -> None:
         """Inside a backward: it may leave gradients in parameters from here on."""
         reducer = self._reducer
         if self._armed:
             reducer.sync = reducer.sync or sync
             return
+        sync = sync or self._wanted
         task = torch._C._current_graph_task_id()
         if task in (self._passed, self._announced):
             return
         leaves = self._leaves_gradients(output())
+        if context is not None and sync and not leaves:
+            before = versions(self.parameters, context)
+            Variable._execution_engine.queue_callback(partial(self._end_in_context, context, before))
         if leaves is False:
             self._passed = task
             return
@@ -142,16 +171,22 @@ class Watch:
             return
         if self._announced == -1:
             Variable._execution_engine.queue_callback(self._end)
-        self._arm(self._sync)
+        self._arm(self._sync or self._wanted)
+
+    def reduce_next(self, outputs: Any = None) -> None:
+        """Let the next backward reduce, whatever its forwards said: what others ask torch's reducer for."""
+        self._wanted = True
 
     def _arm(self, sync: bool) -> None:
         container = self._container()
-        if sync and container is not None:
+        if container is None:
+            return
+        if sync:
             container._backward_begins()
         self._armed = True
         self._reducer.sync = sync
         self._reducer.muted = self.light
-        self._reducer.prepare()
+        container._prepare()
 
     def _end(self) -> None:
         self._announced = -1
@@ -161,6 +196,16 @@ class Watch:
             if container is not None:
                 container._backward_ended()
 
+    def _end_in_context(self, context: int, before: list[int | None]) -> None:
+        """At the end of what may have been a distributed backward: make the round of the gradients that it left."""
+        container = self._container()
+        if container is None or versions(self.parameters, context) == before:
+            return
+        if self._static:
+            raise RuntimeError(STATIC)
+        with as_grad(self._reducer._parameters, context, self.light):
+            container.skip_backward()
+
     def step(self) -> None:
         """After a reduction: step the optimizers that step inside the backward."""
         if self._stepped and self._reducer.sync:
@@ -168,7 +213,7 @@ class Watch:
 
     def forget(self) -> None:
         """No forward waits for its backward any more."""
-        self._armed = self._waiting = self.expected = self.light = False
+        self._armed = self._wanted = self._waiting = self.expected = self.light = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
         """Whether the backward that runs now is one, and not `torch.autograd.grad`; None if that cannot be told."""
@@ -240,3 +285,16 @@ def _attributes(item: Any) -> list[str]:
 
 def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def before_step(ref: weakref.ref[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: if a container waits for a backward whose gradients this one would use."""
+    container = ref()
+    if container is None or container._reducer is None or not container._watch.expected:
+        return
+    mine = {id(parameter) for parameter in container.module.parameters()}
+    if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        if not container._has_skipped:
+            container._has_skipped = True
+            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=3)
+        container.skip_backward()

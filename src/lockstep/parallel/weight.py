@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,14 +37,23 @@ class Weight:
         weight: of this rank's batch.
         group: the ranks.
         device: of the model.
+        naming: gives a context in which it is said which rank was not there.
     """
 
-    def __init__(self, weight: float, group: comm.Group, device: torch.device) -> None:
+    def __init__(
+        self,
+        weight: float,
+        group: comm.Group,
+        device: torch.device,
+        naming: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
+    ) -> None:
         self.weight = weight
+        self._naming = naming
         self._world = comm.world_size(group)
         self._factor: Tensor | None = None
         if self._world > 1:
-            self._total = torch.tensor(weight, dtype=torch.float64, device=comm.carrier(group, device))
+            # not `torch.tensor`, for which a GPU would be waited for
+            self._total = torch.full((), weight, dtype=torch.float64, device=comm.carrier(group, device))
             self._work: Any = dist.all_reduce(self._total, group=group, async_op=True)
 
     def factor(self) -> Tensor | float:
@@ -50,7 +61,8 @@ class Weight:
         if self._world == 1:
             return 1.0
         if self._factor is None:
-            self._work.wait()
+            with self._naming("adding up the weights"):
+                self._work.wait()
             self._factor = self.weight * self._world / self._total
         return self._factor
 
