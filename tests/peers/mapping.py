@@ -8,6 +8,7 @@ of the CPU; ``nn.SyncBatchNorm``, which torch refuses off the GPU, is lockstep's
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -120,7 +121,7 @@ def mapped(
     """Runs tests of ``file`` on the CPU, with ``candidate`` as torch's DistributedDataParallel; notes those made."""
     arguments = {} if shared_memory is None else {"shared_memory": shared_memory}
     made: list[str] = []
-    world = dist.get_world_size()
+    world = int(os.environ["WORLD_SIZE"])
 
     with contextlib.ExitStack() as stack:
 
@@ -142,13 +143,13 @@ def mapped(
         )
         put(torch, Stream=Still, Event=Moment)
         put(torch.accelerator, current_stream=lambda device=None: Still())
-        put(
-            file,
-            torch=as_the_file_sees_it(),
-            autocast=lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16),
-            GradScaler=lambda *args, **kwargs: torch.amp.GradScaler("cpu"),
-            DistributedDataParallel=candidate,
-        )
+        its_names = {
+            "torch": as_the_file_sees_it(),
+            "autocast": lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16),
+            "GradScaler": lambda *args, **kwargs: torch.amp.GradScaler("cpu"),
+            "DistributedDataParallel": candidate,
+        }
+        put(file, **{name: value for name, value in its_names.items() if hasattr(file, name)})
         put(nn, SyncBatchNorm=SyncBatchNorm)
         converter = mock.patch.object(
             SyncBatchNorm, "convert_sync_batchnorm", staticmethod(convert_sync_batchnorm), create=True

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.peers.suite import RPC_TESTS
+
 SECONDS = 60
 """That a test may take."""
 LONGER = {"test_ddp_uneven_inputs": 240, "test_ddp_compile_static_graph": 240}
@@ -40,18 +42,20 @@ class Verdict:
     detail: str = ""
     """Its traceback, or the stacks of a rank that hangs."""
     made: int = 0
-    """How many DistributedDataParallel a test that passed has made."""
+    """How many DistributedDataParallel a rank of a test that passed has made."""
 
 
-def run(pool: Any, test: str, candidate: str, world: int = 2) -> Verdict:
-    """Runs ``test`` with the class ``candidate`` ("torch", "lockstep") on ``world`` ranks of ``pool``."""
+def run(pool: Any, test: str, candidate: str) -> Verdict:
+    """Runs ``test`` with the class ``candidate`` ("torch", "lockstep") on as many ranks of ``pool`` as it wants."""
+    world = RPC_TESTS.get(test, 2)
     limit = {**LONGER, **SHORTER}.get(test, SECONDS)
     with _scratch() as folder:
         # The first call in a rank imports the file.
         ends = pool(world).run(_attend, test, candidate, folder, limit, timeout=limit + 120, group=False)
     order = {"fails": 0, "hangs": 1, "skips": 2, "passes": 3}
     first = min(ends, key=lambda end: (order[end["word"]], end["ended"]))
-    return Verdict(first["word"], first["reason"], first["detail"], first.get("made", 0))
+    made = max(end.get("made", 0) for end in ends)
+    return Verdict(first["word"], first["reason"], first["detail"], made)
 
 
 @contextlib.contextmanager
@@ -75,7 +79,7 @@ def attend(test: str, candidate: str, folder: str, limit: float) -> dict[str, An
     from tests.peers import suite
 
     rank = int(os.environ["RANK"])
-    suite.imported(int(os.environ["WORLD_SIZE"]))
+    suite.imported(int(os.environ["WORLD_SIZE"]), suite.RPC_FILE if test in RPC_TESTS else suite.FILE)
     sys.stdout.flush()
     sys.stderr.flush()
     ears, mouth = os.pipe()
@@ -137,9 +141,10 @@ def _child(mouth: int, test: str, candidate: str, folder: str, limit: float) -> 
         end = {"word": "skips" if skipped else "passes", "reason": skipped, "detail": "", "made": made}
     except BaseException as error:
         lines = str(error).strip().splitlines() or [""]
-        end = {"word": "fails", "reason": f"{type(error).__name__}: {lines[0]}", "detail": traceback.format_exc()}
+        reason, detail = f"{type(error).__name__}: {lines[0]}", traceback.format_exc()
+        end = {"word": "fails", "reason": reason[:1000], "detail": detail[-8000:]}  # what a pipe takes at once
     finally:
-        os.write(mouth, json.dumps(end).encode()[:60000])
+        os.write(mouth, json.dumps(end).encode())
         os._exit(0)
 
 
@@ -157,8 +162,9 @@ def _in_group(test: str, candidate: str, folder: str, limit: float) -> tuple[int
     )
     tempfile.tempdir = folder
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    store = dist.FileStore(os.path.join(folder, "group"), world)
-    timeout = datetime.timedelta(seconds=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    dist.barrier()
+    if test not in RPC_TESTS:
+        store = dist.FileStore(os.path.join(folder, "group"), world)
+        timeout = datetime.timedelta(seconds=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.barrier()
     return suite.trial(test, candidate)

@@ -1,7 +1,8 @@
-"""torch's tests of DistributedDataParallel (``distributed_test.py`` in its wheel), run in the ranks of a pool.
+"""torch's tests of DistributedDataParallel (two files in its wheel), run in the ranks of a pool.
 
-The file is imported as it is, in the ranks only: it reads its settings from the environment and changes torch's. Its
-decorators that skip tests where there is no GPU, or on torch's own machines, are taken off while it is imported.
+The files are imported as they are, in the ranks only: they read their settings from the environment and change torch's.
+Their decorators that skip tests where there is no GPU, or on torch's own machines, are taken off while they are
+imported.
 """
 
 from __future__ import annotations
@@ -20,6 +21,20 @@ from typing import Any
 from unittest import mock
 
 FILE = "torch.testing._internal.distributed.distributed_test"
+RPC_FILE = "torch.testing._internal.distributed.ddp_under_dist_autograd_test"
+RPC_CASES = ("DdpUnderDistAutogradTest", "DdpComparisonTest", "CudaDdpComparisonTest")
+RPC_TESTS = {
+    "test_backward_ddp_inside": 6,
+    "test_backward_ddp_outside": 6,
+    "test_backward_ddp_outside_uneven_inputs": 6,
+    "test_backward_no_ddp": 6,
+    "test_ddp_comparison": 4,
+    "test_ddp_comparison_uneven_inputs": 4,
+    "test_ddp_dist_autograd_local_vs_remote": 4,
+    "test_ddp_dist_autograd_local_vs_remote_gpu": 4,
+    "test_ddp_dist_autograd_sparse_grads": 4,
+}
+"""Tests of that file, whose processes call each other, and how many each wants. They make their groups themselves."""
 CANDIDATES = {
     "torch": "torch's DistributedDataParallel",
     "lockstep": "lockstep's, whose gradients go through shared memory",
@@ -38,14 +53,14 @@ def _always(*reasons: Any, **others: Any) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-def imported(world: int) -> ModuleType:
-    """The file, for a group of ``world`` ranks."""
-    sys.modules[FILE] = file = _import(world)  # what is saved in a test is looked up here
+def imported(world: int, path: str = FILE) -> ModuleType:
+    """A file, for a group of ``world`` ranks."""
+    sys.modules[path] = file = _import(world, path)  # what is saved in a test is looked up here
     return file
 
 
 @cache
-def _import(world: int) -> ModuleType:
+def _import(world: int, path: str) -> ModuleType:
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(world), INIT_METHOD="file://unused")
     from torch.testing._internal import common_distributed, common_utils
 
@@ -56,6 +71,7 @@ def _import(world: int) -> ModuleType:
             "require_n_gpus_for_nccl_backend",
             "skip_but_pass_in_sandcastle",
             "skip_but_pass_in_sandcastle_if",
+            "requires_nccl",
         ),
         common_utils: ("skip_but_pass_in_sandcastle", "skip_but_pass_in_sandcastle_if"),
         unittest: ("skip", "skipIf", "skipUnless"),
@@ -65,14 +81,15 @@ def _import(world: int) -> ModuleType:
             for name in names:
                 stack.enter_context(mock.patch.object(module, name, _always))
         stack.enter_context(mock.patch.object(common_distributed, "skip_if_no_gpu", lambda test: test))
-        sys.modules.pop(FILE, None)
-        return importlib.import_module(FILE)
+        sys.modules.pop(path, None)
+        return importlib.import_module(path)
 
 
 def names() -> list[str]:
     """The tests that make a DistributedDataParallel, themselves or in a method that they call."""
     base = imported(2).DistributedTest._DistTestBase
-    return [name for name in _in_order(base) if _touches(base, name, set())]
+    found = [name for name in _in_order(base) if _touches(base, name, set())]
+    return found + [name for case in RPC_CASES for name in _in_order(getattr(imported(2, RPC_FILE), case))]
 
 
 def _in_order(base: type) -> list[str]:
@@ -133,17 +150,21 @@ def trial(test: str, name: str) -> tuple[int, str]:
 
     from tests.peers.mapping import mapped
 
-    file = imported(dist.get_world_size())
-    case = _case(file, test)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with_rpc = test in RPC_TESTS
+    file = imported(world, RPC_FILE if with_rpc else FILE)
+    case = _case_with_rpc(file, test) if with_rpc else _case(file, test)
+    case.rank = rank
+    case.file_name = os.path.join(os.environ["TEMP_DIR"], "store")
     if name == "own words":
         case.assertRaisesRegex = lambda kind, text, *args, **kwargs: case.assertRaises(kind, *args, **kwargs)  # noqa: PT027
         file.verify_ddp_error_logged = lambda model, text: None  # type: ignore[attr-defined]
     set_rng_seed()
-    _shrink(inspect.unwrap(getattr(file.DistributedTest._DistTestBase, test)), SMALLER.get(test, {}))
+    _shrink(inspect.unwrap(getattr(type(case), test)), SMALLER.get(test, {}))
     try:
         with mapped(file, candidate(name), shared_memory=False if name == "over TCP" else None) as made:
             getattr(case, test)()
-            if dist.is_initialized():
+            if dist.is_initialized() and not with_rpc:
                 dist.barrier()
     except unittest.SkipTest as skip:
         return 0, str(skip)
@@ -177,7 +198,13 @@ def _case(file: ModuleType, test: str) -> Any:
             else:
                 dist.barrier()
 
-    case = Case(test)
-    case.rank = dist.get_rank()
-    case.file_name = os.path.join(os.environ["TEMP_DIR"], "store")
-    return case
+    return Case(test)
+
+
+def _case_with_rpc(file: ModuleType, test: str) -> Any:
+    """The same for a test that makes its group, and an RPC agent, itself."""
+    from torch.testing._internal.common_utils import TestCase
+    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+
+    base = next(getattr(file, case) for case in RPC_CASES if hasattr(getattr(file, case), test))
+    return type("Case", (TensorPipeRpcAgentTestFixture, base, TestCase), {})(test)
