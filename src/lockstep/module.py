@@ -279,12 +279,17 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         """The tensors of ``data`` from all ranks: each of shape ``(world_size, *shape)``; as it is on one process.
 
         Args:
-            data: a tensor or a nested collection of tensors; shapes equal on all ranks.
+            data: a tensor, a number or a nested collection of such; shapes equal on all ranks.
             group: a process group in place of all ranks.
             sync_grads: let gradients flow back to the rank that a slice came from.
         """
         strategy = self.trainer.strategy
-        return tree_map(lambda t: strategy.all_gather(t, group=group, sync_grads=sync_grads), data, Tensor)
+
+        def gather(value: Any) -> Tensor:
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value, device=strategy.root_device)
+            return strategy.all_gather(tensor, group=group, sync_grads=sync_grads)
+
+        return tree_map(gather, data, (Tensor, bool, int, float))
 
     # -- optimization --------------------------------------------------------------------------------------
 

@@ -65,8 +65,11 @@ class Sometimes(Plain):
         super().__init__()
         self.rare = nn.Linear(6, 1)
 
+    def chosen(self, x: Tensor) -> Tensor:
+        return x[:, 1] > 0.95
+
     def losses(self, x: Tensor) -> Tensor:
-        chosen = x[:, 1] > 1.2
+        chosen = self.chosen(x)
         losses = super().losses(x)
         return losses + chosen * self.rare(x).squeeze(1).square() if chosen.any() else losses
 

@@ -34,18 +34,18 @@ ENGINES: dict[str, dict[str, Any]] = {
         "model_averaging_period": 4,
     },
 }
-# With micro-batches of 4: 72 samples divide for every world; 23 leave an uneven tail; of 13, one sample is left for
-# three ranks, two of which borrow theirs.
+# With micro-batches of 4, 72 samples divide for every world, and 23 leave an uneven tail. With micro-batches of 2, one
+# of 25 samples is left for all ranks, and two of 26: the others borrow theirs.
 CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "even": (Plain, 72, {}),
     "uneven last batch": (Plain, 23, {}),
-    "empty shares": (Plain, 13, {}),
+    "empty shares": (Plain, 25, {"batch_size": 2, "steps": 7}),
     "accumulation 3": (Plain, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "own weights": (Weighted, 23, {"accumulate": 3}),
     "unused in some steps": (Sometimes, 23, {"batch_size": 2}),
     "never used": (Idle, 23, {"accumulate": 3}),
     "SyncBatchNorm": (Normed, 23, {"sync_batchnorm": True}),
-    "SyncBatchNorm, empty shares": (Normed, 14, {"sync_batchnorm": True}),
+    "SyncBatchNorm, empty shares": (Normed, 26, {"sync_batchnorm": True, "batch_size": 2}),
 }
 CHANGING = ("unused in some steps",)
 """Cases whose graph is not the same in every step."""
@@ -64,8 +64,8 @@ ALL = [
 MAIN = ("over TCP", "in shared memory", "static graph", "sharded optimizer")
 QUICK = [(engine, "uneven last batch", 1) for engine in ENGINES]
 QUICK += [
-    (engine, case, (2, 3, 4)[turn % 3])
-    for turn, (engine, case) in enumerate(itertools.product(ENGINES, CASES))
+    (engine, case, (2, 3, 4)[(turn + place) % 3])
+    for (turn, engine), (place, case) in itertools.product(enumerate(ENGINES), enumerate(CASES))
     if goes(engine, case) and (engine in MAIN or case in ("uneven last batch", "accumulation 3"))
 ]
 
@@ -103,6 +103,41 @@ def test_one_process_with_several_devices_is_one_with_one(devices: int, case: st
     given = {"batch_size": 8, **given}
     report = check_equivalence(make, rows(length), strategy="dp", devices=devices, **given)
     assert report, report
+
+
+@pytest.mark.parametrize(("case", "worlds"), [("empty shares", (2, 3, 4)), ("SyncBatchNorm, empty shares", (3, 4))])
+def test_some_ranks_have_no_sample_where_the_case_says_so(case: str, worlds: tuple[int, ...]) -> None:
+    """Of 13 samples only three ranks left some without, and every day four ran."""
+    _, length, given = CASES[case]
+    for world in worlds:
+        batches, left = divmod(length, given["batch_size"] * world)
+        assert 0 < left < world
+        assert batches < given.get("steps", 5)
+
+
+def who_uses_the_rare_layer(world: int) -> list[bool]:
+    """Whether this rank does, step by step, in the case "unused in some steps"."""
+    make, length, given = CASES["unused in some steps"]
+    used: list[bool] = []
+
+    class Tells(make):  # type: ignore[valid-type, misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.world_size == world:
+                used.append(bool(self.chosen(batch[0]).any()))
+            return super().training_step(batch, batch_idx)
+
+    strategy = DDPStrategy(**ENGINES["over TCP"])
+    report = check_equivalence(Tells, rows(length), strategy=strategy, devices=world, **given)
+    assert report, report
+    return used
+
+
+def test_the_rare_layer_is_used_by_no_rank_by_some_and_by_all(ranks: RankPool) -> None:
+    """No sample used it: the case, and all that was made of it, tried a layer that is never used."""
+    used = ranks(2).run(who_uses_the_rare_layer, 2, group=False, timeout=50)
+    assert {sum(step) for step in zip(*used, strict=True)} == {0, 1, 2}
+    used = ranks(3).run(who_uses_the_rare_layer, 3, group=False, timeout=50)
+    assert {sum(step) for step in zip(*used, strict=True)} == {0, 1, 2}
 
 
 # -- what a step sends

@@ -20,7 +20,7 @@ from lockstep.loop.data import Window
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.shared import SharedReduction
-from lockstep.strategies import DDPStrategy, ddp
+from lockstep.strategies import DDPStrategy, buffers, ddp, dp
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
 
@@ -113,6 +113,14 @@ def test_mean_of_means(ranks: RankPool, length: int, world: int, accumulate: int
     assert (worst.step, worst.what, worst.ranks) == (step, "gradient", tuple(range(world)))
     assert names(report) == EVERY
     assert report.cause.startswith("mean of means")
+
+
+def test_a_mean_of_the_devices_means() -> None:
+    """Of one process with several devices. The harness once let it use one of them, and so had nothing to say."""
+    with patch.object(dp, "_mean", lambda values, weights: torch.stack(values).mean()):
+        report = check_equivalence(Plain, rows(23), strategy="dp", devices=2, batch_size=8)
+    assert (report.first[0].step, report.first[0].what) == (2, "gradient")  # 7 samples: 4 and 3
+    assert names(report) == EVERY
 
 
 # -- a rank's weight off by one
@@ -217,7 +225,7 @@ def test_another_clipping(ranks: RankPool) -> None:
 
 
 def buffers_stay() -> AbstractContextManager[Any]:
-    return patch.object(ddp, "sync_buffers", lambda *_: None)
+    return patch.object(buffers, "sync_buffers", lambda *_: None)
 
 
 @pytest.mark.parametrize("world", [2, 3])

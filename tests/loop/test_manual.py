@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
@@ -83,6 +84,54 @@ def uneven_duel() -> list[Any]:
     module = Duel()
     on_ranks(max_epochs=1).fit(module, numbers(3, 2))
     return [step[1:3] for step in module.seen]
+
+
+class Blocks(Duel):
+    """Two backwards, of which the first is not reduced."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers()[0].zero_grad()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward((self.a * batch).mean())
+        own = self.a.grad.item()  # type: ignore[union-attr]
+        self.manual_backward((self.a * batch).mean())
+        self.seen.append((own, self.a.grad.item()))  # type: ignore[union-attr]
+
+
+def blocks() -> list[Any]:
+    module = Blocks()
+    on_ranks(max_epochs=1).fit(module, numbers(4))
+    return module.seen
+
+
+def test_backwards_are_blocked_from_the_strategy_as_in_lightning(ranks: RankPool) -> None:
+    assert ranks(2).run(blocks) == [[(1.0, 3.0), (3.0, 7.0)], [(2.0, 3.0), (4.0, 7.0)]]
+
+
+class ClippedDuel(Duel):
+    """Each player's gradient is clipped by value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, player in zip(self.optimizers(), (self.a, self.b), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward((player * batch).mean())
+            self.clip_gradients(optimizer, 0.5, "value")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.a], lr=1.0), torch.optim.SGD([self.b], lr=1.0)
+
+
+def clipped_duel(shard: bool) -> list[float]:
+    module = ClippedDuel()
+    quiet(strategy=DDPStrategy(shard_optimizer=shard), devices=2, max_epochs=1).fit(module, numbers(4))
+    return [module.a.item(), module.b.item()]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_clipping_by_value_where_a_rank_has_no_part_of_an_optimizer(ranks: RankPool, shard: bool) -> None:
+    """torch's function refuses to clip nothing: that rank raised, and the others waited for it."""
+    assert ranks(2).run(clipped_duel, shard) == [[0.0, 0.0]] * 2
 
 
 class ByHand(Slope):

@@ -87,6 +87,19 @@ def test_gradients_are_clipped_once_a_window(algorithm: str, applied: list[list[
     assert clipped == [pytest.approx(pair, rel=1e-6) for pair in applied]
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_window_without_a_loss_has_nothing_to_clip(algorithm: str) -> None:
+    """By value it ended in torch's "Expected !nested_tensorlist[0].empty()"."""
+
+    class Skips(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    module = Skips()
+    quiet(max_epochs=1, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm).fit(module, numbers(2))
+    assert (module.gradients, module.applied) == ([2.0], [pytest.approx(0.5, rel=1e-6)])
+
+
 def test_a_module_may_clip_in_its_own_way() -> None:
     class Halves(Slope):
         def configure_gradient_clipping(

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tree_map
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.single import SingleDeviceStrategy
@@ -41,6 +44,15 @@ class Talks(Slope):
             "stacked": strategy.gather_stacked(mine.double()).tolist() == [[float(n)] for n in range(size)],
             "objects": strategy.gather_objects({"rank": rank}) == [{"rank": n} for n in range(size)],
             "module": strategy.model is strategy.lightning_module is self,
+            "numbers": tree_map(Tensor.tolist, self.all_gather({"rank": rank, "it": [0.5, True]}), Tensor)
+            == (
+                {"rank": 0, "it": [0.5, True]}
+                if size == 1
+                else {"rank": [*range(size)], "it": [[0.5] * size, [True] * size]}
+            ),
+            "all agree": strategy.reduce_boolean_decision(rank == 0) == (size == 1),
+            "any agrees": strategy.reduce_boolean_decision(rank == 0, all=False),
+            "none agrees": not strategy.reduce_boolean_decision(False, all=False),
         }
 
 
@@ -88,7 +100,7 @@ def buffers(broadcast: bool) -> list[float]:
 
 
 def test_buffers_are_rank_zeros_unless_switched_off(ranks: RankPool) -> None:
-    assert ranks(2).run(buffers, True) == [[1.0, 1.0], [1.0, 2.0]]
+    assert ranks(2).run(buffers, True) == [[1.0, 1.0], [1.0, 1.0]]
     assert ranks(2).run(buffers, False) == [[1.0, 1.0], [2.0, 2.0]]
 
 
@@ -101,3 +113,20 @@ def test_rank_zeros_weights_are_everybodys(ranks: RankPool) -> None:
         return module.w.item()
 
     assert ranks(2).run(weights) == [5.0, 5.0]
+
+
+class DependsOnRank(Slope):
+    def __init__(self) -> None:
+        super().__init__()
+        if torch.distributed.get_rank() == 1:
+            self.more = torch.nn.Parameter(torch.zeros(3))
+
+
+def test_modules_that_differ_are_named_on_every_rank(ranks: RankPool) -> None:
+    def said() -> str:
+        with pytest.raises(MisconfigurationException) as raised:
+            quiet(strategy="ddp", devices=2, max_epochs=1).fit(DependsOnRank(), numbers(2))
+        return str(raised.value)
+
+    for text in ranks(2).run(said):
+        assert "rank 0 has nothing more, rank 1 has parameter 'more'" in text

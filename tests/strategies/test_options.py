@@ -59,6 +59,19 @@ def test_lightnings_arguments_come_in_its_order(monkeypatch: pytest.MonkeyPatch)
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'"),
         ({"nccl": {"MIN_NCHANELS": 8}}, "Did you mean 'MIN_NCHANNELS'"),
+        ({"bucket_cap_mb_list": 25}, r"bucket_cap_mb_list=25\): give a list"),
+        ({"gradient_as_bucket_view": "False"}, r"gradient_as_bucket_view='False'\): give True or False"),
+        ({"shared_memory": "off"}, "shared_memory='off'"),
+        ({"broadcast_buffers": "no"}, "broadcast_buffers='no'"),
+        ({"static_graph": None}, "static_graph=None"),
+        ({"timeout": 30}, r"timeout=30\): give a datetime.timedelta"),
+        ({"timeout": timedelta(0)}, r"timeout=datetime.timedelta\(0\)"),
+        ({"process_group_backend": "glooo"}, "process_group_backend='glooo'.*Did you mean 'gloo'"),
+        ({"process_group_backend": "cpu:gloo,cuda:ncll"}, "cuda:ncll.*Did you mean 'nccl'"),
+        ({"process_group_backend": 1}, "process_group_backend=1"),
+        ({"checkpoint_io": "async"}, r"checkpoint_io='async'\): give an object"),
+        ({"precision_plugin": "16-mixed"}, r"Trainer\(precision=...\)"),
+        ({"check_reduction": True, "shard_optimizer": True}, "shard_optimizer=True.* with check_reduction=True"),
     ],
 )
 def test_what_has_no_place_is_refused_with_the_reason(given: dict[str, Any], said: str) -> None:
@@ -77,6 +90,9 @@ def test_what_says_nothing_new_is_taken() -> None:
         find_unused_parameters=True,
         skip_all_reduce_unused_params=True,
         batched_grad_copy=True,
+        broadcast_buffers=None,
+        static_graph=0,
+        process_group_backend="cpu:gloo,cuda:NCCL",
     )
 
 
@@ -121,6 +137,29 @@ def test_options_do_not_change_numbers(ranks: RankPool, options: dict[str, Any])
     for found, weight in ranks(2).run(lambda: gradients(**options)):
         assert found == [1.5, 3.5, 5.5, 7.5]
         assert weight == [-18.0]
+
+
+def reductions() -> dict[str, float]:
+    from torch.distributed import ReduceOp
+
+    class Reduces(Slope):
+        def on_train_start(self) -> None:
+            strategy: Any = self.trainer.strategy
+            mine = torch.tensor(self.global_rank + 1.0)
+            names = ("mean", "avg", "SUM", ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, "min", None)
+            self.found = {str(name): strategy.reduce(mine, reduce_op=name).item() for name in names}
+            with pytest.raises(ValueError, match="'product'"):
+                strategy.reduce(mine, reduce_op="product")
+
+    module = Reduces()
+    quiet(strategy="ddp", devices=2, max_steps=1).fit(module, numbers(4))
+    return module.found
+
+
+def test_a_reduction_is_named_as_in_lightning(ranks: RankPool) -> None:
+    """Only "mean", "sum", "min" and "max" were known; as there, None is the sum."""
+    for found in ranks(2).run(reductions):
+        assert list(found.values()) == [1.5, 1.5, 3.0, 3.0, 1.5, 2.0, 1.0, 3.0]
 
 
 def test_without_init_sync_ranks_keep_what_they_have(ranks: RankPool) -> None:
@@ -228,3 +267,10 @@ def test_on_gloo_they_are_told_to_have_no_effect_once_by_rank_0(ranks: RankPool)
     assert seen == {}
     assert told.count("they have no effect: the ranks' messages go by gloo") == 1
     assert "nccl" not in silent
+
+
+def test_nccl_on_the_cpu_is_refused_for_one_rank_too() -> None:
+    """It ended in torch's "device_id parameter must be an accelerator with an index"."""
+    trainer = quiet(strategy=DDPStrategy(process_group_backend="NCCL"), devices=1, max_steps=1)
+    with pytest.raises(MisconfigurationException, match="NCCL works between GPUs, and this run's devices are cpu"):
+        trainer.fit(Slope(), numbers(2))

@@ -6,8 +6,11 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
+
+from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from lockstep.launch.parcel import pack
 
@@ -25,6 +28,8 @@ class Handover:
 
     Attributes:
         returned: what the loop gave.
+        grown: layers, parameters and buffers that the call gave the module (in ``setup``, in ``configure_model``), or
+            that it changed.
         weights: the module's state dict, on the CPU.
         attributes: what else the module holds.
         callbacks: the callbacks, in the Trainer's order; of one that cannot travel, what of it can.
@@ -34,6 +39,7 @@ class Handover:
     """
 
     returned: Any
+    grown: dict[str, Any]
     weights: dict[str, Any]
     attributes: dict[str, Any]
     callbacks: list[Any]
@@ -44,6 +50,7 @@ class Handover:
 
 def call(trainer: Any, loop: Any, *args: Any) -> Handover:
     """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
+    before = _build(trainer.lightning_module)
     returned = loop.run(*args)
     if loop is trainer.predict_loop and returned is not None and trainer.config.use_distributed_sampler:
         returned = in_turns(trainer.strategy.gather_objects(returned), len(loop.num_batches) > 1)
@@ -51,10 +58,23 @@ def call(trainer: Any, loop: Any, *args: Any) -> Handover:
     attributes = {
         name: value for name, value in vars(module).items() if name not in _TORCH_OWN and not name.endswith("_hooks")
     }
+    grown = _portable(
+        {name: getattr(module, name) for name, parts in _build(module).items() if parts != before.get(name)}
+    )
     progress, published = trainer.fit_loop.progress, trainer.published
     return Handover(
-        returned, module.state_dict(), attributes, trainer.base_callbacks, progress, published, trainer.state
+        returned, grown, module.state_dict(), attributes, trainer.base_callbacks, progress, published, trainer.state
     )
+
+
+def _build(module: Any) -> dict[str, list[str]]:
+    """What hangs at each name of a module: names and classes of layers, names and shapes of parameters and buffers."""
+    parts: dict[str, list[str]] = {}
+    layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
+    tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))
+    for name, kind in chain(layers, tensors):
+        parts.setdefault(name.partition(".")[0], []).append(f"{name}: {kind}")
+    return parts
 
 
 def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
@@ -105,6 +125,11 @@ def call_in_copy(trainer: Any) -> Callable[..., Handover]:
 def take_over(trainer: Any, handover: Handover) -> Any:
     """In the calling process: go on as if the loop had run here; gives what it returned."""
     module = trainer.lightning_module
+    for name, part in handover.grown.items():
+        if isinstance(part, Tensor) and not isinstance(part, Parameter):
+            module.register_buffer(name, part)
+        else:
+            setattr(module, name, part)
     module.load_state_dict(handover.weights)
     for name, value in handover.attributes.items():
         object.__setattr__(module, name, value)

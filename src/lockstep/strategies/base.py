@@ -140,6 +140,12 @@ class Strategy:
         finally:
             self.sync_gradients = before
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, backwards are not reduced: each rank adds up its own gradients, until one outside reduces them."""
+        with self.synchronize(False):
+            yield
+
     def gradients_of(self, optimizer: Any) -> list[Tensor]:
         """The gradients with which this rank updates an optimizer's parameters; changed in place, they count."""
         return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -172,10 +178,10 @@ class Strategy:
 
     def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
         """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, value)
-        else:
+        elif parameters:  # torch refuses none, and a window may be without a loss
             torch.nn.utils.clip_grad_value_(parameters, value)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -243,9 +249,14 @@ class Strategy:
         """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
         return tensor
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The tensor reduced over all ranks by "mean", "sum", "min" or "max"; the given one is not changed."""
         return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decided for it, or (``all=False``) any of them."""
+        agreed = self.reduce(torch.tensor(bool(decision)).int(), reduce_op="min" if all else "max")
+        return bool(agreed)
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""

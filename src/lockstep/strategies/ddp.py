@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.checkpoint.snapshot import snapshot
 from lockstep.cluster.meeting import meet
 from lockstep.ground import comm
-from lockstep.ground.agreement import Agreement
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks
 from lockstep.ground.rank import rank_zero_info
@@ -30,8 +30,18 @@ from lockstep.parallel.caps import plan_by_caps
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.rollcall import RollCall
 from lockstep.parallel.start import broadcast_module_state, check_same_module, sparse_names, sync_buffers
+from lockstep.strategies.buffers import WindowBuffers
+from lockstep.strategies.collectives import Collectives
 from lockstep.strategies.norms import SynchronizedNorms
-from lockstep.strategies.options import check_others, checked_cap
+from lockstep.strategies.options import (
+    check_others,
+    check_switches,
+    checked_backend,
+    checked_cap,
+    checked_caps,
+    checked_plugins,
+    checked_timeout,
+)
 from lockstep.strategies.sharded import Sharding, check_options, check_shardable
 
 if TYPE_CHECKING:
@@ -50,7 +60,7 @@ NO_LOSS = (
 )
 
 
-class DDPStrategy(Sharding):
+class DDPStrategy(Collectives, Sharding):
     """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
 
     The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, each by its name; one
@@ -132,30 +142,40 @@ class DDPStrategy(Sharding):
                 f'DDPStrategy(start_method={start_method!r}): choose "popen" (this script once per rank), "spawn" (the '
                 'call, in fresh processes) or "fork" (the call, in copies of this process).'
             )
-        self.plugins = [plugin for plugin in (cluster_environment, checkpoint_io, precision_plugin) if plugin]
+        check_switches(
+            shared_memory=shared_memory,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            init_sync=init_sync,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            check_reduction=check_reduction,
+            shard_optimizer=shard_optimizer,
+        )
+        self.plugins = checked_plugins(cluster_environment, checkpoint_io, precision_plugin)
         self.launcher = "script" if start_method == "popen" else start_method
-        self._backend = process_group_backend
-        self._timeout = HALF_AN_HOUR if timeout is None else timeout
+        self._backend = checked_backend(process_group_backend)
+        self._timeout = checked_timeout(timeout, HALF_AN_HOUR)
         self._nccl = None if nccl is None else _nccl_variables(nccl)
         self._shared_memory = shared_memory
-        self._caps = [checked_cap("bucket_cap_mb_list", cap, 25) * MIB for cap in bucket_cap_mb_list or ()]
+        self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
         self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
         self._broadcast_buffers = next((b for b in (forward_sync_buffers, broadcast_buffers) if b is not None), True)
         self._init_sync = init_sync
         self._views = gradient_as_bucket_view
         self._static_graph = static_graph
-        self._check_reduction = check_reduction and not shard_optimizer  # whose gradients differ
+        self._check_reduction = check_reduction
         self._checks: RollCall | None = None
         self._shard_optimizer = shard_optimizer
         if shard_optimizer:
-            check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer)
+            check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer, check_reduction)
         self._hook = _communication_hook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
         )
         self._local: LocalSteps | None = None  # of this fit, where its hook takes such
         self._reducer: Reducer | None = None
         self._plan: Any = None
-        self._has_buffers = self._buffers_differ = False
+        self._buffers: WindowBuffers | None = None
         self._muted = False
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
@@ -197,6 +217,8 @@ class DDPStrategy(Sharding):
         import torch.distributed.nn.functional  # noqa: F401
 
         world, backend = self.world, self.process_group_backend
+        if backend == "nccl" and self.root_device.type != "cuda":
+            _check_nccl(self.root_device.type)  # `connect` asks for several ranks only
         # one rank has nobody to meet, so that no port is needed
         store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
         meet_nodes(side(), world, store)
@@ -210,12 +232,15 @@ class DDPStrategy(Sharding):
 
     def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
         """As on one process, then rank 0's weights and buffers everywhere."""
+        if module is not self.module:
+            self._plan = None  # of an earlier fit's module
         super().setup_module(module, own_backward)
         self._local = None
         if self._init_sync:
             check_same_module(module, None)
             broadcast_module_state(module, None)
-        self._has_buffers = self._broadcast_buffers and self.world.size > 1 and any(True for _ in module.buffers())
+        some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in module.buffers())
+        self._buffers = WindowBuffers(module) if some else None
 
     def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
@@ -251,7 +276,7 @@ class DDPStrategy(Sharding):
             self._attach_hook(self._hook, self._reducer)
 
     def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
-        take_buffers = partial(sync_buffers, self.module, None) if self._has_buffers else None
+        take_buffers = partial(sync_buffers, self.module, None) if self._buffers is not None else None
         scaler, node = self.precision.scaler, self.world.node_rank
         self._local = hook.attach(reducer, self.module, self.optimizers, node, scaler=scaler, take_buffers=take_buffers)
 
@@ -264,16 +289,12 @@ class DDPStrategy(Sharding):
         self._norms_group = dist.group.WORLD, norms.group
         if norms.layers:
             self._norms = norms
-            self._has_buffers = self._has_buffers and bool(self.own_buffers())
+            self._buffers = self._buffers if self.own_buffers() else None
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Reductions of buckets and marks in this fit so far, and their bytes; what a hook sends is not in them."""
         return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
-
-    def make_agreement(self) -> Agreement:
-        """Shared flags: a word in shared memory on one host, an asynchronous message across hosts."""
-        return Agreement()
 
     def teardown(self) -> None:
         """Detach the reducer from the parameters; the process group stays for the next call."""
@@ -295,8 +316,11 @@ class DDPStrategy(Sharding):
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
-        if self._buffers_differ and torch.is_grad_enabled():
-            self.align_buffers()
+        buffers = self._buffers
+        if buffers is not None and torch.is_grad_enabled():
+            if buffers.due:
+                buffers.align()
+            buffers.differ = not self._is_apart()
         if self.context is None:
             return fn(*args)
         with self.context():
@@ -318,7 +342,8 @@ class DDPStrategy(Sharding):
         if self._checks is not None:
             self._compare_gradients(self._checks)
         self.rounds = reducer.rounds
-        self._buffers_differ = self._has_buffers and self.sync_gradients and not self._is_apart()
+        if self._buffers is not None:
+            self._buffers.due = self.sync_gradients and not self._is_apart()
 
     def skip_backward(self) -> None:
         """Reduce what this rank accumulated before in the window."""
@@ -334,7 +359,8 @@ class DDPStrategy(Sharding):
             if self._checks is not None:
                 self._compare_gradients(self._checks)
             self.rounds = self._reducer.rounds
-            self._buffers_differ = self._has_buffers and not self._is_apart()
+            if self._buffers is not None:
+                self._buffers.due = not self._is_apart()
 
     def _compare_gradients(self, checks: RollCall) -> None:
         if self.sync_gradients and not self._is_apart():
@@ -358,8 +384,8 @@ class DDPStrategy(Sharding):
         """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
         local = self._local
         if local is None or not local.differ or local.apart.shown:
-            self.align_buffers()
-            yield
+            with self._buffers.shown() if self._buffers is not None else contextlib.nullcontext():
+                yield
             return
         local.apart.show_mean()
         try:
@@ -368,10 +394,12 @@ class DDPStrategy(Sharding):
             local.apart.show_own()
 
     def end_training(self) -> None:
-        """Leave every rank with the mean, where weights have parted. Each rank's own can still be saved."""
+        """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
         super().end_training()
         if self._local is not None and self._local.differ:
             self._local.apart.show_mean()
+        else:
+            self.align_buffers()
 
     def module_state(self, module: Any, alone: bool) -> dict[str, Any]:
         """The module's state dict, of the ranks' mean where their weights have parted."""
@@ -385,9 +413,19 @@ class DDPStrategy(Sharding):
 
     def align_buffers(self) -> None:
         """Take rank 0's buffers, where a training forward has changed them since the last time."""
-        if self._buffers_differ:
-            sync_buffers(self.module, None)
-            self._buffers_differ = False
+        if self._buffers is not None:
+            self._buffers.align()
+
+    def held_gradients(self) -> dict[str, Any]:
+        """What backwards have left, and this rank's buffers where they are its own until the window's end."""
+        own = {} if self._buffers is None or self._is_apart() else self._buffers.held()
+        return {**super().held_gradients(), "buffers": snapshot(own)}
+
+    def hold_gradients(self, saved: dict[str, Any]) -> None:
+        """Put back what `held_gradients` gave."""
+        super().hold_gradients(saved)
+        if self._buffers is not None:
+            self._buffers.hold(saved.get("buffers", {}))
 
     def mute(self, muted: bool) -> None:
         """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples."""
@@ -398,33 +436,6 @@ class DDPStrategy(Sharding):
     def own_buffers(self) -> list[Tensor]:
         """All but the statistics of synchronized layers, which all ranks change alike."""
         return super().own_buffers() if self._norms is None else self._norms.others_buffers(self.module)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        comm.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src``, on every rank."""
-        return comm.broadcast_object(obj, src)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
-        if self.world.size == 1:
-            return tensor
-        return (comm.all_gather_with_grad if sync_grads else comm.all_gather_tensor)(tensor, group)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        """The tensor reduced over all ranks; the given one is not changed."""
-        value = torch.as_tensor(tensor, device=self.root_device)
-        return comm.all_reduce(value, reduce_op, group)  # type: ignore[arg-type]  # checked there
-
-    def gather_stacked(self, vector: Tensor) -> Tensor:
-        """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
-        return comm.all_gather_tensor(vector.to(self.root_device)).cpu()
-
-    def gather_objects(self, obj: Any) -> list[Any]:
-        """A small picklable object from all ranks, by rank."""
-        return comm.all_gather_object(obj)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_norms_group": None, "_local": None}  # a group belongs to its process

@@ -218,6 +218,8 @@ class _Compare(_Observer):
     # -- around the fit
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.strategy.drives_all_devices:
+            return  # one rank, whose strategy would not share out what is no method of the module
         own = pl_module.training_step
 
         @functools.wraps(own)
@@ -227,13 +229,17 @@ class _Compare(_Observer):
 
         pl_module.training_step = training_step
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.strategy.drives_all_devices:
+            self._mine.forward(trainer.global_step, trainer.results.weight, ())
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._updated:
             self._mine.traffic.append(trainer.strategy.traffic)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        del pl_module.training_step
+        vars(pl_module).pop("training_step", None)
         if not self._astray and self._taken < len(self.expected):
             self._go_astray(self.expected[self._taken].step)
         self.expected = []  # not to travel back from a spawned rank
