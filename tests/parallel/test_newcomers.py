@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import torch
 from torch import nn
@@ -68,13 +69,31 @@ def test_a_newcomer_is_not_taken_for_one_that_is_gone() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    gc.collect()  # what other tests have left
-    before = len(registration._global_parameter_registration_hooks)
     came = Newcomers(_net())
-    assert len(registration._global_parameter_registration_hooks) == before + 1
+    gone = weakref.ref(came)
+    before = len(registration._global_parameter_registration_hooks)
     del came
     gc.collect()
+    assert gone() is None
+    Newcomers(_net())
     assert len(registration._global_parameter_registration_hooks) == before
+
+
+def test_a_model_that_goes_while_another_is_built_does_not_break_it() -> None:
+    """Its hook went with it, in the middle of torch's loop over the hooks: "OrderedDict mutated during iteration"."""
+    gone = [Newcomers(_net())]
+
+    def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        gone.clear()
+        gc.collect()
+
+    first = registration.register_module_parameter_registration_hook(forget)
+    registration._global_parameter_registration_hooks.move_to_end(first.id, last=False)
+    try:
+        nn.Linear(1, 1)
+    finally:
+        first.remove()
+    assert not gone
 
 
 def test_an_ignored_name_may_come() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.watch import Watch, find_tensors
+from lockstep.testing.pool import RankPool
 
 
 class Calls:
@@ -201,3 +204,27 @@ def test_tensors_are_found_wherever_they_are() -> None:
     ]:
         found = list(find_tensors(outputs))
         assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+
+
+def _gone_in_a_step() -> bool:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+
+    gone = [DistributedDataParallel(nn.Linear(1, 1))]
+    stepped = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+
+    def forget(*_: Any) -> None:
+        gone.clear()
+        gc.collect()
+
+    first = register_optimizer_step_pre_hook(forget)
+    _global_optimizer_pre_hooks.move_to_end(first.id, last=False)
+    try:
+        stepped.step()
+    finally:
+        first.remove()
+    return not gone
+
+
+def test_a_container_that_goes_while_an_optimizer_steps_does_not_break_the_step(ranks: RankPool) -> None:
+    """Its hook went with it, in the middle of torch's loop over the hooks: "OrderedDict mutated during iteration"."""
+    assert ranks(2).run(_gone_in_a_step) == [True, True]

@@ -17,7 +17,6 @@ MADE_ANEW = (
     "_watch",
     "_checks",
     "_newcomers",
-    "_unhook",
     "_release",
     "_world",
     "_holders",

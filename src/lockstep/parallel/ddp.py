@@ -7,7 +7,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from torch.autograd import profiler
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import Parameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -34,8 +32,7 @@ from lockstep.parallel.start import check_alike, describe, find_group, find_unus
 from lockstep.parallel.start import check_same_module as check_same_module
 from lockstep.parallel.start import sync_buffers as sync_buffers
 from lockstep.parallel.torch_names import IGNORED, TorchNames, buffers_in_forwards
-from lockstep.parallel.watch import Watch
-from lockstep.parallel.watch import before_step as before_step
+from lockstep.parallel.watch import Watch, hear_steps, waiting_for_steps
 from lockstep.parallel.weight import Weight, check_weight
 
 WHOLE = (
@@ -240,8 +237,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         self._release.atexit = False
         self._newcomers = Newcomers(self.module, self.parameters_to_ignore) if self._world > 1 else None
         if self._world > 1:
-            hook = register_optimizer_step_pre_hook(partial(before_step, weakref.ref(self)))
-            self._unhook = weakref.finalize(self, hook.remove)
+            hear_steps()
+            waiting_for_steps.add(self)
 
     def _detach(self) -> None:
         """Let go of the reducer; the next forward makes another."""
@@ -249,7 +246,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             self._release()
             self._reducer = None
             if self._world > 1:
-                self._unhook()
+                waiting_for_steps.discard(self)
 
     def use_reducer(self, make: Callable[..., Reducer]) -> None:
         """From now on have gradients reduced by what ``make`` gives, called as `Reducer` is, between two steps.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 
 from torch import nn
 from torch.nn.modules import module as registration
@@ -34,14 +34,8 @@ class Newcomers:
         # weakly: the id of one that is gone may be a newcomer's
         known = {parameter: name for name, parameter in module.named_parameters() if name not in self._ignored}
         self._known = WeakIdKeyDictionary(known)
-        mine = weakref.WeakMethod(self._parameter_comes)
-        its = weakref.WeakMethod(self._module_comes)
-        for register, method in (
-            (registration.register_module_parameter_registration_hook, mine),
-            (registration.register_module_module_registration_hook, its),
-        ):
-            handle = register(_through(method))
-            weakref.finalize(self, handle.remove)
+        _hear()
+        _watching.add(self)
 
     def _parameter_comes(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
         if parameter is not None and parameter not in self._known and module in self._names:
@@ -98,10 +92,25 @@ def find_cast(buckets: Iterable[Bucket]) -> str | None:
     return None
 
 
-def _through(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[[nn.Module, str, Any], None]:
-    def registered(module: nn.Module, name: str, value: Any) -> None:
-        call = method()
-        if call is not None:
-            call(module, name, value)
+_watching: weakref.WeakSet[Newcomers] = weakref.WeakSet()
 
-    return registered
+
+@cache
+def _hear() -> None:
+    """Be told by torch, from now on until the process ends.
+
+    A hook for each model would have to go with it: in the middle of torch's loop over the hooks, it may be, which the
+    garbage collector does not ask about.
+    """
+    registration.register_module_parameter_registration_hook(_tell_parameter)
+    registration.register_module_module_registration_hook(_tell_module)
+
+
+def _tell_parameter(module: nn.Module, name: str, parameter: Parameter | None) -> None:
+    for newcomers in list(_watching):
+        newcomers._parameter_comes(module, name, parameter)
+
+
+def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    for newcomers in list(_watching):
+        newcomers._module_comes(module, name, part)

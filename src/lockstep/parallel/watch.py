@@ -12,7 +12,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import Parameter
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.parallel.dist_autograd import STATIC, as_grad, current_context, versions
 from lockstep.parallel.in_backward import step_all, take_over
@@ -287,14 +287,29 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def before_step(ref: weakref.ref[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: if a container waits for a backward whose gradients this one would use."""
-    container = ref()
-    if container is None or container._reducer is None or not container._watch.expected:
+waiting_for_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Containers that are told before an optimizer steps."""
+
+
+@cache
+def hear_steps() -> None:
+    """Be told of optimizers' steps, until the process ends; a hook for each container would have to go with it, in the
+    middle of torch's loop over the hooks, it may be."""
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for container in list(waiting_for_steps):
+        _before_step(container, optimizer)
+
+
+def _before_step(container: Any, optimizer: Optimizer) -> None:
+    """If a container waits for a backward whose gradients this optimizer would use."""
+    if container._reducer is None or not container._watch.expected:
         return
     mine = {id(parameter) for parameter in container.module.parameters()}
     if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
         if not container._has_skipped:
             container._has_skipped = True
-            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=3)
+            warnings.warn(SKIPPED.format(rank=container._distributed_rank), stacklevel=4)
         container.skip_backward()
