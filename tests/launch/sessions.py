@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 
@@ -18,6 +19,14 @@ def members(session: int) -> list[int]:
             if int(fields[3]) == session and fields[0] != "Z":
                 found.append(int(path.parent.name))
     return found
+
+
+def left_of(session: int) -> list[int]:
+    """The processes that a session leaves behind: a process closes its pipes, which is seen, just before it is gone."""
+    until = time.monotonic() + 1
+    while members(session) and time.monotonic() < until:
+        time.sleep(0.01)
+    return members(session)
 
 
 def kill(session: int) -> None:

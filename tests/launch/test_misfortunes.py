@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.sessions import kill, marked, members
+from tests.launch.sessions import kill, left_of, marked
 
 SCRIPT = Path(__file__).with_name("misfortunes.py")
 SECONDS = 15.0
@@ -61,7 +61,7 @@ class Run:
                         time.sleep(0.5 if number else 0.0)
                         press(process.pid)
                 out, err = process.communicate(timeout=90)
-                self.left = members(process.pid)
+                self.left = left_of(process.pid)
             finally:
                 kill(process.pid)
         self.code, self.out = process.returncode, seen + out
