@@ -238,7 +238,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         self._newcomers = Newcomers(self.module, self.parameters_to_ignore) if self._world > 1 else None
         if self._world > 1:
             hear_steps()
-            waiting_for_steps.add(self)
+            waiting_for_steps[id(self)] = self
 
     def _detach(self) -> None:
         """Let go of the reducer; the next forward makes another."""
@@ -246,7 +246,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             self._release()
             self._reducer = None
             if self._world > 1:
-                waiting_for_steps.discard(self)
+                waiting_for_steps.pop(id(self), None)
 
     def use_reducer(self, make: Callable[..., Reducer]) -> None:
         """From now on have gradients reduced by what ``make`` gives, called as `Reducer` is, between two steps.

@@ -287,8 +287,8 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-waiting_for_steps: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Containers that are told before an optimizer steps."""
+waiting_for_steps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Containers that are told before an optimizer steps, by id; in the order in which they came, the same on all ranks."""
 
 
 @cache
@@ -299,7 +299,7 @@ def hear_steps() -> None:
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for container in list(waiting_for_steps):
+    for container in list(waiting_for_steps.values()):
         _before_step(container, optimizer)
 
 
