@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lockstep import LightningModule
+from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.names import PRECISIONS, make_precision, precision_name
 from lockstep.precision.true import DefaultDtype
+from tests.loop.pieces import quiet
 
 # name: dtype of parameters, of floating inputs, of a product inside the context, of torch.zeros(1) inside it
 CONTRACT = {
@@ -138,3 +142,37 @@ def test_64_true_trains_in_double_throughout() -> None:
     optimizer.step()
     assert loss.dtype == torch.float64
     assert optimizer.state[model.get_parameter("weight")]["momentum_buffer"].dtype == torch.float64
+
+
+class Thirds(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.w * batch / 3).square().sum() - (self.w / 7).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class SavesInTheMiddle(Callback):
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resume_in_double_goes_on_with_all_bits(tmp_path: Any) -> None:
+    """Weights were loaded into a module that was still in float32, and rounded to it."""
+    path = tmp_path / "double.ckpt"
+    flags: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
+    data = torch.linspace(0.1, 2, 8).unsqueeze(1)
+    whole, rest = Thirds(), Thirds()
+    quiet(**flags, callbacks=[SavesInTheMiddle(path)]).fit(whole, DataLoader(data))
+    quiet(**flags).fit(rest, DataLoader(data), ckpt_path=path)
+    saved = torch.load(path)["state_dict"]["w"]
+    assert not torch.equal(saved, saved.float().double())
+    assert rest.w.tolist() == whole.w.tolist()

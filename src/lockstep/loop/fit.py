@@ -198,6 +198,7 @@ class FitLoop:
         feed = self.feed
         assert feed is not None
         if not whole:
+            trainer.strategy.epoch_begins()
             accumulate = trainer.config.accumulation(progress.epoch)
             log_every, validates = trainer.config.log_every_n_steps, self._validates
             feed.begin(progress.epoch, progress.batch, accumulate)

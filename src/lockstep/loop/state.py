@@ -263,6 +263,7 @@ def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
         if saved is not None and isinstance(datamodule, LightningDataModule):
             datamodule.load_state_dict(saved)
     trainer.hooks.own("on_load_checkpoint", checkpoint)
+    trainer.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     load_weights(trainer, module, checkpoint["state_dict"])
 
 

@@ -107,6 +107,13 @@ class ParameterAverager:
         self._every = averager.average_parameters
         return {}
 
+    def take_in(self, parameters: Iterable[Tensor]) -> None:
+        """Average these from now on; the same on every rank, in the same order."""
+        awake = {id(parameter) for parameter in self._awake}
+        parameters = list(parameters)
+        self._awake = [parameter for parameter in parameters if id(parameter) in awake]
+        self._asleep = [parameter for parameter in parameters if id(parameter) not in awake]
+
     def step(self) -> bool:
         """After an optimizer step: count it, and average if it is time. Collective then.
 

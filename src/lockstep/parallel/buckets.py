@@ -9,7 +9,7 @@ with the bucket layout, so a checkpoint keeps the plan and a resumed run restore
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import Parameter, UninitializedParameter
@@ -33,7 +33,7 @@ class ParameterInfo(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-def distinct(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:
+def distinct(named_parameters: Iterable[tuple[str, Any]]) -> dict[str, Parameter]:
     """Each parameter once, by its first name.
 
     Raises:

@@ -16,7 +16,7 @@ MADE_ANEW = (
     "_make_reducer",
     "_watch",
     "_checks",
-    "_newcomers",
+    "_late",
     "_release",
     "_world",
     "_holders",

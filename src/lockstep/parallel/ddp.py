@@ -24,7 +24,7 @@ from lockstep.parallel.caps import plan_by_caps
 from lockstep.parallel.copies import Copies
 from lockstep.parallel.devices import Device, OnDevices
 from lockstep.parallel.join import JoinsUneven
-from lockstep.parallel.newcomers import Newcomers, find_cast, find_changed
+from lockstep.parallel.late_parameters import LateParameters, find_cast, find_changed
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.rollcall import RollCall, leave_word, named_failure
 from lockstep.parallel.start import broadcast_module_state as broadcast_module_state
@@ -235,7 +235,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         reducer.prepare_for_backward = self._watch.reduce_next  # type: ignore[attr-defined]  # torch's PipelineStage asks
         self._release = weakref.finalize(self, _let_go, reducer, os.getpid())
         self._release.atexit = False
-        self._newcomers = Newcomers(self.module, self.parameters_to_ignore) if self._world > 1 else None
+        self._late = LateParameters(self.module, self.parameters_to_ignore) if self._world > 1 else None
         if self._world > 1:
             hear_steps()
             waiting_for_steps[id(self)] = self
@@ -339,7 +339,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         if torch.compiler.is_compiling():
             warn_once(WHOLE.format(name=type(self.module).__name__))
         if sync:
-            problem = find_changed(self._frozen, self._newcomers)
+            problem = find_changed(self._frozen, self._late)
             if problem is not None:
                 raise self._noted(MisconfigurationException(f"rank {self._distributed_rank}: {problem}"))
         buffers = self._buffers_at(_BufferCommHookLocation.PRE_FORWARD)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -57,9 +58,9 @@ def elementwise(kind: Kind) -> Kind:
     return kind
 
 
-def concerned(module: torch.nn.Module, optimizers: Iterable[Any]) -> list[Any]:
-    """Those of ``optimizers`` that have parameters of ``module``."""
-    own = {id(parameter) for parameter in module.parameters()}
+def concerned(parameters: Iterable[Tensor], optimizers: Iterable[Any]) -> list[Any]:
+    """Those of ``optimizers`` that have some of ``parameters``."""
+    own = {id(parameter) for parameter in parameters}
     return [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
 
 

@@ -157,6 +157,17 @@ class OuterOptimizer:
             begun.grad = None
             parameter.detach().copy_(begun)
 
+    @torch.no_grad()
+    def take_in(self, parameters: Iterable[Tensor]) -> None:
+        """Step these, too, from now on; the same on every rank, in the same order and of the same values."""
+        known = {id(parameter) for parameter in self._parameters}
+        late = [parameter for parameter in parameters if id(parameter) not in known]
+        self._parameters += late
+        if late and self.optimizer is not None:
+            begun = [Parameter(parameter.detach().to(_wide(parameter), copy=True)) for parameter in late]
+            self._begun += begun
+            self.optimizer.add_param_group({"params": begun})
+
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks began, the outer optimizer's state, the count: plain, and alike on all ranks."""
         return {

@@ -29,7 +29,7 @@ With ``static_graph`` they show what every later backward does, so that one auto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -91,6 +91,8 @@ class Reducer:
         undefined: for one backward, look who really gets a gradient: autograd may visit parameters with none.
         divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
         stray: called, inside a backward that was not prepared, when a gradient comes; it may `prepare` then.
+        finds_thawed: whether each `prepare` looks for parameters that have thawed; else somebody calls `take_in` then.
+        frozen: parameters that wait, as they require no gradients.
         turn: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
         over: the group of the last round; False: its gradients stayed where they were.
         rounds: completed rounds.
@@ -121,6 +123,7 @@ class Reducer:
         self.muted = False
         self.undefined = False
         self.stray: Callable[[], None] | None = None
+        self.finds_thawed = True
         self.rounds = 0
         self.collectives = 0
         self.bytes = 0
@@ -204,11 +207,34 @@ class Reducer:
         self._remade = plan is not None
         self._build()
 
+    def lacks(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether these are others than those that are reduced, or one of them has thawed."""
+        own = {name: id(parameter) for name, parameter in self._parameters.items()}
+        if own != {name: id(parameter) for name, parameter in distinct(parameters.items()).items()}:
+            return True
+        return any(parameter.requires_grad for parameter in self.frozen)
+
+    def take_in(self, named_parameters: Iterable[tuple[str, Parameter]], sparse: Collection[str] = ()) -> None:
+        """Reduce these parameters from now on, alike on every rank, between a `finish` and the next `prepare`.
+
+        Gradients that were accumulated are kept. What is new gets buckets of its own behind the others, until a round
+        shows when its gradients come.
+        """
+        assert not self._armed, "take_in between prepare and finish"
+        before, self._parameters = self._parameters, distinct(named_parameters)
+        self._sparse = frozenset(sparse)
+        self.turn = turn_of(self._parameters.values())
+        stays = {name for name, parameter in self._parameters.items() if before.get(name) is parameter}
+        plan = [[name for name in bucket if name in stays] for bucket in self._plan]
+        self._wanted, self._remade = [bucket for bucket in plan if bucket], False
+        self._build()
+
     def _build(self) -> None:
         """Lay out the buckets for the parameters that require gradients now, or did so before."""
-        placed = {name for bucket in self._buckets for name in bucket.names}  # switched off for a while, as in a GAN
-        awake = {name: p for name, p in self._parameters.items() if p.requires_grad or name in placed}
-        self._frozen = [p for name, p in self._parameters.items() if name not in awake]
+        # switched off for a while, as in a GAN
+        placed = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
+        awake = {name: p for name, p in self._parameters.items() if p.requires_grad or id(p) in placed}
+        self.frozen = [p for name, p in self._parameters.items() if name not in awake]
         infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
         if self._wanted is None:
             self._plan = plan_buckets(infos, *self._limits)
@@ -286,7 +312,7 @@ class Reducer:
                 "the last backward ended before its gradients were reduced (did it raise?): ranks no longer "
                 "agree on what comes next; start again from a checkpoint"
             )
-        if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
+        if self.frozen and self.finds_thawed and any(parameter.requires_grad for parameter in self.frozen):
             # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
             # that got its layout from a checkpoint
             self._wanted, self._remade = self._plan, False

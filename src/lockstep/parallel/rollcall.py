@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -38,8 +38,14 @@ class RollCall:
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
-        self._named = list(module.named_parameters())  # now: in a backward other tensors may stand in for them
+        self._named: list[tuple[str, Tensor]] = list(
+            module.named_parameters()
+        )  # now: in a backward other tensors may stand in for them
         self._sums: dict[str, int] = {}
+
+    def renew(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare the gradients of these parameters from now on."""
+        self._named = list(named_parameters)
 
     def note(self, over: comm.Group | Literal[False] = None) -> None:
         """Remember the gradients as they are now; the next `answer` compares them.

@@ -80,13 +80,15 @@ class ShardedReducer(Reducer):
         named = list(module.named_parameters() if named_parameters is None else named_parameters)
         several, stage = comm.world_size(process_group) > 1, None
         options["transport"] = Scatter(process_group, lambda: not self._remade) if several else None
-        check_elementwise(concerned(module, optimizers))
+        parameters = [parameter for _, parameter in named]
+        check_elementwise(concerned(parameters, optimizers))
         if several and options.get("shared_memory", True) and all(p.device.type == "cpu" for _, p in named):
             shared = SharedScatter.open(process_group)
             if shared is not None:
                 options["transport"] = shared
                 stage = Stage.open(process_group, timeout_of(process_group))
-        self.shards = ShardedOptimizers(module, optimizers, process_group, stage)
+        self._given = list(optimizers)
+        self.shards = ShardedOptimizers(module, parameters, optimizers, process_group, stage)
         super().__init__(named, process_group, **options)
 
     def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
@@ -96,6 +98,16 @@ class ShardedReducer(Reducer):
             super()._fill_buckets(awake)
         assert isinstance(self._transport, (Scatter, SharedScatter))
         self.shards.lay_out(self._buckets, self._transport.flats)
+
+    def take_in(self, named_parameters: Iterable[tuple[str, Parameter]], sparse: Collection[str] = ()) -> None:
+        """Reduce these parameters from now on, and shard optimizers that have some of them only now. A collective."""
+        _check_dense(sparse)
+        named = list(named_parameters)
+        parameters = [parameter for _, parameter in named]
+        check_elementwise(concerned(parameters, self._given))
+        self.shards.wait()
+        self.shards.take_in(parameters, self._given)
+        super().take_in(named, sparse)
 
     def prepare(self) -> None:
         """Just before a backward: let its gradients fall into the buckets."""
@@ -151,7 +163,7 @@ def shard_optimizers(container: DistributedDataParallel, *optimizers: Any) -> Sh
             optimizer.step()
     """
     _check_container(container)
-    check_elementwise(concerned(container.module, optimizers))
+    check_elementwise(concerned(container.module.parameters(), optimizers))
     ref = weakref.ref(container)
 
     def make(named_parameters: Any, group: comm.Group, **options: Any) -> Reducer:

@@ -29,8 +29,9 @@ class ShardedOptimizers:
     """Optimizers of which every rank runs its part; made by a `ShardedReducer`.
 
     Args:
-        module: whose parameters they update.
-        optimizers: elementwise ones (checked by the reducer); one without parameters of the module stays as it is.
+        module: in whose forwards parameters are waited for.
+        parameters: those that are reduced.
+        optimizers: elementwise ones (checked by the reducer); one without any of ``parameters`` stays as it is.
         group: the ranks.
         stage: over which new parameters are exchanged; None: through the group.
 
@@ -39,10 +40,15 @@ class ShardedOptimizers:
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Any], group: comm.Group = None, stage: Stage | None = None
+        self,
+        module: nn.Module,
+        parameters: Iterable[Tensor],
+        optimizers: Sequence[Any],
+        group: comm.Group = None,
+        stage: Stage | None = None,
     ) -> None:
         self._module = module
-        self._optimizers = concerned(module, optimizers)
+        self._optimizers = concerned(parameters, optimizers)
         self._group, self._stage = group, stage
         self._flats: list[Flat] = []
         self._pieces: dict[int, Piece] = {}  # by the id of the parameter
@@ -52,6 +58,13 @@ class ShardedOptimizers:
         self._methods: dict[int, dict[str, Callable[..., Any]]] = {}  # the optimizers' own, by their id
         for optimizer in self._optimizers:
             self._take_over(optimizer)
+
+    def take_in(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
+        """Shard those of ``optimizers`` that have some of ``parameters`` by now; before the next `lay_out`."""
+        for optimizer in concerned(parameters, optimizers):
+            if id(optimizer) not in self._methods:
+                self._optimizers.append(optimizer)
+                self._take_over(optimizer)
 
     def _take_over(self, optimizer: Any) -> None:
         earlier: ShardedOptimizers | None = getattr(optimizer, "_shards", None)

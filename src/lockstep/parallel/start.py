@@ -81,15 +81,19 @@ def told_to_all(group: comm.Group) -> Iterator[None]:
 def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
     """A line for each parameter and buffer of ``module``, in order, but for those with ``ignored`` names."""
     lines = []
-    for name, parameter in module.named_parameters():
-        if name not in ignored:
-            trained = "" if parameter.requires_grad else ", frozen"
-            lines.append(f"parameter {name!r} ({_kind(parameter)}{trained})")
-    for name, buffer in module.named_buffers():
-        if name not in ignored:
-            lines.append(f"buffer {name!r} ({_kind(buffer)})")
-    lines += [f"tensor {name!r} ({_kind(tensor)})" for name, tensor in _further(module) if name not in ignored]
+    for kind, named in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+        ("tensor", _further(module)),
+    ):
+        lines += [described(kind, name, tensor) for name, tensor in named if name not in ignored]
     return lines
+
+
+def described(kind: str, name: str, tensor: Tensor, more: str = "") -> str:
+    """A line for a tensor: its kind ("parameter", "buffer", ...), its name, what it is, and ``more``."""
+    frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
+    return f"{kind} {name!r} ({_kind(tensor)}{frozen}{more})"
 
 
 def _further(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHo
 from torch.nn.parameter import Parameter
 
 from lockstep.parallel.facts import facts
-from lockstep.parallel.newcomers import Newcomers
+from lockstep.parallel.late_parameters import LateParameters
 from lockstep.parallel.start import broadcast_buffers, sparse_names
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -49,7 +49,7 @@ class TorchNames(nn.Module):
     register_comm_hook: Callable[..., None]
     _detach: Callable[[], None]
     _buffer_futures: list[Any]
-    _newcomers: Newcomers | None
+    _late: LateParameters | None
     _holders: list[dict[str, Tensor | None]] | None = None
     _error: str | None = None
     broadcast_bucket_size = 250 * 2**20
@@ -131,11 +131,11 @@ class TorchNames(nn.Module):
 
     def _has_buffers(self) -> bool:
         """Whether any module has a buffer, without walking through the modules each time."""
-        newcomers = self._newcomers
-        if self._holders is None or newcomers is None or newcomers.changed:
+        late = self._late
+        if self._holders is None or late is None or late.changed:
             self._holders = [part._buffers for part in self.module.modules()]
-            if newcomers is not None:
-                newcomers.changed = False
+            if late is not None:
+                late.changed = False
         return any(self._holders)
 
     def _await_buffers(self) -> None:

@@ -20,6 +20,7 @@ from lockstep.checkpoint.snapshot import snapshot
 from lockstep.ground import comm
 from lockstep.ground.tree import tree_map
 from lockstep.parallel.averaging import average
+from lockstep.parallel.late_parameters import beside
 
 
 class Apart:
@@ -76,14 +77,18 @@ class Apart:
             _copy(self._own, self._tensors())
             self._own = None
 
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The module's, and those that the optimizers alone have."""
+        return {**dict(self._module.named_parameters()), **beside(self._module, self._optimizers)}
+
     def _parameters(self) -> dict[str, Tensor]:
         """Those that were trained: a frozen one is alike on all ranks, and the mean of equals may round."""
-        named = dict(self._module.named_parameters())
+        named = self.named_parameters()
         self._trained.update(name for name, parameter in named.items() if parameter.requires_grad)
         return {name: parameter for name, parameter in named.items() if name in self._trained}
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return {**self.named_parameters(), **dict(self._module.named_buffers())}
 
     # -- saving
 

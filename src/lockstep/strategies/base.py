@@ -14,6 +14,7 @@ from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from lockstep.cluster.base import World
 from lockstep.ground.agreement import Agreement
+from lockstep.parallel.late_parameters import beside
 from lockstep.precision.base import Precision
 
 
@@ -107,6 +108,9 @@ class Strategy:
     def skip_backward(self) -> None:
         """Take part in the reduction of a micro-batch that has no loss on this rank."""
 
+    def epoch_begins(self) -> None:
+        """An epoch of training begins, or goes on after a resume; its first hooks have run. Collective."""
+
     def align_buffers(self) -> None:
         """Let every rank have rank 0's buffers (BatchNorm statistics, say), before the module is evaluated."""
 
@@ -118,6 +122,10 @@ class Strategy:
 
     def end_training(self) -> None:
         """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective."""
+
+    def named_parameters(self) -> dict[str, Any]:
+        """The module's parameters by name, and those that the optimizers alone have (in a plain list, say)."""
+        return {**dict(self.module.named_parameters()), **beside(self.module, self.optimizers)}
 
     def own_buffers(self) -> list[Tensor]:
         """The module's buffers that a forward changes by this rank's samples alone."""
@@ -157,12 +165,12 @@ class Strategy:
 
     def held_gradients(self) -> dict[str, Any]:
         """What backwards have left for steps to come, as a checkpoint takes it. Collective."""
-        named = self.module.named_parameters()
-        return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}}
+        named = self.named_parameters()
+        return {"gradients": {name: p.grad.detach().cpu().clone() for name, p in named.items() if p.grad is not None}}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
         """Put back what :meth:`held_gradients` gave."""
-        parameters = dict(self.module.named_parameters())
+        parameters = self.named_parameters()
         for name, gradient in saved.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)
 
@@ -336,8 +344,17 @@ class Strategy:
         """Take this rank's part of :meth:`rank_states`, perhaps of another number of ranks, before the first window."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine needs to go on with the same bits (the bucket plan)."""
-        return {}
+        """What the engine needs to go on with the same bits (the bucket plan).
+
+        And the values of parameters that no module has, so that they are in no state dict of one.
+        """
+        others = beside(self.module, self.optimizers)
+        return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over :meth:`state_dict`, before the first window."""
+        others = beside(self.module, self.optimizers)
+        with torch.no_grad():
+            for name, value in state.get("other parameters", {}).items():
+                if name in others:
+                    others[name].copy_(value)

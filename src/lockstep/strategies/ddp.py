@@ -27,6 +27,7 @@ from lockstep.launch.gate import put_up
 from lockstep.launch.script import side
 from lockstep.launch.supervised import meet_nodes
 from lockstep.parallel.caps import plan_by_caps
+from lockstep.parallel.late_tensors import LateTensors
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.parallel.rollcall import RollCall
 from lockstep.parallel.start import broadcast_module_state, check_same_module, sparse_names, sync_buffers
@@ -174,6 +175,7 @@ class DDPStrategy(Collectives, Sharding):
         )
         self._local: LocalSteps | None = None  # of this fit, where its hook takes such
         self._reducer: Reducer | None = None
+        self._late: LateTensors | None = None
         self._plan: Any = None
         self._buffers: WindowBuffers | None = None
         self._muted = False
@@ -239,32 +241,51 @@ class DDPStrategy(Collectives, Sharding):
         if self._init_sync:
             check_same_module(module, None)
             broadcast_module_state(module, None)
-        some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in module.buffers())
-        self._buffers = WindowBuffers(module) if some else None
+        self._watch_buffers()
+        if self._late is not None:
+            self._late.close()
+        several = self.world.size > 1 or self._hook is not None
+        self._late = LateTensors(module, self._init_sync, self._take_in) if several else None
+
+    def _watch_buffers(self) -> None:
+        some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in self.module.buffers())
+        self._buffers = WindowBuffers(self.module) if some else None
 
     def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
         if self._reducer is not None:  # of optimizers that are replaced before the first step
             self._let_go(self._reducer)
         super().setup_optimizers(optimizers, configs)
+        if self._late is not None:
+            self._late.use_optimizers(optimizers)
+        self._watch_buffers()
         self._synchronize_norms()
+        named = self.named_parameters()
         self._checks = RollCall(None, self.module) if self._check_reduction and self.world.size > 1 else None
+        if self._checks is not None:
+            self._checks.renew(named.items())
         if self._caps and self._plan is None:
-            awake = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+            awake = [(name, p) for name, p in named.items() if p.requires_grad]
             self._plan = plan_by_caps(awake, self._caps)
-        sparse = sorted(sparse_names(self.module))
+        self._reducer = self._make_reducer(named, sorted(sparse_names(self.module)))
+        if self._hook is not None:
+            self._attach_hook(self._hook, self._reducer)
+        if self._late is not None:
+            self._reducer.finds_thawed, self._late.frozen = False, self._reducer.frozen
+
+    def _make_reducer(self, named: dict[str, Any], sparse: list[str]) -> Reducer:
         if self._shard_optimizer:
-            check_shardable(self.module, optimizers, sparse)
+            check_shardable(named.values(), self.optimizers, sparse)
             if self.world.size > 1:
-                self._reducer = self.shard(
+                return self.shard(
+                    named.items(),
                     bucket_cap_mb=self._bucket_cap_mb,
                     plan=self._plan,
                     static_graph=self._static_graph,
                     shared_memory=self._shared_memory,
                 )
-                return
-        self._reducer = Reducer(
-            self.module.named_parameters(),  # frozen ones too: those that are thawed later are taken in then
+        return Reducer(
+            named.items(),  # frozen ones too: those that are thawed later are taken in then
             bucket_cap_mb=self._bucket_cap_mb,
             gradient_as_bucket_view=self._views,
             plan=self._plan,
@@ -272,8 +293,28 @@ class DDPStrategy(Collectives, Sharding):
             sparse=sparse,
             shared_memory=self._shared_memory and self._hook is None,
         )
-        if self._hook is not None:
-            self._attach_hook(self._hook, self._reducer)
+
+    def _take_in(self, parameters: dict[str, Any]) -> None:
+        """Reduce these parameters from now on, and align the buffers that there are. Collective."""
+        self._watch_buffers()
+        reducer = self._reducer
+        if reducer is None:  # an evaluation
+            return
+        if self._norms is None:
+            self._synchronize_norms()
+        else:
+            self._norms.take_in(self.module)
+            self._buffers = self._buffers if self.own_buffers() else None
+        if self._norms is not None:
+            self._norms.mute(self._muted)
+        if reducer.lacks(parameters):
+            reducer.take_in(parameters.items(), sparse_names(self.module))
+            if self._checks is not None:
+                self._checks.renew(parameters.items())
+            if self._local is not None:
+                self._local.take_in(parameters.values())
+        assert self._late is not None
+        self._late.frozen = reducer.frozen
 
     def _attach_hook(self, hook: CommunicationHook, reducer: Reducer) -> None:
         take_buffers = partial(sync_buffers, self.module, None) if self._buffers is not None else None
@@ -306,6 +347,9 @@ class DDPStrategy(Collectives, Sharding):
             self._norms = None
         if self._reducer is not None:
             self._let_go(self._reducer)
+        if self._late is not None:
+            self._late.close()
+            self._late = None
         if self._hook is not None:
             self._hook.detach()
 
@@ -316,6 +360,8 @@ class DDPStrategy(Collectives, Sharding):
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
+        if self._late is not None and torch.is_grad_enabled():
+            self._late.forward_begins()
         buffers = self._buffers
         if buffers is not None and torch.is_grad_enabled():
             if buffers.due:
@@ -331,8 +377,11 @@ class DDPStrategy(Collectives, Sharding):
         reducer = self._reducer
         assert reducer is not None
         reducer.sync, reducer.muted = self.sync_gradients, self._muted
-        if self._local is not None and self.sync_gradients:
-            self._local.round()
+        if self.sync_gradients:
+            if self._late is not None:
+                self._late.backward_begins()
+            if self._local is not None:
+                self._local.round()
         reducer.prepare()
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
@@ -352,6 +401,8 @@ class DDPStrategy(Collectives, Sharding):
             raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
         if self.sync_gradients:
             self._reducer.sync = True
+            if self._late is not None:
+                self._late.backward_begins()
             if self._local is not None:
                 self._local.round()
             self._reducer.prepare()
@@ -382,6 +433,8 @@ class DDPStrategy(Collectives, Sharding):
     @contextmanager
     def one_model(self) -> Iterator[None]:
         """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
+        if self._late is not None:
+            self._late.look()
         local = self._local
         if local is None or not local.differ or local.apart.shown:
             with self._buffers.shown() if self._buffers is not None else contextlib.nullcontext():
@@ -396,6 +449,8 @@ class DDPStrategy(Collectives, Sharding):
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
         super().end_training()
+        if self._late is not None:
+            self._late.look()
         if self._local is not None and self._local.differ:
             self._local.apart.show_mean()
         else:
@@ -410,6 +465,11 @@ class DDPStrategy(Collectives, Sharding):
             for name, value in state.items():
                 state[name] = value.detach().clone() if isinstance(value, Tensor) else value
             return state
+
+    def epoch_begins(self) -> None:
+        """Look for parameters that have come without torch's telling."""
+        if self._late is not None:
+            self._late.look()
 
     def align_buffers(self) -> None:
         """Take rank 0's buffers, where a training forward has changed them since the last time."""
@@ -438,7 +498,12 @@ class DDPStrategy(Collectives, Sharding):
         return super().own_buffers() if self._norms is None else self._norms.others_buffers(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_norms_group": None, "_local": None}  # a group belongs to its process
+        return {
+            **super().__getstate__(),
+            "_norms_group": None,
+            "_local": None,
+            "_late": None,
+        }  # a group belongs to its process
 
     def rank_states(self, alone: bool = False) -> list[Any]:
         """What the communication hook remembers on each rank, and under local steps its own weights and optimizers."""
@@ -452,11 +517,12 @@ class DDPStrategy(Collectives, Sharding):
     def state_dict(self) -> dict[str, Any]:
         """The bucket plan, on which sums over three and more ranks depend; the averages' count and outer optimizer."""
         plan = self._plan if self._reducer is None else self._reducer.plan()
-        state = {} if plan is None else {"plan": plan}
+        state = super().state_dict() | ({} if plan is None else {"plan": plan})
         return state if self._local is None else {**state, "local steps": self._local.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lay the buckets out as the checkpointed run had them."""
+        super().load_state_dict(state)
         self._plan = state.get("plan")
         if self._reducer is not None and self._plan is not None:
             self._reducer.replan(self._plan)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
@@ -63,7 +64,7 @@ class LocalSteps:
         self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
 
     def _start_averaging(self, start: int) -> None:
-        parameters, self._start = list(self._module.parameters()), start
+        parameters, self._start = list(self.apart.named_parameters().values()), start
         if self._outer is None:
             self._averager: Any = ParameterAverager(parameters, self._period, start)
         else:
@@ -85,6 +86,10 @@ class LocalSteps:
         """A round of gradients begins; the hook counts it while it runs."""
         if self._parts and self._rounds >= self._state.start_localSGD_iter:
             self.apart.step()
+
+    def take_in(self, parameters: Iterable[Tensor]) -> None:
+        """Average these parameters, too, from now on."""
+        self._averager.take_in(parameters)
 
     def step(self) -> None:
         """An optimizer has stepped: average if it is time. Collective then."""

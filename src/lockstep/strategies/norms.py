@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.parallel.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm, synchronized_layers
+from lockstep.parallel.sync_batchnorm import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    synchronized_layers,
+)
 
 
 class SynchronizedNorms:
@@ -30,18 +35,29 @@ class SynchronizedNorms:
     """
 
     def __init__(self, module: Any, convert: bool, group: Any, timeout: timedelta) -> None:
+        self._convert, self._timeout = convert, timeout
+        self.group = group
+        self.layers: list[SyncBatchNorm] = []
+        self._converted: list[SyncBatchNorm] = []
+        self._lent: list[SyncBatchNorm] = []
+        self.take_in(module)
+
+    def take_in(self, module: Any) -> None:
+        """Synchronize the layers that ``module`` has now; the others no longer count. Collective."""
+        known = {id(layer) for layer in self.layers}
         own = {id(layer) for layer in synchronized_layers(module)}
-        if convert:
+        if self._convert:
             convert_sync_batchnorm(module)
         self.layers = list(synchronized_layers(module))
-        self._converted = [layer for layer in self.layers if id(layer) not in own]
-        self._lent = [layer for layer in self.layers if layer.sync_group is None]
-        self.group = group
-        if self._lent and group is None:
-            self.group = dist.new_group(timeout=timeout)
+        late = [layer for layer in self.layers if id(layer) not in known]
+        self._converted += [layer for layer in late if id(layer) not in own]
+        lent = [layer for layer in late if layer.sync_group is None]
+        if lent and self.group is None:
+            self.group = dist.new_group(timeout=self._timeout)
             comm.barrier(self.group)  # who ends at once must not be gone while another still connects to it
-        for layer in self._lent:
+        for layer in lent:
             layer.sync_group = self.group
+        self._lent += lent
 
     def mute(self, muted: bool) -> None:
         """Leave this rank's samples out of the statistics: they are borrowed."""

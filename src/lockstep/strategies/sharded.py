@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -50,11 +50,11 @@ def check_options(views: bool, hook: Any, check_reduction: bool = False) -> None
         )
 
 
-def check_shardable(module: nn.Module, optimizers: list[Any], sparse: list[str]) -> None:
+def check_shardable(parameters: Iterable[Tensor], optimizers: list[Any], sparse: list[str]) -> None:
     """Refuse what cannot be sliced, before anything is allocated.
 
     Args:
-        module: of the run.
+        parameters: those that are reduced.
         optimizers: of the run.
         sparse: names of parameters with sparse gradients.
 
@@ -69,7 +69,7 @@ def check_shardable(module: nn.Module, optimizers: list[Any], sparse: list[str])
             "sparse=False, or leave shard_optimizer off."
         )
     try:
-        check_elementwise(concerned(module, optimizers))
+        check_elementwise(concerned(parameters, optimizers))
     except ValueError as error:
         raise MisconfigurationException(f"{START}: {error}.") from None
 
@@ -81,15 +81,17 @@ class Sharding(Strategy):
         super().__init__()
         self._sharded: _Sharded | None = None
 
-    def shard(self, **options: Any) -> ShardedReducer:
+    def shard(self, named_parameters: Iterable[tuple[str, Any]], **options: Any) -> ShardedReducer:
         """Let the optimizers of the run step on slices. A collective.
 
         Args:
+            named_parameters: those that are reduced.
             **options: of the reducer.
 
         Returns:
             the reducer for the strategy's backwards.
         """
+        options["named_parameters"] = named_parameters
         self._sharded = _Sharded(self.module, self.optimizers, self.precision, options)
         return self._sharded.reducer
 
@@ -137,7 +139,7 @@ class Sharding(Strategy):
         """Put back what `held_gradients` gave."""
         super().hold_gradients(saved)
         if self._sharded is not None:
-            parameters = dict(self.module.named_parameters())
+            parameters = self.named_parameters()
             for name in saved.get("reduced", ()):
                 parameter = parameters[name]
                 self._sharded.shards.hold(parameter, parameter.grad)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from lockstep.parallel.newcomers import Newcomers, find_cast
+from lockstep.parallel.late_parameters import LateParameters, find_cast
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.transport import AllReduce
 
@@ -21,7 +21,7 @@ def _net() -> nn.Sequential:
 
 def test_a_new_and_a_replaced_parameter_are_found() -> None:
     net = _net()
-    came = Newcomers(net)
+    came = LateParameters(net)
     net[0].weight = net[0].weight  # the same one
     net.register_buffer("buffer", torch.zeros(1))
     net[0].bias = None
@@ -33,7 +33,7 @@ def test_a_new_and_a_replaced_parameter_are_found() -> None:
 
 def test_a_new_module_brings_parameters() -> None:
     net = _net()
-    came = Newcomers(net)
+    came = LateParameters(net)
     net.append(nn.ReLU())
     assert came.found is None
     net.append(nn.Sequential(nn.Linear(2, 2)))
@@ -42,7 +42,7 @@ def test_a_new_module_brings_parameters() -> None:
 
 def test_a_module_with_known_parameters_may_come() -> None:
     net = _net()
-    came = Newcomers(net)
+    came = LateParameters(net)
     norm = nn.SyncBatchNorm(2)
     norm.weight, norm.bias = net[1].weight, net[1].bias  # type: ignore[assignment]
     net[1] = norm
@@ -54,7 +54,7 @@ def test_a_module_with_known_parameters_may_come() -> None:
 def test_a_newcomer_is_not_taken_for_one_that_is_gone() -> None:
     """A parameter that is let go of leaves its address to the next."""
     net = _net()
-    came = Newcomers(net)
+    came = LateParameters(net)
     for _ in range(100):
         address = id(net[0].bias)
         net[0].bias = None
@@ -64,24 +64,24 @@ def test_a_newcomer_is_not_taken_for_one_that_is_gone() -> None:
             assert came.found == "0.bias"
             return
         net = _net()
-        came = Newcomers(net)
+        came = LateParameters(net)
     raise AssertionError("no address was used again")
 
 
 def test_nothing_stays_behind() -> None:
-    came = Newcomers(_net())
+    came = LateParameters(_net())
     gone = weakref.ref(came)
     before = len(registration._global_parameter_registration_hooks)
     del came
     gc.collect()
     assert gone() is None
-    Newcomers(_net())
+    LateParameters(_net())
     assert len(registration._global_parameter_registration_hooks) == before
 
 
 def test_a_model_that_goes_while_another_is_built_does_not_break_it() -> None:
     """Its hook went with it, in the middle of torch's loop over the hooks: "OrderedDict mutated during iteration"."""
-    gone = [Newcomers(_net())]
+    gone = [LateParameters(_net())]
 
     def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         gone.clear()
@@ -99,11 +99,11 @@ def test_a_model_that_goes_while_another_is_built_does_not_break_it() -> None:
 def test_an_ignored_name_may_come() -> None:
     """A placeholder that the container was told to ignore, replaced after wrapping, was taken for a newcomer."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    newcomers = Newcomers(model, ignored=["1.weight", "1.bias"])
+    late = LateParameters(model, ignored=["1.weight", "1.bias"])
     model[1] = nn.Linear(1, 1)
-    assert newcomers.found is None
+    assert late.found is None
     model[0] = nn.Linear(1, 1)
-    assert newcomers.found == "0.weight"
+    assert late.found == "0.weight"
 
 
 def test_a_parameter_that_was_cast_or_resized_is_found() -> None:
