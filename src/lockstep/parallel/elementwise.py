@@ -58,6 +58,18 @@ def elementwise(kind: Kind) -> Kind:
     return kind
 
 
+def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
+    """Clip the gradients of ``parameters``, in place; of a complex one its real and its imaginary part."""
+    real: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_complex():  # for which torch has no clamp
+            torch.view_as_real(parameter.grad).clamp_(-value, value)
+        else:
+            real.append(parameter)
+    if real:  # torch refuses none, and a window may be without a loss
+        torch.nn.utils.clip_grad_value_(real, value)
+
+
 def concerned(parameters: Iterable[Tensor], optimizers: Iterable[Any]) -> list[Any]:
     """Those of ``optimizers`` that have some of ``parameters``."""
     own = {id(parameter) for parameter in parameters}

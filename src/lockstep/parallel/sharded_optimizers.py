@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 from lockstep.ground import comm
 from lockstep.parallel.arrival import Arrivals, AwaitedList, can_wait
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.elementwise import concerned
+from lockstep.parallel.elementwise import clip_by_value, concerned
 from lockstep.parallel.optimizer_state import cut_state, whole_states
 from lockstep.parallel.pieces import Flat, Piece
 from lockstep.parallel.staging import Stage
@@ -325,8 +325,7 @@ class ShardedOptimizers:
         with self.lent(optimizer):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if algorithm == "value":
-                if parameters:  # torch refuses none; of a small model a rank may have nothing
-                    torch.nn.utils.clip_grad_value_(parameters, value)
+                clip_by_value(parameters, value)  # of a small model a rank may have nothing
                 return None
             square = self._square([p.grad for p in parameters if id(p) in cut])
             square += self._square([p.grad for p in parameters if id(p) not in cut]) / comm.world_size(self._group)

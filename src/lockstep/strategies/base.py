@@ -14,6 +14,7 @@ from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from lockstep.cluster.base import World
 from lockstep.ground.agreement import Agreement
+from lockstep.parallel.elementwise import clip_by_value
 from lockstep.parallel.late_parameters import beside
 from lockstep.precision.base import Precision
 
@@ -189,8 +190,8 @@ class Strategy:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, value)
-        elif parameters:  # torch refuses none, and a window may be without a loss
-            torch.nn.utils.clip_grad_value_(parameters, value)
+        else:
+            clip_by_value(parameters, value)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer."""

@@ -41,7 +41,8 @@ def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
         hook: who gave ``value``.
 
     Raises:
-        TypeError: no tensor, or one of another size, another device, or of whole numbers.
+        TypeError: no tensor, or one of another size, another device, or of whole numbers; one of real numbers for
+            complex gradients, whose imaginary parts would be lost.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
@@ -52,7 +53,7 @@ def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
         raise TypeError(f"{who}; {wanted}")
     numbers = value.is_floating_point() or value.is_complex()
     fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
-    if not fits or (value.is_complex() and not buffer.is_complex()):
+    if not fits or value.is_complex() != buffer.is_complex():
         raise TypeError(f"{who}; {wanted}")
     return value.detach().reshape(-1)
 
