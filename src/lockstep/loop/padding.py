@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.loop.results import is_metric
+from lockstep.loop.metrics import is_metric, put_back, snapshot
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_TORCH = frozenset(vars(nn.Module()))  # _parameters, _buffers, hooks, ...
@@ -63,8 +64,7 @@ def _of_attributes(module: nn.Module, seen: dict[int, Any]) -> Restore:
         for name in [name for name, value in attributes.items() if name not in known and _is_state(value)]:
             del attributes[name]
         attributes.update(kept)
-        for put_back in inside:
-            put_back()
+        _all(inside)
 
     return restore
 
@@ -122,16 +122,7 @@ def _of_tensor(tensor: Tensor) -> Restore:
 
 def _of_metric(metric: Any, seen: dict[int, Any]) -> Restore:
     seen[id(metric)] = metric
-    parts = [part for part in metric.modules() if is_metric(part)]
-    saved = [(p, p._copy_state_dict(), p._update_count, p._computed, p._forward_cache) for p in parts]
-
-    def restore() -> None:
-        for part, states, count, computed, cache in saved:
-            for name, value in states.items():
-                setattr(part, name, value)
-            part._update_count, part._computed, part._forward_cache = count, computed, cache
-
-    return restore
+    return partial(put_back, snapshot(metric))
 
 
 def _all(restores: list[Restore]) -> None:
