@@ -128,6 +128,14 @@ class Attributes:
         return self.fit_loop.progress.last
 
     @property
+    def is_padding_batch(self) -> bool:
+        """Whether the training batch at hand is another rank's, as this one has none: nothing of it is to be counted.
+
+        So it is under manual optimization, on several ranks, where the last samples of an epoch do not go round.
+        """
+        return self.fit_loop.step.is_padding
+
+    @property
     def training(self) -> bool:
         """Whether a training batch may be running."""
         return self.state.stage is RunningStage.TRAINING
@@ -299,6 +307,8 @@ class Attributes:
 
         Collective: call it on every rank, at the same place.
         """
+        if self.strategy.absent:
+            self.strategy.check_present("trainer.reduced_metrics()")
         if self.state.fn == "fit" and self.fit_loop.results is not None:
             self.fit_loop.share_step_values()
         found = dict(self.published.callback)

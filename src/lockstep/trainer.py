@@ -359,6 +359,8 @@ class Trainer(Attributes):
             raise MisconfigurationException(
                 f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit."
             )
+        if self.strategy.absent:
+            self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
         state.save(self, filepath, bool(weights_only), storage_options)
 
     @contextmanager

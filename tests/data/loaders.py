@@ -100,7 +100,9 @@ def drawn(steps: list[tuple[Any, float, float]]) -> list[int]:
 
 
 def indices(batch: Any) -> list[int]:
-    """Indices of a batch of any of the data sets above."""
+    """Indices of a batch of any of the data sets above; none where a rank has no samples."""
+    if batch is None:
+        return []
     first = batch[0] if isinstance(batch, list | tuple) else batch
     return [int(value) for value in (first[:, 0] if first.dim() == 2 else first.reshape(-1))]
 

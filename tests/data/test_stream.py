@@ -88,12 +88,14 @@ def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, ac
     assert sorted(i for windows in ranks for _, _, steps in windows for i in drawn(steps)) == list(range(n))
 
 
-def test_a_stream_shorter_than_the_ranks_is_refused() -> None:
-    def play(rank: int, gather: Any) -> Any:
-        return epoch(Feed.train(DataLoader(Quiet(2), 1), world=Rank(rank, 3), seed=1, gather=gather))
+def test_a_stream_shorter_than_the_ranks_is_refused_where_each_needs_a_sample() -> None:
+    def play(rank: int, gather: Any, padded: bool) -> Any:
+        feed = Feed.train(DataLoader(Quiet(2), 1), world=Rank(rank, 3), seed=1, gather=gather, padded=padded)
+        return drawn(epoch(feed))
 
+    assert as_threads(3, lambda rank, gather: play(rank, gather, False)) == [[0], [1], []]
     with pytest.raises(MisconfigurationException, match="no samples for rank 2 of 3"):
-        as_threads(3, play)
+        as_threads(3, lambda rank, gather: play(rank, gather, True))
 
 
 def test_one_collective_a_window() -> None:

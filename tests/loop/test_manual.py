@@ -72,8 +72,11 @@ def test_manual_backwards_are_reduced_unless_the_user_says_no(ranks: RankPool) -
 
 
 def test_an_empty_share_is_muted_in_all_backwards_of_a_step(ranks: RankPool) -> None:
-    """Only the first was, and the rank's sample was counted as one sample in the place of two as well."""
-    assert ranks(2).run(duel, 3, True) == [[(1.5, 1.5), (3.0, 3.0)]] * 2
+    """Only the first was, and the rank's sample was counted as one sample in the place of two as well.
+
+    What the second rank noted of the step that it had no sample for is gone.
+    """
+    assert ranks(2).run(duel, 3, True) == [[(1.5, 1.5), (3.0, 3.0)], [(1.5, 1.5)]]
 
 
 def test_uneven_batches_weigh_by_their_samples(ranks: RankPool) -> None:

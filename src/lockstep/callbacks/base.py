@@ -72,6 +72,15 @@ class Callback:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after each ``training_step`` and the update, if one was due; ``outputs`` is what it gave."""
 
+    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        """What lockstep's own callbacks do at the start of a micro-batch, with samples or without.
+
+        A rank without samples calls it in place of :meth:`on_train_batch_start`.
+        """
+
+    def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        """The same for :meth:`on_train_batch_end`."""
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Called before ``loss.backward()``."""
 

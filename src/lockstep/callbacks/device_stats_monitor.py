@@ -61,10 +61,16 @@ class DeviceStatsMonitor(Callback):
         """Write, in steps that log."""
         self._training(trainer, "on_train_batch_start")
 
+    def _on_any_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        self._training(trainer, "on_train_batch_start")
+
     def on_train_batch_end(
         self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write, in steps that log."""
+        self._training(trainer, "on_train_batch_end")
+
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
         self._training(trainer, "on_train_batch_end")
 
     def _training(self, trainer: TrainerView, hook: str) -> None:

@@ -74,6 +74,9 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int) -> None:
         """Write what goes by steps, once for each step that logs."""
+        self._on_any_batch_start(trainer, pl_module, batch_idx)
+
+    def _on_any_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
         step = trainer.fit_loop.progress.windows
         if (step + 1) % trainer.log_every_n_steps or self.logging_interval == "epoch" or step == self._last_step:
             return

@@ -216,13 +216,17 @@ class ModelCheckpoint(Checkpoint):
             return
         if self._should_skip(trainer):
             return
-        metrics = self._metrics(trainer)
-        if self.monitor is not None and (
-            self.monitor not in metrics or self._validation_is_next(trainer)  # a value of the last validation
-        ):
-            self._is_waiting_for_metric = True
-            return
-        self._save(trainer, metrics)
+        with trainer.strategy.with_all_ranks():  # those without samples save, too
+            metrics = self._metrics(trainer)
+            if self.monitor is not None and (
+                self.monitor not in metrics or self._validation_is_next(trainer)  # a value of the last validation
+            ):
+                self._is_waiting_for_metric = True
+                return
+            self._save(trainer, metrics)
+
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
 
     def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         if trainer.sanity_checking:

@@ -92,6 +92,9 @@ class OnExceptionCheckpoint(Checkpoint):
         """Remember whether the epoch's last batch has come to its end."""
         self._last_is_done = trainer.is_last_batch
 
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        self._last_is_done = trainer.is_last_batch
+
     def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
         """Save, unless another rank has or does; a failure to save never hides the exception."""
         if not self._training:

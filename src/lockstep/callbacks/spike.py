@@ -96,7 +96,13 @@ class SpikeDetection(Callback):
         self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Judge the batch's loss; all ranks come to the same end."""
-        loss = _loss(outputs)
+        with trainer.strategy.with_all_ranks():
+            self._judge(trainer, _loss(outputs), batch_idx)
+
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        self._judge(trainer, None, batch_idx)
+
+    def _judge(self, trainer: TrainerView, loss: float | None, batch_idx: int) -> None:
         spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
         finite = loss is None or math.isfinite(loss)
         if trainer.world_size > 1:

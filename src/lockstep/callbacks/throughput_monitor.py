@@ -106,6 +106,11 @@ class ThroughputMonitor(Callback):
         if not trainer.is_global_zero:
             return
         self._update(trainer, pl_module, RunningStage.TRAINING, batch)
+        self._on_any_batch_end(trainer, pl_module, batch_idx)
+
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        if not trainer.is_global_zero:
+            return
         every, windows = trainer.log_every_n_steps, trainer.fit_loop.progress.windows
         ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         if every and ends and (windows + 1) % every == 0:

@@ -108,6 +108,10 @@ class Timer(Callback):
         if self._interval == "step":
             self._look(trainer)
 
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        if self._interval == "step":
+            self._look(trainer)
+
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Look at the clock."""
         if self._interval == "epoch":

@@ -101,6 +101,9 @@ class WeightAveraging(Callback):
             if self.should_update(step_idx=step - 1):
                 self._update(pl_module)
 
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
+
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Update after an epoch, if asked to."""
         epoch = trainer.current_epoch

@@ -36,6 +36,7 @@ class Mixed(Source):
         self._mode = mode
         self._limits = limits or [math.inf] * len(parts)
         self.rank = parts[0].rank
+        self.pads = True  # its parts do, each by itself
         self._measure()
         self.fixed = all(part.fixed for part in parts)
         self.flexible = all(part.flexible for part in parts)

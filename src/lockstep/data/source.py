@@ -36,7 +36,7 @@ class Draft:
     seed: int
     stage: str
     borrow: bool
-    """Training: every rank takes the same number of micro-batches. Else: no sample is drawn twice."""
+    """Give a rank whose part of a micro-batch is empty a sample of another's part. Else no sample is drawn twice."""
     distribute: bool = True
     """Share the loaders out over the ranks; else each rank iterates what it was given."""
     torch_order: bool = False
@@ -68,6 +68,8 @@ class Source(ABC):
     batch: int = 1
     flexible: bool = False
     """Can be cut into windows of any size; else in whole batches only."""
+    pads: bool = False
+    """Gives a rank whose part of a micro-batch is empty a sample of another's part, so that all draw equally often."""
     rank: int
     mark: float = 0.0
     """Stands for the first sample of a stream before it was shared out: on all ranks alike, unless it is not one."""
@@ -140,6 +142,7 @@ class Indexed(Source):
         self.fixed = schedule.fixed
         self.flexible = schedule.flexible
         self._schedule = schedule
+        self.pads = schedule.borrow
         self._key = key
         self.length = schedule.length
         self.even = schedule.even

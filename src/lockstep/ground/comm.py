@@ -40,6 +40,13 @@ def rank(group: Group = None) -> int:
     return dist.get_rank(group) if is_distributed() else 0
 
 
+def ranks_of(group: Group = None) -> list[int]:
+    """The ranks of ``group``, as the default group counts them."""
+    if not is_distributed():
+        return [0]
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
 def carrier(group: Group, preferred: torch.device) -> torch.device:
     """The device on which ``group`` can carry a tensor: ``preferred`` if it can, else this process's GPU or
     CPU.

@@ -103,6 +103,7 @@ class TrainerView(Protocol):
     num_predict_batches: list[int | float]
     num_sanity_val_batches: list[int | float]
     is_last_batch: bool
+    is_padding_batch: bool
     enable_validation: bool
     sanity_checking: bool
     training: bool

@@ -22,6 +22,7 @@ from lockstep.loop.feeding import (
     Gather,
     Limit,
     check_alike,
+    check_batches,
     limited,
     longest,
     make_sources,
@@ -56,21 +57,28 @@ class Window:
     """The micro-batches of one optimizer step, as this rank draws them; to be iterated once.
 
     Iterating gives (batch, weight, share): ``weight`` is the number of samples drawn for the micro-batch (0.0
-    if it is borrowed, because this rank's part is empty), ``share`` what its loss is multiplied with, so that
-    the average over the ranks of the sum over the window is the mean over all samples of the window:
-    weight x ranks / (sum of the weights of all ranks and micro-batches).
+    where this rank's part is empty; the batch is None then, or a padding batch), ``share`` what its loss is
+    multiplied with, so that the average over the ranks of the sum over the window is the mean over all samples of
+    the window: weight x ranks / (sum of the weights of all ranks and micro-batches).
 
     Attributes:
         size: number of micro-batches that are left, the same on all ranks.
         begun: micro-batches of this window that an earlier life of the run has done.
         last: whether this is the epoch's last window.
+        absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
     """
 
-    __slots__ = ("_batches", "_parts", "begun", "last", "size")
+    __slots__ = ("_batches", "_parts", "absent", "begun", "last", "size")
 
     def __init__(
-        self, batches: Iterator[Any], parts: Sequence[tuple[float, float]], last: bool, begun: int = 0
+        self,
+        batches: Iterator[Any],
+        parts: Sequence[tuple[float, float]],
+        last: bool,
+        begun: int = 0,
+        absent: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
+        self.absent = absent[begun:] if absent is not None and any(absent) else None
         self._batches = batches
         self._parts = parts[begun:] if begun else parts
         self.size = len(parts) - begun
@@ -112,6 +120,7 @@ class Feed:
         gather: Gather | None,
         course: Course,
         batches: list[int],
+        padded: bool = False,
     ) -> None:
         self._limit = count if limited else math.inf  # rows of an epoch
         num_batches = source.length if course.elastic else count
@@ -122,6 +131,7 @@ class Feed:
         self._size = world.size
         self._gather = gather
         self._ahead = ahead
+        self._padded = padded
         #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
         self.num_batches = num_batches
         #: by what the run counts batches
@@ -150,6 +160,7 @@ class Feed:
         gather: Gather | None = None,
         chart: Chart | None = None,
         planned: int | None = None,
+        padded: bool = False,
     ) -> Feed:
         """The feed of what a ``train_dataloader`` hook returned.
 
@@ -168,15 +179,16 @@ class Feed:
             gather: collective for what ranks must agree on, if not over the default process group.
             chart: how a run counts batches that other ranks have begun; default: by these ranks.
             planned: the number of ranks that it counts by, where it is known before.
+            padded: give a rank whose part of a micro-batch is empty a sample of another's part, a padding batch.
 
         Raises:
             MisconfigurationException: no batches, a limit or a number of ranks that cannot be, loaders that differ.
         """
-        if gather is None and world.size > 1:
-            gather = all_gather_tensor
+        gather = all_gather_tensor if gather is None and world.size > 1 else gather
         by_torch = order == "torch"
-        draft = Draft(world.rank, world.size, seed, "train", True, distribute, by_torch, planned or world.size, gather)
         loaders, spec, mode = opened(source, "max_size_cycle")
+        pads = padded or spec is not None  # loaders side by side count their batches alike on all ranks
+        draft = Draft(world.rank, world.size, seed, "train", pads, distribute, by_torch, planned or world.size, gather)
         if mode == "sequential":
             raise MisconfigurationException(
                 'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
@@ -191,12 +203,10 @@ class Feed:
         ahead, batches = check_alike(parts, draft, names), [part.batch for part in parts]
         made = parts[0] if spec is None else Mixed(parts, spec, mode)
         course = Course(world.size, world.size) if chart is None else chart(batches, made.flexible)
-        for part, loader, name in zip(parts, loaders, names, strict=True):
-            if part.planned(course.ranks) == 0:
-                raise MisconfigurationException(no_batches(loader, name, course.ranks))
+        check_batches(parts, loaders, names, course.ranks)
         whole = made.planned(course.ranks)
         count = limited(limit, whole, "overfit_batches" if overfit else "limit_train_batches")
-        return cls(made, world, count, count < whole, ahead and made.ahead, gather, course, batches)
+        return cls(made, world, count, count < whole, ahead and made.ahead, gather, course, batches, padded)
 
     def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
         """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
@@ -290,22 +300,34 @@ class Feed:
         while number < stop:
             after = number + accumulate
             if after <= even:
-                parts = same
+                yield Window(batches, same, after >= stop or (after >= even and not source.has(after)), begun)
             else:
-                parts = self._parts(number, min(after, stop))
-                if not parts:
+                weights = self._weights(number, min(after, stop))
+                if not weights:
                     return
-                after = number + len(parts)
-            yield Window(batches, parts, after >= stop or (after >= even and not source.has(after)), begun)
+                after = number + len(weights)
+                mine = [each[self._rank] for each in weights]
+                parts = shares(mine, sum(map(sum, weights)), self._size)
+                absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
+                drawn = batches if all(mine) or self._padded else self._with_gaps(mine[begun:])
+                yield Window(drawn, parts, after >= stop or not source.has(after), begun, absent)
             number, begun = after, 0
 
-    def _parts(self, number: int, stop: int | float) -> list[tuple[float, float]]:
-        """(weight, share) of this rank's micro-batches ``number`` to ``stop``, as far as there are any."""
+    def _weights(self, number: int, stop: int | float) -> list[Sequence[float]]:
+        """All ranks' weights of the micro-batches ``number`` to ``stop``, as far as there are any."""
         weights = []
         while number < stop and self._source.has(number):
             weights.append(self._source.weights(number))
             number += 1
-        return shares([each[self._rank] for each in weights], sum(map(sum, weights)), self._size)
+        return weights
+
+    def _with_gaps(self, weights: list[float]) -> Iterator[Any]:
+        """The next batches, None where this rank's part is empty."""
+        for weight in weights:
+            batch = next(self._batches, _END) if weight or self._source.pads else None
+            if batch is _END:
+                return
+            yield batch if weight else None
 
     # -- windows that must be fetched before anything is known
 
@@ -315,7 +337,7 @@ class Feed:
         batches = self._source.weighed(self._epoch, 0, number, stop)
         self._state = self._source.state_dict()
         held: list[tuple[Any, float]] = []
-        borrowed: Any = _END
+        padding: Any = _END if self._padded else None
         last = False
         while number < stop and not last:
             room = int(min(accumulate, stop - number))
@@ -324,15 +346,18 @@ class Feed:
             if number + room < stop:
                 held.extend(itertools.islice(batches, room + 1 - len(held)))
             mine, held = held[:room], held[room:]
-            size, total, last = self._agree([weight for _, weight in mine], bool(held))
+            counts, total, last = self._agree([weight for _, weight in mine], bool(held))
+            size = max(counts)
             if size == 0:
                 return
-            if len(mine) < size:
-                borrowed = mine[-1][0] if mine else self._any_batch() if borrowed is _END else borrowed
-                mine += [(borrowed, 0.0)] * (size - len(mine))
-            borrowed = mine[-1][0]
+            if self._padded:
+                if len(mine) < size and padding is _END:
+                    padding = mine[-1][0] if mine else self._any_batch()
+                padding = mine[-1][0] if mine else padding
+            mine += [(padding, 0.0)] * (size - len(mine))
             parts = shares([weight for _, weight in mine], total, self._size)
-            yield Window(self._handed_out(mine[begun:], after), parts, last, begun)
+            absent = [tuple(rank for rank, count in enumerate(counts) if count <= place) for place in range(size)]
+            yield Window(self._handed_out(mine[begun:], after), parts, last, begun, absent)
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
@@ -342,15 +367,15 @@ class Feed:
         self._state = after
         yield mine[-1][0]
 
-    def _agree(self, weights: list[float], more: bool) -> tuple[int, float, bool]:
-        """(micro-batches of the rank that has most, sum of all weights, whether no rank has more)."""
+    def _agree(self, weights: list[float], more: bool) -> tuple[list[int], float, bool]:
+        """(micro-batches of each rank, sum of all weights, whether no rank has more)."""
         if self._gather is None:
-            return len(weights), sum(weights), not more
+            return [len(weights)], sum(weights), not more
         mine = [len(weights), sum(weights), more, self._source.mark]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
         if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
             warn_once(OTHER_STREAMS)
-        return int(ranks[:, 0].max()), float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
+        return [int(count) for count in ranks[:, 0].tolist()], float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""

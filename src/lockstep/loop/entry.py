@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class Entry:
                 pick = torch.minimum if op == "min" else torch.maximum
                 self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
             else:
-                self.total = min(self.total, value) if op == "min" else max(self.total, value)
+                self.total = extreme(op, self.total, value)
 
     def _on_device(self, value: Tensor) -> Tensor:
         """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
@@ -208,6 +209,16 @@ class Entry:
             "weight": float(self.weight),
             "dtype": self.dtype,
         }
+
+
+def extreme(op: str, one: float, other: float) -> float:
+    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0."""
+    if one != one or other != other:
+        return math.nan
+    if one == other:
+        first = math.copysign(1.0, one) < math.copysign(1.0, other)
+        return one if first is (op == "min") else other
+    return min(one, other) if op == "min" else max(one, other)
 
 
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}

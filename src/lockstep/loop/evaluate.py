@@ -165,7 +165,11 @@ class EvaluationLoop:
         ends_at_once = trainer.world_size == 1 or trainer.state.fn is not TrainerFn.FITTING
         start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
         feed.begin(trainer.fit_loop.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
+        loader = 0
         for batch, batch_idx, dataloader_idx, weight in feed:
+            if dataloader_idx != loader:
+                results.end_loader(loader)
+                loader = dataloader_idx
             if trainer.interruption is not None and ends_at_once:
                 raise KeyboardInterrupt
             shown = dataloader_idx if several else -1
@@ -182,6 +186,8 @@ class EvaluationLoop:
                 self._log_steps(results, dataloader_idx)
             yield output, dataloader_idx
         results.hook = ("", -1)
+        if several:
+            results.end_loader(loader)
 
     def _log_steps(self, results: Results, dataloader_idx: int) -> None:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""

@@ -101,6 +101,17 @@ def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:
     return all(same)
 
 
+def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ranks: int) -> None:
+    """Refuse training loaders without batches on so many ranks.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    for part, loader, name in zip(parts, loaders, names, strict=True):
+        if part.planned(ranks) == 0:
+            raise MisconfigurationException(no_batches(loader, name, ranks))
+
+
 def no_batches(loader: Any, name: str, size: int) -> str:
     """Why a loader gives no batches."""
     samples = length_of(getattr(loader, "dataset", None))

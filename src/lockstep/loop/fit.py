@@ -176,6 +176,7 @@ class FitLoop:
             overfit=bool(config.overfit_batches),
             chart=self.elastic.chart,
             planned=self.elastic.planned,
+            padded=not trainer.lightning_module.automatic_optimization,
         )
         batches = self.feed.rows
         self.timing.plan(batches, self.feed.rows_at if self.feed.course.elastic else None)

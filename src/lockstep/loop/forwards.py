@@ -25,11 +25,12 @@ def forwards(trainer: Any) -> int:
     for window in feed.windows(1):
         for batch, weight, _ in window:
             results.muted = True
-            if step.moves:
-                batch = step.transfer(batch)
-            arguments = (batch, number) if step.takes_idx else (batch,)
-            with torch.no_grad(), nullcontext() if weight else step.borrowed():
-                run(step.training_step, *arguments)
+            with nullcontext() if window.absent is None else trainer.strategy.leaving_out(window.absent[0]):
+                if weight:
+                    batch = step.transfer(batch) if step.moves else batch
+                    arguments = (batch, number) if step.takes_idx else (batch,)
+                    with torch.no_grad():
+                        run(step.training_step, *arguments)
             number += 1
             drawn += bool(weight)
     results.hook, results.table, results.muted = hook, table, muted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,6 +82,30 @@ class Hooks:
             own = getattr(module, name) if is_overridden(name, module, ModuleHooks) else None
             setattr(self, name, (bound, own) if bound or own else None)
         self.epoch_end_monitors = self._split_monitors(callbacks)
+        self._of_any_rank = {
+            name: [
+                partial(getattr(callback, name), trainer, module)
+                for callback in callbacks
+                if is_overridden(name, callback, Callback)
+            ]
+            for name in ("_on_any_batch_start", "_on_any_batch_end")
+        }
+
+    def call_without_samples(self, name: str, batch_idx: int) -> None:
+        """Let lockstep's own callbacks count a micro-batch for which this rank has no samples."""
+        for method in self._of_any_rank[name]:
+            method(batch_idx)
+
+    def owners(self, names: tuple[str, ...]) -> list[str]:
+        """The classes outside lockstep that override one of these hooks, as ``Class.hook``."""
+        found = []
+        for name in names:
+            bound, own = getattr(self, name) or ((), None)
+            for method in [*(call.func for call in bound), own]:
+                method = inspect.unwrap(method) if method is not None else None
+                if method is not None and not method.__module__.startswith("lockstep."):
+                    found.append(f"{type(method.__self__).__name__}.{name}")
+        return found
 
     def _split_monitors(self, callbacks: list[Any]) -> tuple[Method, ...]:
         """Callbacks that read metrics see ``on_train_epoch_end`` last, when the module has logged there too."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,15 +12,10 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
-from lockstep.loop.entry import LOGGING, NEUTRAL, Entry, Key, Options
+from lockstep.loop.entry import LOGGING, NEUTRAL, Entry, Key, Options, extreme
+from lockstep.loop.metrics import StatesByLoader, fill_empty_lists, is_metric
 
 Reader = Callable[[Entry], tuple[Any, float, bool]]  # (value, weight, whether it is the newest one)
-
-
-def is_metric(value: Any) -> bool:
-    """Whether ``value`` is a torchmetrics object (never imports torchmetrics: who has one has imported it)."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 class Results:
@@ -61,6 +56,7 @@ class Results:
         self._capacity = 64  # names that fit into one packed all_gather; grows alike on all ranks
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
+        self._by_loader: StatesByLoader | None = None  # metrics' states, in an evaluation of several loaders
         self._wants_each_step = False  # this rank has logged with sync_dist=True
         self.each_step = world_size > 1  # the first one finds out
         self.table: dict[str, Entry] | None = None
@@ -139,6 +135,15 @@ class Results:
             entry.add(forward, weight)
             entry.on_epoch = on_epoch
 
+    def end_loader(self, loader: int) -> None:
+        """A loader of several is done on this rank: the metrics that were logged there begin anew."""
+        if self._by_loader is None:
+            self._by_loader = StatesByLoader()
+        for (_, dataloader_idx), table in self._tables.items():
+            for entry in table.values():
+                if entry.metric is not None and entry.epoch_fresh and dataloader_idx == loader:
+                    self._by_loader.keep(entry.metric, loader)
+
     def _entries(self) -> list[Entry]:
         return [entry for table in self._tables.values() for entry in table.values()]
 
@@ -199,13 +204,11 @@ class Results:
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
         values = self._reduce(fresh, lambda entry: (entry.total, entry.weight, False))
-        computed: dict[int, Any] = {}
+        computed = self._computed([entry for entry, _ in values if entry.metric is not None])
         found = []
         for entry, value in values:
             if entry.metric is not None:
-                if id(entry.metric) not in computed:
-                    computed[id(entry.metric)] = entry.metric.compute()
-                value = computed[id(entry.metric)]
+                value = computed[entry.key]
                 if not isinstance(value, Tensor) or value.numel() != 1:
                     raise MisconfigurationException(
                         f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() gives no single "
@@ -217,6 +220,23 @@ class Results:
             metric.reset()
         for entry, _ in values:
             entry.clear()
+        return found
+
+    def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
+        """What each entry's metric says, over the ranks, of the loader that it was logged from. Collective."""
+        groups: dict[tuple[int, Any], list[Entry]] = {}  # of those that show one number
+        for entry in entries:
+            several = self._by_loader is not None and entry.key[1] >= 0
+            groups.setdefault((id(entry.metric), entry.name if several else None), []).append(entry)
+        found: dict[Key, Any] = {}
+        for (_, name), alike in groups.items():
+            metric = alike[0].metric
+            if name is not None and self._by_loader is not None:
+                self._by_loader.show(metric, sorted({entry.key[1] for entry in alike}), name)
+            if self._world_size > 1:
+                fill_empty_lists(metric, self._gather_objects)
+            value = metric.compute()
+            found.update((entry.key, value) for entry in alike)
         return found
 
     def _reduce(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
@@ -321,7 +341,7 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             continue
         first, op = found[key], Entry(key, tuple(saved["options"])).op
         totals = first["total"], saved["total"]
-        first["total"] = min(totals) if op == "min" else max(totals) if op == "max" else sum(totals)
+        first["total"] = extreme(op, *totals) if op in ("min", "max") else sum(totals)
         first["weight"] += saved["weight"]
         first["fresh"] = first.get("fresh", True) or saved.get("fresh", True)
     return list(found.values())
@@ -334,7 +354,7 @@ def _combine(op: str, parts: list[tuple[float, float]]) -> float:
         return sum(values) / weight if weight else float("nan")
     if not values:
         return NEUTRAL[op]
-    return sum(values) if op == "sum" else min(values) if op == "min" else max(values)
+    return sum(values) if op == "sum" else reduce(partial(extreme, op), values)
 
 
 class Published:

@@ -12,13 +12,21 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
-from lockstep.ground.seed import random_states, set_random_states
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure
+from lockstep.loop.padding import without_trace
 from lockstep.loop.progress import BATCH_END
-from lockstep.loop.results import is_metric
 from lockstep.loop.transfer import Transfer
 from lockstep.module import LightningModule
+
+MicroBatch = tuple[tuple[int, ...], Any, int, float, Any]  # (ranks without samples, batch, batch_idx, weight, share)
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
+SKIPPED = (
+    "The data set does not go round: ranks {ranks} have no samples of a micro-batch that is left at the end, and run "
+    "neither `training_step` nor the batch hooks for it: {names}. What belongs to each update (an average of the "
+    "weights, say) belongs into a hook of the update, `on_before_zero_grad` or `on_before_optimizer_step`, which run "
+    "on every rank; or leave such batches out by DataLoader(drop_last=True)."
+)
 
 
 class Step:
@@ -32,6 +40,11 @@ class Step:
             on_before_backward, backward, on_after_backward,
             on_before_optimizer_step, clip, optimizer.step, schedulers, on_train_batch_end
 
+    A micro-batch of which this rank has no samples does not exist for the user's code here: its batch hooks and
+    ``training_step`` do not run. What belongs to the update runs on every rank: zero_grad, on_after_backward where
+    the gradients were reduced, on_before_optimizer_step, clipping, the step. Under manual optimization
+    ``training_step`` does the update, so it runs on a padding batch, which leaves no trace (`loop/padding.py`).
+
     Three roads lead through a window; :meth:`setup` takes one for the whole fit: the plain one, the closure
     road where the optimizer demands a closure (LBFGS) or the module overrides ``optimizer_step``, and manual
     optimization.
@@ -40,6 +53,7 @@ class Step:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.ended_by_user = False  # on_train_batch_start returned -1
+        self.is_padding = False  # the batch at hand stands in for samples that this rank does not have
         self.wrapped: list[LightningOptimizer] = []
 
     def setup(self) -> None:
@@ -82,7 +96,7 @@ class Step:
         self._needs_closure = automatic and demands_closure(self.optimizer)
         self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
         self._losses: list[Tensor] = []
-        self._borrowing = False
+        self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
         )
@@ -102,14 +116,17 @@ class Step:
 
     def _plain(self, window: Any, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
-        last = window.size - 1
+        last, absent = window.size - 1, window.absent
         for i, (batch, weight, share) in enumerate(window):
             self.strategy.sync_gradients = at_end = i == last
             self.progress.last = at_end and window.last
+            if absent is not None:
+                self._absent = absent[i]
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
-            outputs = self._forward_backward(batch, batch_idx, weight, share, i == 0 and not window.begun)
+            play = self._with_absent if self._absent else self._forward_backward
+            outputs = play(batch, batch_idx, weight, share, i == 0 and not window.begun)
             if at_end:
                 self._prepare_update()
                 self.strategy.step(self.optimizer)
@@ -130,18 +147,20 @@ class Step:
                 f"This checkpoint was taken inside an accumulation window, which {type(self.optimizer).__name__} has "
                 "to see whole: resume from one that was taken at an optimizer step."
             )
-        last = window.size - 1
-        micro_batches: list[tuple[Any, int, float, float]] = []
+        last, absent = window.size - 1, window.absent
+        micro_batches: list[MicroBatch] = []
         losses: list[Tensor] = []
         for i, (batch, weight, share) in enumerate(window):
             self.strategy.sync_gradients = at_end = i == last
             self.progress.last = at_end and window.last
+            if absent is not None:
+                self._absent = absent[i]
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
-            micro_batches.append((batch, batch_idx, weight, share))
+            micro_batches.append((self._absent, batch, batch_idx, weight, share))
             if not at_end:
-                outputs = self._forward_backward(*micro_batches[-1], i == 0 and not window.begun)
+                outputs = self._play(micro_batches[-1], i == 0 and not window.begun)
                 losses += self._take_losses()
             else:
                 outputs = self._step_by_closure(micro_batches, losses, bool(window.begun))
@@ -150,9 +169,7 @@ class Step:
             yield
             batch_idx += 1
 
-    def _step_by_closure(
-        self, micro_batches: list[tuple[Any, int, float, float]], earlier: list[Tensor], begun: bool
-    ) -> Any:
+    def _step_by_closure(self, micro_batches: list[MicroBatch], earlier: list[Tensor], begun: bool) -> Any:
         last = len(micro_batches) - 1
         outputs: Any = {}
         first_call = True
@@ -168,23 +185,29 @@ class Step:
             for i in [last] if first_call else range(last + 1):
                 self.strategy.sync_gradients = i == last
                 self.results.table = self.table
-                self.results.muted = i != last or micro_batches[i][2] == 0.0
-                outputs = self._forward_backward(*micro_batches[i], i == 0 and not begun)
+                self.results.muted = i != last or micro_batches[i][3] == 0.0
+                outputs = self._play(micro_batches[i], i == 0 and not begun)
                 losses += self._take_losses()
             first_call = False
             self._prepare_update()
             if not losses:
-                if self._needs_closure:
+                if self._needs_closure and all(weight for _, _, _, weight, _ in micro_batches):
                     raise MisconfigurationException(
                         f"{type(self.optimizer).__name__} steers by the loss, and `training_step` returned None for "
                         "every micro-batch of this window: return the loss."
                     )
-                return None
+                if not self._needs_closure:
+                    return None
+                losses = [torch.zeros((), device=self.strategy.root_device)]  # the others' count
             total = torch.stack(losses).sum() * self._factor
-            # a line search steers by it, so it must be the same number on all ranks
-            return self.strategy.reduce(total, reduce_op="mean") if self._needs_closure else total
+            if not (self._needs_closure and self.shared):
+                return total
+            # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
+            # its type
+            wide = torch.float32 if total.device.type == "mps" else torch.float64
+            return self.strategy.reduce(total.to(wide), reduce_op="mean")
 
-        self.module.optimizer_step(self.progress.epoch, micro_batches[last][1], self.wrapped[0], closure)
+        self.module.optimizer_step(self.progress.epoch, micro_batches[last][2], self.wrapped[0], closure)
         if first_call:
             raise MisconfigurationException(
                 "`optimizer_step` did not run its `optimizer_closure`, in which forward and backward are: call "
@@ -202,6 +225,8 @@ class Step:
         for batch, weight, share in window:
             self.strategy.sync_gradients = True
             self.progress.last = window.last
+            if window.absent is not None:
+                self._absent = window.absent[0]
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
@@ -211,7 +236,7 @@ class Step:
             rounds = self.strategy.rounds
             self._share = share if weight else 1.0
             if weight == 0.0:
-                with self.borrowed():
+                with self.padding():
                     output = self.strategy.run(self.training_step, *arguments)
             else:
                 output = self.strategy.run(self.training_step, *arguments)
@@ -231,6 +256,8 @@ class Step:
         results = self.results
         results.weight = weight
         results.muted = weight == 0.0
+        if self._absent:
+            return self._begin_with_absent(batch, batch_idx, weight)
         if self.moves:
             batch = self.transfer(batch)
         if self.hooks.on_train_batch_start is not None:
@@ -238,13 +265,45 @@ class Step:
         results.table = self.table
         return batch
 
+    def _begin_with_absent(self, batch: Any, batch_idx: int, weight: float) -> Any:
+        """:meth:`_begin` where some ranks have no samples of the micro-batch: all learn whether the epoch ends here."""
+        names = self.hooks.owners(BATCH_HOOKS)
+        if names:
+            warn_once(SKIPPED.format(ranks=list(self._absent), names=", ".join(names)), key="batch hooks skipped")
+        ended = False
+        if weight == 0.0:
+            self.hooks.call_without_samples("_on_any_batch_start", batch_idx)
+            if self.moves and self.optimizer is None:
+                batch = self.transfer(batch)
+        else:
+            with self._without_absent():
+                if self.moves:
+                    batch = self.transfer(batch)
+                if self.hooks.on_train_batch_start is not None:
+                    ended = self.hooks.call("on_train_batch_start", batch, batch_idx) == -1
+        self.ended_by_user = self.strategy.reduce_boolean_decision(ended, all=False)
+        if self.ended_by_user:
+            self._absent = ()
+        self.results.table = self.table
+        return batch
+
+    @contextmanager
+    def _without_absent(self) -> Iterator[None]:
+        """Around user code that ranks without samples do not run: it may call no collective."""
+        self.strategy.absent = self._absent
+        try:
+            yield
+        finally:
+            self.strategy.absent = ()
+
     def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: Any, first: bool) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
-        if weight == 0.0 and not self._borrowing:
-            with self.borrowed():
-                return self._forward_backward(batch, batch_idx, 0.0, 1.0, first)
         strategy, step = self.strategy, self.training_step
+        if self._absent:
+            strategy.absent = self._absent  # until the step returns: the others do not run it
         output = strategy.run(step, batch, batch_idx) if self.takes_idx else strategy.run(step, batch)
+        if self._absent:
+            strategy.absent = ()
         if type(output) is Tensor:
             loss: Tensor | None = output
             self._unweighed = True
@@ -275,6 +334,32 @@ class Step:
             return {"loss": output.detach()}
         return {} if output is None else _detached(output)
 
+    def _play(self, micro_batch: MicroBatch, first: bool) -> Any:
+        self._absent, batch, batch_idx, weight, share = micro_batch
+        play = self._with_absent if self._absent else self._forward_backward
+        return play(batch, batch_idx, weight, share, first)
+
+    def _with_absent(self, batch: Any, batch_idx: int, weight: float, share: Any, first: bool) -> Any:
+        """:meth:`_forward_backward` of a micro-batch of which some ranks have no samples."""
+        strategy = self.strategy
+        with strategy.leaving_out(self._absent):
+            try:
+                if weight:
+                    return self._forward_backward(batch, batch_idx, weight, share, first)
+            finally:
+                strategy.absent = ()
+            strategy.skip_forward()
+            if first:
+                self._zero_grad(batch_idx)
+            if self.scaler is not None:
+                self.scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
+            if strategy.sync_gradients:
+                self._publish()
+            strategy.skip_backward(absent=True)
+            if strategy.sync_gradients and self.hooks.on_after_backward is not None:
+                self.hooks.call("on_after_backward")
+        return None
+
     def _publish(self) -> None:
         """Before this rank's part of the reduction: what it wants the others to know at the window's end."""
         self.trainer.fit_loop.request_stop()
@@ -299,16 +384,20 @@ class Step:
         if "weight" not in output:
             self._unweighed = True
             return output["loss"], share
-        own = output["weight"] if weight else 0.0
+        own = output["weight"]
         self.weights = own if self.weights is None else self.weights + own
-        return output["loss"], own if weight else 1.0
+        return output["loss"], own
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if hooks.on_before_backward is not None:
-            hooks.call("on_before_backward", loss)
+        if hooks.on_before_backward is not None and not self.is_padding:
+            if self._absent:
+                with self._without_absent():
+                    hooks.call("on_before_backward", loss)
+            else:
+                hooks.call("on_before_backward", loss)
         self.strategy.backward(loss, *args, **kwargs)
         if hooks.on_after_backward is not None:
             hooks.call("on_after_backward")
@@ -369,33 +458,34 @@ class Step:
         results = self.results
         if results.each_step:
             self.trainer.published.publish(results.agree_on_step())
-        if self.hooks.on_train_batch_end is not None:
+        if self._absent:
+            self._end_with_absent(outputs, batch, batch_idx)
+        elif self.hooks.on_train_batch_end is not None:
             self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         results.muted = False
         if results.each_step and self.strategy.sync_gradients:
             self.trainer.fit_loop.agree_on_stop()  # who stops by a value of this window stops here
 
+    def _end_with_absent(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.results.weight == 0.0:
+            self.hooks.call_without_samples("_on_any_batch_end", batch_idx)
+        elif self.hooks.on_train_batch_end is not None:
+            with self._without_absent():
+                self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
+        self._absent = ()
+
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Run a micro-batch for the other ranks' sake: this rank's share is empty, and it leaves no trace here."""
-        states = random_states()
-        buffers = [(buffer, buffer.clone()) for buffer in self.strategy.own_buffers()]
-        metrics = [(m, m._copy_state_dict(), m._update_count) for m in self.module.modules() if is_metric(m)]
-        self._borrowing = True
-        self.strategy.mute(True)
+    def padding(self) -> Iterator[None]:
+        """Run ``training_step`` on a padding batch: this rank has no samples, and nothing of it stays."""
+        strategy = self.strategy
+        self.is_padding = True
+        strategy.mute(True)
         try:
-            yield
+            with without_trace(self.module, strategy.own_buffers()):
+                yield
         finally:
-            self._borrowing = False
-            self.strategy.mute(False)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            for metric, saved, count in metrics:
-                for name, value in saved.items():
-                    setattr(metric, name, value)
-                metric._update_count, metric._computed = count, None
-            set_random_states(states)
+            self.is_padding = False
+            strategy.mute(False)
 
     # -- what users call -----------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class SyncBatchNorm(_BatchNorm):
     Attributes:
         muted: this rank's batch does not count: it is normalized as those of the others are, and changes no
             number on any rank. For a rank that takes part for the others' sake only.
+        partial: ``sync_group`` is what is left of the ranks, perhaps one: the others have no samples now.
 
     Raises:
         ValueError: in training, on every rank, if all ranks together have less than two values of a channel.
@@ -65,6 +66,7 @@ class SyncBatchNorm(_BatchNorm):
 
     sync_group: comm.Group = None
     muted: bool = False
+    partial: bool = False
     _plain: type[_BatchNorm] | None = None  # of a converted layer: what it was
 
     def __init__(
@@ -88,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` normalized, by the statistics of all ranks in training."""
         group, muted = self.sync_group, self.muted
-        if not self.training or comm.world_size(group) < 2:
+        if not self.training or (comm.world_size(group) < 2 and not self.partial):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:

@@ -13,7 +13,9 @@ from torch import Tensor
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from lockstep.cluster.base import World
+from lockstep.ground import comm
 from lockstep.ground.agreement import Agreement
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.elementwise import clip_by_value
 from lockstep.parallel.late_parameters import beside
 from lockstep.precision.base import Precision
@@ -35,6 +37,7 @@ class Strategy:
         sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; Trainer sets it.
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         devices: of this node, by local rank.
+        absent: while user code runs that ranks without samples for the micro-batch do not run: those ranks.
         plugins: a cluster, a CheckpointIO or a precision that came with it; Trainer takes them as its own.
     """
 
@@ -53,6 +56,7 @@ class Strategy:
         self.sync_gradients = True
         self.sync_batchnorm = False
         self.rounds = 0
+        self.absent: tuple[int, ...] = ()
         self.context: Callable[[], Any] | None = None
         self._own_backward: Callable[..., Any] | None = None
         self._torch_io = TorchCheckpointIO()
@@ -106,8 +110,23 @@ class Strategy:
         else:
             loss.backward(*args, **kwargs)
 
-    def skip_backward(self) -> None:
-        """Take part in the reduction of a micro-batch that has no loss on this rank."""
+    def skip_forward(self) -> None:
+        """Take part in what :meth:`run` does with the other ranks, where this one has no samples for a micro-batch."""
+
+    def skip_backward(self, absent: bool = False) -> None:
+        """Take part in the reduction of a micro-batch that has no loss on this rank.
+
+        Args:
+            absent: this rank has no samples for it, and no forward was run; else ``training_step`` gave no loss.
+        """
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """A micro-batch for which these ranks have no samples: layers that communicate do so without them.
+
+        Collective, for these ranks, too.
+        """
+        yield
 
     def epoch_begins(self) -> None:
         """An epoch of training begins, or goes on after a resume; its first hooks have run. Collective."""
@@ -246,6 +265,35 @@ class Strategy:
     def lightning_module(self) -> Any:
         """The user's module."""
         return self.module
+
+    def check_present(self, call: str, group: Any = None) -> None:
+        """Refuse a collective that user code calls where ranks without samples cannot join it.
+
+        Args:
+            call: what the user called.
+            group: the ranks that it takes; None: all.
+
+        Raises:
+            MisconfigurationException: it would wait for a rank that does not run this code.
+        """
+        missing = [rank for rank in self.absent if group is None or rank in comm.ranks_of(group)]
+        if missing:
+            which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+            raise MisconfigurationException(
+                f"{call} was called for a micro-batch of which {which} no samples (the data set does not go round), "
+                "so that this code does not run there and all would wait: call it in a hook that runs on every rank "
+                "(`on_before_optimizer_step`, `on_train_epoch_end`), leave the last batch out "
+                "(DataLoader(drop_last=True)), or have `self.log(..., sync_dist=True)` reduce the value."
+            )
+
+    @contextmanager
+    def with_all_ranks(self) -> Iterator[None]:
+        """Inside, collectives are allowed: the ranks without samples take part."""
+        before, self.absent = self.absent, ()
+        try:
+            yield
+        finally:
+            self.absent = before
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

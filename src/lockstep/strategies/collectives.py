@@ -21,16 +21,22 @@ class Collectives(Strategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
+        if self.absent:
+            self.check_present("strategy.barrier()")
         comm.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
+        if self.absent:
+            self.check_present("strategy.broadcast(...)")
         return comm.broadcast_object(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
         if self.world.size == 1:
             return tensor
+        if self.absent:
+            self.check_present("all_gather(...)", group)
         return (comm.all_gather_with_grad if sync_grads else comm.all_gather_tensor)(tensor, group)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -41,6 +47,8 @@ class Collectives(Strategy):
             group: a process group in place of all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
+        if self.absent:
+            self.check_present(f"strategy.reduce(..., reduce_op={reduce_op!r})", group)
         value = torch.as_tensor(tensor, device=self.root_device)
         name = str(reduce_op).rpartition(".")[2].lower()
         operation: Any = {"avg": "mean", "none": "sum"}.get(name, name)

@@ -362,15 +362,26 @@ class DDPStrategy(Collectives, Sharding):
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
         if self._late is not None and torch.is_grad_enabled():
             self._late.forward_begins()
-        buffers = self._buffers
-        if buffers is not None and torch.is_grad_enabled():
-            if buffers.due:
-                buffers.align()
-            buffers.differ = not self._is_apart()
+        if self._buffers is not None and torch.is_grad_enabled():
+            self._take_buffers()
         if self.context is None:
             return fn(*args)
         with self.context():
             return fn(*args)
+
+    def skip_forward(self) -> None:
+        """Take part in what the other ranks' training forward begins with."""
+        if self._late is not None:
+            self._late.forward_begins()
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        """Take rank 0's buffers at a window's first training forward."""
+        buffers = self._buffers
+        if buffers is not None:
+            if buffers.due:
+                buffers.align()
+            buffers.differ = not self._is_apart()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward with the buckets reduced as they fill, while it still runs."""
@@ -394,13 +405,13 @@ class DDPStrategy(Collectives, Sharding):
         if self._buffers is not None:
             self._buffers.due = self.sync_gradients and not self._is_apart()
 
-    def skip_backward(self) -> None:
+    def skip_backward(self, absent: bool = False) -> None:
         """Reduce what this rank accumulated before in the window."""
         assert self._reducer is not None
-        if self._norms is not None:
+        if self._norms is not None and not absent:
             raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
         if self.sync_gradients:
-            self._reducer.sync = True
+            self._reducer.sync, self._reducer.muted = True, absent
             if self._late is not None:
                 self._late.backward_begins()
             if self._local is not None:
@@ -412,6 +423,12 @@ class DDPStrategy(Collectives, Sharding):
             self.rounds = self._reducer.rounds
             if self._buffers is not None:
                 self._buffers.due = not self._is_apart()
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Let synchronized layers meet without these ranks."""
+        with contextlib.nullcontext() if self._norms is None else self._norms.leaving_out(absent):
+            yield
 
     def _compare_gradients(self, checks: RollCall) -> None:
         if self.sync_gradients and not self._is_apart():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +42,7 @@ class SynchronizedNorms:
         self.layers: list[SyncBatchNorm] = []
         self._converted: list[SyncBatchNorm] = []
         self._lent: list[SyncBatchNorm] = []
+        self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
         self.take_in(module)
 
     def take_in(self, module: Any) -> None:
@@ -49,6 +52,7 @@ class SynchronizedNorms:
         if self._convert:
             convert_sync_batchnorm(module)
         self.layers = list(synchronized_layers(module))
+        self._present = {}
         late = [layer for layer in self.layers if id(layer) not in known]
         self._converted += [layer for layer in late if id(layer) not in own]
         lent = [layer for layer in late if layer.sync_group is None]
@@ -59,8 +63,40 @@ class SynchronizedNorms:
             layer.sync_group = self.group
         self._lent += lent
 
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Inside, the layers meet without some ranks, which get the running statistics afterwards. Collective."""
+        groups = [layer.sync_group for layer in self.layers]
+        present = self._without(absent, groups)
+        for layer, group in zip(self.layers, groups, strict=True):
+            layer.sync_group, layer.partial = present[id(group)], True
+        try:
+            yield
+        finally:
+            for layer, group in zip(self.layers, groups, strict=True):
+                layer.sync_group, layer.partial = group, False
+        for group in {id(group): group for group in groups}.values():
+            ranks = comm.ranks_of(group)
+            first = next((place for place, rank in enumerate(ranks) if rank not in absent), None)
+            if first is not None and not set(absent).isdisjoint(ranks):
+                layers = [layer for layer in self.layers if layer.sync_group is group]
+                comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
+
+    def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
+        """For each of the layers' groups (by its id) one without some ranks. Collective."""
+        if absent not in self._present:
+            wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
+            # all ranks make all groups, in one order: a backend may need it
+            of_all = sorted({tuple(ranks) for each in comm.all_gather_object(list(wanted.values())) for ranks in each})
+            made = {ranks: dist.new_group(list(ranks), timeout=self._timeout) for ranks in of_all if ranks}
+            mine = comm.rank()
+            self._present[absent] = {
+                id(group): made[tuple(wanted[id(group)])] if mine in wanted[id(group)] else group for group in groups
+            }
+        return self._present[absent]
+
     def mute(self, muted: bool) -> None:
-        """Leave this rank's samples out of the statistics: they are borrowed."""
+        """Leave this rank's samples out of the statistics: they are a padding batch's."""
         for layer in self.layers:
             layer.muted = muted
 

@@ -121,6 +121,8 @@ class Sharding(Strategy):
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
         """Inside, ``.grad`` is the whole gradient; what is done to it counts. Collective."""
+        if self.absent:
+            self.check_present("strategy.whole_gradients()")
         if self._sharded is None:
             yield
         else:

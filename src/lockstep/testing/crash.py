@@ -126,6 +126,9 @@ class KillAt(Callback):
         if self.kill.moment == "batch" and self._is_due(trainer):
             self._strike()
 
+    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        self.on_train_batch_start(trainer, pl_module, None, batch_idx)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.kill.moment == "batch" or not self._is_due(trainer):
             return

@@ -184,9 +184,12 @@ class _Observer(Callback):
             return
         self._updated = trainer.global_step
         step = trainer.global_step - 1
-        with trainer.strategy.whole_gradients():
+        with trainer.strategy.with_all_ranks(), trainer.strategy.whole_gradients():
             self.take(_Observation(step, CLIPPED, {name: p.grad for name, p in pl_module.named_parameters()}))
         self.take(_Observation(step, PARAMETER, dict(pl_module.named_parameters())))
+
+    def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        self.on_train_batch_end(trainer, pl_module, None, None, batch_idx)
 
 
 class _Record(_Observer):
@@ -232,6 +235,9 @@ class _Compare(_Observer):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.strategy.drives_all_devices:
             self._mine.forward(trainer.global_step, trainer.results.weight, ())
+
+    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        self._mine.weights[trainer.global_step].append(0.0)  # without samples no forward runs
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._updated:

@@ -119,7 +119,7 @@ class Witness:
     clipped_before: set[int] = field(default_factory=set)
     """Steps whose gradient lay within the bound of clipping already, though that of one process does not."""
     weights: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By step, the samples of each forward; 0 for a borrowed one."""
+    """By step, the samples of each forward; 0 for one that a rank has none of."""
     buffers: dict[int, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
     """By step, for each forward, the digests of the buffers that it started with."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -179,10 +179,11 @@ def _stale_buffers(ranks: list[Witness]) -> list[Difference]:
     for step, forwards in ranks[0].buffers.items():
         for name in forwards[0] if forwards else ():
             digests = [[seen[name] for seen in witness.buffers.get(step, [])] for witness in ranks]
-            if any(len(set(alike)) == 1 for alike in zip(*digests, strict=False)):
+            # a rank without samples runs no forward
+            if any(len(set(alike)) == 1 for alike in zip(*filter(None, digests), strict=False)):
                 continue
             mine, newest = digests[0][-1], [each[-1] if each else "" for each in digests]
-            strays = tuple(rank for rank, theirs in enumerate(newest) if theirs != mine)
+            strays = tuple(rank for rank, theirs in enumerate(newest) if theirs and theirs != mine)
             tensors = [ranks[rank].tensors[newest[rank]].double() for rank in (0, *strays) if newest[rank]]
             size = max(((each - tensors[0]).abs().max().item() for each in tensors), default=math.inf)
             found.append(Difference(step, BUFFER, name, strays, size, tensors[0].abs().max().item()))

@@ -145,12 +145,18 @@ class _Recorder(Callback):
         self._rate = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._on_any_batch_start(trainer, pl_module, batch_idx)
+
+    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
         self._before = trainer.global_step
         self._rate = float(trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if outputs:  # not where training_step skipped the batch
             self._window.append(float(outputs["loss"]))
+        self._on_any_batch_end(trainer, pl_module, batch_idx)
+
+    def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
         if trainer.global_step == self._before:
             return
         window, self._window = self._window, []

@@ -143,6 +143,10 @@ class RichProgressBar(ProgressBar):
         if self._train_task is not None and self._train_meter.due(batch_idx + 1):
             self._draw_training(trainer, pl_module)
 
+    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+        if self._train_task is not None and self._train_meter.due(batch_idx + 1):
+            self._draw_training(trainer, pl_module)
+
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
         """Show what was logged at the end of the epoch."""
         if self._train_task is not None:

@@ -1,0 +1,134 @@
+"""A padding batch leaves no trace: what a training step on it writes in the module is put back.
+
+Manual optimization runs ``training_step`` on every rank, also where a rank has no samples of a batch: there it is given
+a sample of another rank's. Put back are, in the module and all modules inside it:
+
+- buffers, and the random states of this process;
+- metrics of torchmetrics, as submodules or anywhere in what follows;
+- attributes that hold numbers, strings, tensors, or lists, dicts, sets and deques of such (of anything: what an
+  object inside them keeps for itself is not looked at). Containers stay the objects that they are. Attributes that
+  were not there before are gone.
+
+Not put back are parameters and optimizers, which take the other ranks' gradients; what other objects keep; globals;
+files, and what was sent elsewhere. Code that writes there may ask ``trainer.is_padding_batch``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.ground.seed import random_states, set_random_states
+from lockstep.loop.metrics import is_metric, put_back, snapshot
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+OF_TORCH = frozenset(vars(nn.Module()))  # _parameters, _buffers, hooks, ...
+
+Restore = Callable[[], None]
+
+
+@contextmanager
+def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Put back what happens inside to the module's state; see above.
+
+    Args:
+        module: the user's.
+        buffers: of it, those that this rank alone changes.
+    """
+    states = random_states()
+    seen: dict[int, Any] = {}
+    restores = [_of_tensor(buffer) for buffer in buffers]
+    for part in module.modules():
+        restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+        set_random_states(states)
+
+
+def _of_attributes(module: nn.Module, seen: dict[int, Any]) -> Restore:
+    attributes = vars(module)
+    known = set(attributes)
+    kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value)}
+    inside = [_of_value(value, seen) for value in kept.values()]
+
+    def restore() -> None:
+        for name in [name for name, value in attributes.items() if name not in known and _is_state(value)]:
+            del attributes[name]
+        attributes.update(kept)
+        _all(inside)
+
+    return restore
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value)
+
+
+def _of_value(value: Any, seen: dict[int, Any]) -> Restore:
+    """Puts the inside of a value back; what it is bound to is its owner's affair."""
+    if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
+        return _nothing
+    seen[id(value)] = value  # which keeps it alive, so that no other gets its id
+    if is_metric(value):
+        return _of_metric(value, seen)
+    if isinstance(value, Tensor):
+        return _of_tensor(value)
+    if isinstance(value, tuple):
+        inside = [_of_value(item, seen) for item in value]
+        return lambda: _all(inside)
+    if isinstance(value, dict):
+        return _of_container(value, dict(value), value.values(), value.update, seen)
+    if isinstance(value, (list, deque)):
+        return _of_container(value, list(value), value, value.extend, seen)
+    if isinstance(value, set):
+        return _of_container(value, set(value), (), value.update, seen)
+    return _nothing
+
+
+def _of_container(
+    container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: dict[int, Any]
+) -> Restore:
+    inside = [_of_value(item, seen) for item in list(items)]
+
+    def restore() -> None:
+        container.clear()
+        fill(copied)
+        _all(inside)
+
+    return restore
+
+
+def _of_tensor(tensor: Tensor) -> Restore:
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return _nothing
+    before, version = tensor.detach().clone(), tensor._version
+
+    @torch.no_grad()
+    def restore() -> None:
+        if tensor._version != version:
+            tensor.copy_(before)
+
+    return restore
+
+
+def _of_metric(metric: Any, seen: dict[int, Any]) -> Restore:
+    seen[id(metric)] = metric
+    return partial(put_back, snapshot(metric))
+
+
+def _all(restores: list[Restore]) -> None:
+    for restore in restores:
+        restore()
+
+
+def _nothing() -> None:
+    pass

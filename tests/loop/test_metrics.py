@@ -1,0 +1,212 @@
+"""torchmetrics objects over loaders and ranks: each loader its own number, and ranks that collected nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
+
+from lockstep.loop.entry import Entry, extreme
+from lockstep.loop.results import Results, merged
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+
+
+class Kept(Metric):
+    """A list that is not joined to one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", default=[], dist_reduce_fx=None)
+        self.kept: list[Tensor]
+
+    def update(self, value: Tensor) -> None:
+        self.kept.append(value)
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.kept).sum()
+
+
+class Judged(Slope):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        kinds = {"auroc": lambda: AUROC(task="binary"), "cat": CatMetric, "kept": Kept}
+        self.kind, self.metric = kind, kinds[kind]()
+
+    def judge(self, batch: Tensor) -> None:
+        if self.kind == "auroc":
+            self.metric.update(batch / 10, (batch > 1).long())
+        elif self.kind == "kept":
+            self.metric.update(batch.sum())
+        else:
+            self.metric.update(batch)
+        if self.kind == "cat":
+            return
+        self.log("judged", self.metric, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.judge(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.judge(batch)
+
+
+def judged(kind: str, samples: int, validate: bool) -> dict[str, float]:
+    trainer = on_ranks(max_epochs=1)
+    if validate:
+        return trainer.validate(Judged(kind), numbers(samples), verbose=False)[0]
+    trainer.fit(Judged(kind), numbers(samples))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_metric_with_lists_on_a_rank_without_samples_ended_in_an_abort(ranks: RankPool, validate: bool) -> None:
+    """torchmetrics sends a message for each tensor in a list, and there was none on the third rank."""
+    for found in ranks(3).run(judged, "auroc", 2, validate, timeout=40):
+        assert found == {"judged": 1.0}
+
+
+def test_lists_of_other_lengths_that_are_not_joined_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(Exception, match=r"Kept keeps a list, 'kept'[\s\S]*\[2, 1\] entries by rank"):
+        ranks(2).run(judged, "kept", 3, True, timeout=40)
+    assert ranks(2).run(judged, "kept", 4, True, timeout=40) == [{"judged": 10.0}] * 2
+
+
+class Several(Slope):
+    """One metric object for all loaders; and a collection whose members share their states."""
+
+    def __init__(self, together: bool = False) -> None:
+        super().__init__()
+        self.mean, self.together = MeanMetric(), together
+        self.parts = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()}, prefix="part_")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.mean.update(batch)
+        self.parts.update(batch)
+        if self.together:
+            self.log("mean", self.mean, add_dataloader_idx=False)
+        else:
+            self.log("mean", self.mean)
+            self.log_dict(self.parts)
+
+
+LOADERS = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0, 40.0], [7.0]]
+
+
+def several(together: bool, world: int) -> list[dict[str, float]]:
+    loaders = [DataLoader(torch.tensor(values, dtype=torch.float64), batch_size=1) for values in LOADERS]  # type: ignore[arg-type]
+    trainer = quiet() if world == 1 else on_ranks()
+    module = Several(together)
+    first = trainer.validate(module, loaders, verbose=False)
+    assert trainer.validate(module, loaders, verbose=False) == first
+    return first
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_metric_logged_from_several_loaders_showed_the_mixture_for_each(ranks: RankPool, world: int) -> None:
+    for found in [several(False, 1)] if world == 1 else ranks(world).run(several, False, world, timeout=40):
+        for number, (values, metrics) in enumerate(zip(LOADERS, found, strict=True)):
+            mean, name = sum(values) / len(values), f"dataloader_idx_{number}"
+            expected = {"mean": mean, "part_mean": mean, "part_sum": sum(values)}
+            assert metrics == {f"{key}/{name}": pytest.approx(value) for key, value in expected.items()}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_name_for_several_loaders_is_their_mixture(ranks: RankPool, world: int) -> None:
+    every = [value for values in LOADERS for value in values]
+    for found in [several(True, 1)] if world == 1 else ranks(world).run(several, True, world, timeout=40):
+        assert [metrics["mean"] for metrics in found] == [pytest.approx(sum(every) / len(every))] * 3
+
+
+# -- not a number is the extreme of all
+
+
+INF, NAN = math.inf, math.nan
+EXTREMES = [
+    ("max", [1.0, NAN, 3.0], NAN),
+    ("max", [NAN, 1.0], NAN),
+    ("min", [1.0, NAN], NAN),
+    ("min", [NAN, -INF], NAN),
+    ("max", [1.0, INF], INF),
+    ("max", [-INF, -INF], -INF),
+    ("min", [INF, INF], INF),
+    ("min", [0.0, -0.0], -0.0),
+    ("max", [-0.0, 0.0], 0.0),
+    ("max", [-0.0, -0.0], -0.0),
+]
+
+
+def alike(one: float, other: float) -> bool:
+    return (one != one and other != other) or (one == other and math.copysign(1, one) == math.copysign(1, other))
+
+
+@pytest.mark.parametrize(("op", "values", "expected"), EXTREMES)
+def test_the_extreme_of_two_numbers(op: str, values: list[float], expected: float) -> None:
+    for order in (values, values[::-1]):
+        found = order[0]
+        for value in order[1:]:
+            found = extreme(op, found, value)
+        assert alike(found, expected)
+
+
+class Extremes(Slope):
+    def __init__(self, values: list[float], on_tensors: bool) -> None:
+        super().__init__()
+        self.values, self.on_tensors = values, on_tensors
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = self.values[int(batch.item()) - 1]
+        for op in ("min", "max"):
+            logged: Any = torch.tensor(value, dtype=torch.float64) if self.on_tensors else value
+            self.log(op, logged, on_step=True, on_epoch=True, reduce_fx=op, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def extremes(on_tensors: bool, world: int) -> list[dict[str, float]]:
+    found = []
+    for _, values, _ in EXTREMES:
+        trainer = quiet(max_epochs=1) if world == 1 else on_ranks(max_epochs=1)
+        trainer.fit(Extremes(values, on_tensors), numbers(len(values)))
+        found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    return found
+
+
+@pytest.mark.parametrize("on_tensors", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_nan_disappeared_from_extremes(ranks: RankPool, world: int, on_tensors: bool) -> None:
+    every = [extremes(on_tensors, 1)] if world == 1 else ranks(world).run(extremes, on_tensors, world, timeout=60)
+    for metrics in every:
+        for (op, values, expected), found in zip(EXTREMES, metrics, strict=True):
+            assert alike(found[f"{op}_epoch"], expected), (op, values, found)
+            if world == len(values):  # the values of one step, over the ranks
+                assert alike(found[f"{op}_step"], expected), (op, values, found)
+
+
+@pytest.mark.parametrize(("op", "values", "expected"), EXTREMES)
+def test_a_resume_keeps_the_extreme(op: str, values: list[float], expected: float) -> None:
+    def collected(some: list[float]) -> Results:
+        results = Results(lambda vector: vector.unsqueeze(0), lambda obj: [obj])
+        results.enter("training_step")
+        for value in some:
+            results.log("x", value, (False, None, False, True, op, True, False, False), None)
+        return results
+
+    half = len(values) // 2
+    states = [collected(values[:half]).state_dict(), collected(values[half:]).state_dict()]
+    joined = collected([])
+    joined.load_state_dict(merged(states))
+    resumed = collected([])
+    resumed.load_state_dict(states[0])
+    resumed.enter("training_step")
+    for value in values[half:]:
+        resumed.log("x", value, (False, None, False, True, op, True, False, False), None)
+    for results in (joined, resumed):
+        [(entry, _, value)] = results.reduce_epoch()
+        assert isinstance(entry, Entry)
+        assert alike(value.item(), expected)
