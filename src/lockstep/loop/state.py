@@ -11,6 +11,7 @@ import torch
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.data.drawn_order import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import plain_hyperparameters
@@ -103,7 +104,9 @@ def _resume_alone(trainer: Any) -> dict[str, Any]:
         saved["batch"] -= begun
         saved["total_batches"] -= begun
         saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
-    ranks: list[dict[str, Any]] = [{"data": {}}] * trainer.world_size
+    feed = trainer.fit_loop.feed
+    data = {} if feed is None else of_all_ranks(feed.state_dict())
+    ranks: list[dict[str, Any]] = [{"data": data}] * trainer.world_size
     return _common(trainer, saved, begun, ranks, trainer.strategy.rank_states(alone=True))
 
 
@@ -310,7 +313,8 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
             kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none
             metrics = {name: [of_rank[name] for of_rank in kept] for name in (kept[0] if kept else ())}
             logged = merged([part.get("results", []) for part in mine])
-            fit_loop.resumed = {"data": {}, "results": logged, "metrics": metrics}
+            order = of_all_ranks(ranks[0].get("data"))
+            fit_loop.resumed = {"data": order, "results": logged, "metrics": metrics}
     else:
         fit_loop.progress.load_lightning(checkpoint)
         fit_loop.resumed = {"data": {}}
