@@ -61,7 +61,7 @@ class FakeTrainer:
 
     @property
     def fit_loop(self) -> Any:
-        return SimpleNamespace(progress=SimpleNamespace(windows=self.global_step))
+        return SimpleNamespace(progress=SimpleNamespace(windows=self.global_step), is_cut=False, is_interrupted=False)
 
     @property
     def is_global_zero(self) -> bool:

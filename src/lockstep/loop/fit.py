@@ -84,6 +84,7 @@ class FitLoop:
         self.feed: Feed | None = None
         self.given: Any = None  # the training loaders as the user made them
         self.results: Results | None = None
+        self.cut_epoch: dict[str, Any] | None = None  # what an epoch that ended early had logged, for a checkpoint
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
         self._started = 0.0
@@ -103,6 +104,7 @@ class FitLoop:
         """Fit the trainer's module; returns how it ended."""
         trainer = self.trainer
         self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
+        self.cut_epoch = None
         self.validation.feed = self.elastic.saved = None
         trainer.should_stop = False
         self._time_limit = trainer.config.max_time
@@ -190,6 +192,7 @@ class FitLoop:
         """One epoch, or what is left of it after a resume."""
         trainer, progress, step = self.trainer, self.progress, self.step
         whole = progress.phase == EPOCH_END
+        self.cut_epoch = None
         if progress.phase == EPOCH_START:
             progress.batch = 0
             if self._reload_due(progress.train_loaded):
@@ -273,6 +276,8 @@ class FitLoop:
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
         results.weight = 1.0  # what is logged from here on is no batch's
+        if not whole:  # reducing it begins its means anew, and a resume goes on with them
+            self.cut_epoch = state.logged(trainer)
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
@@ -329,6 +334,16 @@ class FitLoop:
         if trainer.world_size == 1:
             return trainer.interruption is not None
         return bool(trainer.agreement.is_up(trainer.interrupt_flag))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the epoch ends, or has ended, before its last batch: metrics may be missing. Of all ranks alike."""
+        return self.cut_epoch is not None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
+        return self.is_cut and self._interrupted()
 
     def request_stop(self) -> None:
         """Tell the agreement what this rank wants."""

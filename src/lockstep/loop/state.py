@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -81,10 +82,11 @@ def _resume(trainer: Any) -> dict[str, Any]:
     progress_state = {**progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
     feed = trainer.fit_loop.feed
     module = trainer.lightning_module
+    cut = trainer.fit_loop.cut_epoch or logged(trainer)
     part: dict[str, Any] = {
         "random": random_states(),
-        "results": trainer.fit_loop.results.state_dict() if trainer.fit_loop.results is not None else [],
-        "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "results": cut["results"],
+        "metrics": cut["metrics"],
         "data": feed.state_dict() if feed is not None else {},
     }
     # batches of a window under way; in manual optimization only the user knows where a window ends
@@ -94,6 +96,16 @@ def _resume(trainer: Any) -> dict[str, Any]:
         part.update(trainer.strategy.held_gradients())
     ranks = trainer.strategy.gather_objects(part)
     return _common(trainer, progress_state, begun, ranks, trainer.strategy.rank_states())
+
+
+def logged(trainer: Any) -> dict[str, Any]:
+    """What this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
+    module, results = trainer.lightning_module, trainer.fit_loop.results
+    return {
+        "results": [] if results is None else deepcopy(results.state_dict()),
+        "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "published": dict(trainer.published.callback),
+    }
 
 
 def _resume_alone(trainer: Any) -> dict[str, Any]:
@@ -119,13 +131,15 @@ def _begun(trainer: Any, batch: int, epoch: int, last: bool) -> int:
 def _common(
     trainer: Any, progress_state: dict[str, Any], begun: int, ranks: list[Any], of_strategy: list[Any]
 ) -> dict[str, Any]:
+    cut = trainer.fit_loop.cut_epoch
+    published = trainer.published.callback if cut is None else cut["published"]
     return {
         **({"strategy of ranks": of_strategy} if of_strategy else {}),
         "progress": progress_state,
         "seed": trainer.seed,
         "plan": trainer.fit_loop.elastic.state_dict(trainer.fit_loop.progress, begun),
         "strategy": trainer.strategy.state_dict(),
-        "metrics": {name: value.cpu() for name, value in trainer.published.callback.items()},
+        "metrics": {name: value.cpu() for name, value in published.items()},
         "ranks": ranks,
     }
 
