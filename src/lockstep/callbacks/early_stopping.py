@@ -170,8 +170,9 @@ class EarlyStopping(Callback):
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
             "or name one of those."
         )
-        if trainer.fit_loop.is_cut:
-            rank_zero_warn(f"{message} The epoch ended before its last batch, and is not checked.")
+        why = trainer.fit_loop.lacks_metrics
+        if why is not None:
+            rank_zero_warn(f"{message} {why}: it is not checked.")
         elif self.strict:
             raise MisconfigurationException(message)
         elif self.verbose:

@@ -401,8 +401,9 @@ class ModelCheckpoint(Checkpoint):
             f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged; there are {available}. "
             f"Log it by self.log({self.monitor!r}, value), or monitor another."
         )
-        if trainer.fit_loop.is_cut:
-            why = "The epoch ended before its last batch, so that this checkpoint is not ranked."
+        lacks = trainer.fit_loop.lacks_metrics
+        if lacks is not None:
+            why = f"{lacks}: it is not ranked, and so not saved."
         elif self._awaits_validation(trainer):
             why = "No validation has run yet; until then the best are not known."
         else:

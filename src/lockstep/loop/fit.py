@@ -84,6 +84,7 @@ class FitLoop:
         self.feed: Feed | None = None
         self.given: Any = None  # the training loaders as the user made them
         self.results: Results | None = None
+        self.logged_elsewhere = False  # by Lightning, in the epoch that a resume goes on with
         self.cut_epoch: dict[str, Any] | None = None  # what an epoch that ended early had logged, for a checkpoint
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
@@ -104,7 +105,7 @@ class FitLoop:
         """Fit the trainer's module; returns how it ended."""
         trainer = self.trainer
         self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
-        self.cut_epoch = None
+        self.cut_epoch, self.logged_elsewhere = None, False
         self.validation.feed = self.elastic.saved = None
         trainer.should_stop = False
         self._time_limit = trainer.config.max_time
@@ -302,6 +303,7 @@ class FitLoop:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
             progress.batch, progress.phase = 0, EPOCH_START
+            self.logged_elsewhere = False
             if self.signals is not None:
                 self.signals.epoch_ended()
 
@@ -336,14 +338,20 @@ class FitLoop:
         return bool(trainer.agreement.is_up(trainer.interrupt_flag))
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the epoch ends, or has ended, before its last batch: metrics may be missing. Of all ranks alike."""
-        return self.cut_epoch is not None
+    def lacks_metrics(self) -> str | None:
+        """Why metrics of this epoch may be missing, which then is no mistake of the user's. Of all ranks alike."""
+        if self.cut_epoch is not None:
+            return "The epoch ended before its last batch"
+        if self.logged_elsewhere:
+            return (
+                "The run goes on within an epoch of Lightning's, whose checkpoint does not hold what was logged in it"
+            )
+        return None
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
-        return self.is_cut and self._interrupted()
+        return self.cut_epoch is not None and self._interrupted()
 
     def request_stop(self) -> None:
         """Tell the agreement what this rank wants."""

@@ -16,7 +16,7 @@ from lockstep.data.drawn_order import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import plain_hyperparameters
-from lockstep.ground.rank import log, rank_zero_info, warn_once
+from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import TrainerFn, TrainerStatus
 from lockstep.loop.mismatch import load_optimizer, load_weights
@@ -332,6 +332,13 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
     else:
         fit_loop.progress.load_lightning(checkpoint)
         fit_loop.resumed = {"data": {}}
+        fit_loop.logged_elsewhere = fit_loop.progress.batch > 0
+        if fit_loop.logged_elsewhere:
+            rank_zero_warn(
+                f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit_loop.progress.batch} batches "
+                f"of epoch {fit_loop.progress.epoch}, and it does not hold what they logged: this epoch's means are "
+                "those of the batches to come."
+            )
 
 
 def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
