@@ -61,7 +61,9 @@ class FakeTrainer:
 
     @property
     def fit_loop(self) -> Any:
-        return SimpleNamespace(progress=SimpleNamespace(windows=self.global_step))
+        return SimpleNamespace(
+            progress=SimpleNamespace(windows=self.global_step), lacks_metrics=None, is_interrupted=False
+        )
 
     @property
     def is_global_zero(self) -> bool:

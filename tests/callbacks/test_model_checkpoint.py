@@ -81,6 +81,7 @@ class FakeTrainer:
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.global_step = self.current_epoch = 0
         self.is_last_batch = self.sanity_checking = False
+        self.fit_loop = SimpleNamespace(lacks_metrics=None, is_interrupted=False)
         self.saves: list[tuple[int, str]] = []
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import log, rank_prefixed_message, warn_once
+from lockstep.ground.rank import log, rank_prefixed_message, rank_zero_warn, warn_once
 from lockstep.ground.view import ModuleView, TrainerView
 
 
@@ -117,8 +117,8 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = None
 
     def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
-        """Check here, if validation runs once an epoch or the user said so."""
-        if self._check_on_train_epoch_end:
+        """Check here, if validation runs once an epoch or the user said so; a resume checks an interrupted epoch."""
+        if self._check_on_train_epoch_end and not trainer.fit_loop.is_interrupted:
             self._check(trainer)
 
     def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
@@ -152,7 +152,7 @@ class EarlyStopping(Callback):
         metrics = trainer.reduced_metrics()
         value = metrics.get(self.monitor)
         if value is None:
-            self._report_missing(metrics)
+            self._report_missing(trainer, metrics)
             return
         reason, message = self._judge(torch.as_tensor(value).detach().squeeze().cpu())
         if reason is not EarlyStoppingReason.NOT_STOPPED:
@@ -164,15 +164,18 @@ class EarlyStopping(Callback):
             rank = trainer.global_rank if trainer.world_size > 1 else None
             log.info(rank_prefixed_message(message, rank))
 
-    def _report_missing(self, metrics: dict[str, Tensor]) -> None:
+    def _report_missing(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> None:
         message = (
             f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "
             "or name one of those."
         )
-        if self.strict:
+        why = trainer.fit_loop.lacks_metrics
+        if why is not None:
+            rank_zero_warn(f"{message} {why}: it is not checked.")
+        elif self.strict:
             raise MisconfigurationException(message)
-        if self.verbose:
+        elif self.verbose:
             warn_once(message, category=RuntimeWarning)
 
     def _better(self, value: Tensor | float, than: Tensor | float) -> bool:

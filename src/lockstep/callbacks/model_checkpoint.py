@@ -405,9 +405,14 @@ class ModelCheckpoint(Checkpoint):
             f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged; there are {available}. "
             f"Log it by self.log({self.monitor!r}, value), or monitor another."
         )
-        if not self._awaits_validation(trainer):
+        lacks = trainer.fit_loop.lacks_metrics
+        if lacks is not None:
+            why = f"{lacks}: it is not ranked, and so not saved."
+        elif self._awaits_validation(trainer):
+            why = "No validation has run yet; until then the best are not known."
+        else:
             raise MisconfigurationException(message)
-        rank_zero_warn(message + " No validation has run yet; until then the best are not known.")
+        rank_zero_warn(f"{message} {why}")
 
     def _awaits_validation(self, trainer: TrainerView) -> bool:
         return trainer.enable_validation and sum(trainer.num_val_batches) > 0 and not self._has_validated

@@ -27,12 +27,12 @@ def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
         MisconfigurationException: it has a `DistributedSampler` made for other ranks.
     """
     if not isinstance(loader, DataLoader) or not draft.distribute:
-        return Untouched(loader, None, draft)
+        return Untouched(loader, None, draft, name)
     key = make_key(draft.seed, draft.stage, number)
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, draft, key)
+        return Stream(loader, draft, key, name)
     if draft.torch_order and draft.size == draft.planned == 1:
-        return Untouched(loader, plain_cut(loader, 1), draft)
+        return Untouched(loader, plain_cut(loader, 1), draft, name)
     return make_indexed(loader, draft, key, name)
 
 
@@ -87,6 +87,8 @@ def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> 
         drop_last=drop_last,
         alone=alone,
         agreed=draft.agreed,
+        gather=draft.gather if distributed is None else None,
+        name=name,
     )
     return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lockstep.data.combined import LENGTHS, rows
+from lockstep.data.drawn_order import of_all_ranks
 from lockstep.data.recut import Grouping
 from lockstep.data.source import Source, Untouched, skipped
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
@@ -49,6 +50,7 @@ class Mixed(Source):
             mode == "max_size_cycle" and any(map(math.isinf, self._lengths))
         )
         self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
+        self._own_states: list[Any] = []  # those of generators that loaders hold
         self._resume: dict[str, Any] | None = None
 
     def _measure(self) -> None:
@@ -98,15 +100,16 @@ class Mixed(Source):
         return [leaf for part in self._parts for leaf in part.leaves()]
 
     def state_dict(self) -> dict[str, Any]:
-        if self._rereads:
-            return {} if self._states is None else {"random": self._states}
-        if self._mode == "max_size_cycle":
-            return {}  # a state does not tell how often its loader has begun anew
         states = [part.state_dict() for part in self._parts]
-        return {"parts": states} if any(states) else {}
+        if self._rereads or self._mode == "max_size_cycle":
+            states = list(map(of_all_ranks, states))  # other states do not tell how often their loader has begun anew
+        found: dict[str, Any] = {"parts": states} if any(states) else {}
+        if self._rereads and self._states is not None:
+            found |= {"random": self._states, "own": self._own_states}
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resume = state.get("random")
+        self._resume = state if "random" in state else None
         for part, of_part in zip(self._parts, state.get("parts", []), strict=False):
             part.load_state_dict(of_part)
 
@@ -140,8 +143,11 @@ class Mixed(Source):
             return walk
         if resume is None or start == 0:
             self._states = random_states(include_cuda=False)
+            self._own_states = [part.generator_states() for part in self._parts]
             return skipped(walk, start)
-        self._states = resume
+        self._states, self._own_states = resume["random"], resume.get("own", [])
+        for part, states in zip(self._parts, self._own_states, strict=False):
+            part.set_generator_states(states)
         with isolate_rng(include_cuda=False):
-            set_random_states(resume)
+            set_random_states(resume["random"])
             return skipped(walk, start)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
+from lockstep.data.drawn_order import generator_state, seed_generator, set_generator_state
 from lockstep.data.order import mix
 
 
@@ -119,33 +120,33 @@ class Lane:
         generators: further generators that are drawn from, and the bits that each of them starts at.
     """
 
-    def __init__(self, bits: int, generators: Sequence[tuple[torch.Generator, int]] = ()) -> None:
+    def __init__(self, bits: int, generators: Sequence[tuple[Any, int]] = ()) -> None:
         self._bits = bits
         self._generators = generators
         self._inside: tuple[Any, ...] | None = None
-        self._inside_of: list[torch.Tensor] = []
+        self._inside_of: list[Any] = []
         self._outside: tuple[Any, ...] = ()
-        self._outside_of: list[torch.Tensor] = []
+        self._outside_of: list[Any] = []
 
     def __enter__(self) -> Lane:
         self._outside = capture()
-        self._outside_of = [made.get_state() for made, _ in self._generators]
+        self._outside_of = [generator_state(made) for made, _ in self._generators]
         if self._inside is None:
             seed_all(self._bits)
             for made, bits in self._generators:
-                made.manual_seed(bits)
+                seed_generator(made, bits)
         else:
             put_back(self._inside)
             for (made, _), state in zip(self._generators, self._inside_of, strict=True):
-                made.set_state(state)
+                set_generator_state(made, state)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._inside = capture()
-        self._inside_of = [made.get_state() for made, _ in self._generators]
+        self._inside_of = [generator_state(made) for made, _ in self._generators]
         put_back(self._outside)
         for (made, _), state in zip(self._generators, self._outside_of, strict=True):
-            made.set_state(state)
+            set_generator_state(made, state)
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:

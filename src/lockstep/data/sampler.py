@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lockstep.data.cut import Cut
+from lockstep.data.drawn_order import DrawnOrder, generators_of, initial_bits, stateful, states_of
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
 from lockstep.data.randomness import Lane, SeededIndex, SeededIndices
 from lockstep.data.recut import Grouping, Recut, Rest
@@ -45,6 +46,8 @@ class Schedule(ABC):
     """As of `Source`."""
     flexible: bool = True
     """Whether :meth:`group` can cut the epoch as it asks; else only where its micro-batches are full ones."""
+    stop: int | float = math.inf
+    """From this micro-batch on none is wanted in the pass that begins."""
 
     def __init__(self, rank: int, size: int, *, key: int, borrow: bool, quiet: bool) -> None:
         self.rank = rank
@@ -81,6 +84,13 @@ class Schedule(ABC):
     @abstractmethod
     def place(self, number: int) -> int:
         """Positions that all ranks have drawn before a micro-batch with which a window begins."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes, besides the position, to draw the same order again; empty if nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """For the pass of the checkpoint, which is opened again; see :meth:`state_dict`."""
 
     def _seeding(self, indices: list[int], first: int) -> list[int]:
         return indices if self.quiet else SeededIndices(indices, self.epoch_key, first)
@@ -194,6 +204,8 @@ class Drawn(Schedule):
 
     It is drawn under generators seeded by (seed, epoch), apart from those of training; its positions are cut
     like ours. Of a batch sampler every rank takes each ``size``-th batch. The user's ``set_epoch`` is called.
+    A checkpoint holds a hash of what was drawn: a sampler that draws another order after a resume, or on another
+    rank, is refused.
 
     Args:
         sampler: yields indices; or lists of them where ``size_of_batch`` is None (a batch sampler).
@@ -201,6 +213,8 @@ class Drawn(Schedule):
         drop_last: leave out the last global batch if it is not full.
         alone: the data set is asked for one index at a time (a loader with ``batch_size=None``).
         agreed: makes the seed of a generator that the sampler holds the same on all ranks.
+        gather: every rank's tensor, stacked, to compare what ranks have drawn; None: not compared.
+        name: of the loader, for messages.
     """
 
     def __init__(
@@ -216,6 +230,8 @@ class Drawn(Schedule):
         drop_last: bool = False,
         alone: bool = False,
         agreed: Callable[[int], int] = int,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        name: str = "the loader",
     ) -> None:
         super().__init__(rank, size, key=key, borrow=borrow, quiet=quiet)
         self.sampler = sampler
@@ -227,8 +243,15 @@ class Drawn(Schedule):
         self._unit = size * self.batch  # positions that are pulled together
         self._grouping: Grouping | None = None
         self._position = 0  # pulled from the sampler so far
-        held = [found for holder in holders(sampler) if (found := own_generator(holder)) is not None]
-        self._generators = [(found, agreed(found.initial_seed())) for found in dict.fromkeys(held)]
+        held = {id(made): made for holder in holders(sampler) for made in generators_of(holder)}
+        self._generators = [(made, agreed(initial_bits(made))) for made in held.values()]
+        self._stateful = stateful(holders(sampler))
+        self._before: list[Any] = []  # their states at the beginning of the pass
+        self._order = DrawnOrder(sampler, name)
+        self._gather = gather
+        self._pass = (0, 0)
+        self._has_ended = False
+        self._resume: dict[str, Any] = {}
         self._lane = Lane(0)
         self._iterator: Iterator[Any] = iter(())
         self._mine: deque[tuple[list[int], int]] = deque()  # (indices, position of the first), not yet handed out
@@ -238,8 +261,14 @@ class Drawn(Schedule):
 
     def begin(self, epoch: int, turn: int, start: int) -> None:
         super().begin(epoch, turn, start)
+        saved = self._resumed(epoch, turn)
         for holder in holders(self.sampler):
             call_set_epoch(holder, epoch)
+        for holder, state in zip(self._stateful, saved.get("before", ()), strict=False):
+            holder.load_state_dict(state)
+        self._before, self._pass = states_of(self._stateful), (epoch, turn)
+        nothing_left = start >= min(self.stop, self.length, saved.get("length") or math.inf)
+        self._order.begin(() if nothing_left else saved.get("drawn", ()))
         seeds = [(made, make_key(seed, epoch, turn)) for made, seed in self._generators]
         self._lane = Lane(make_key(self.key, "sampler", epoch, turn), seeds)
         self._mine.clear()
@@ -248,8 +277,15 @@ class Drawn(Schedule):
         self._reached, self._start = number, start
         with self._lane:
             self._iterator = iter(self.sampler)
-            for _ in itertools.islice(self._iterator, self._position):
-                pass
+            for first in range(0, self._position, _DRAW):
+                self._next(min(_DRAW, self._position - first))
+        if self._gather is not None and turn == 0:
+            self._pull()
+            self._order.compare(self._gather)
+        # as far as it was drawn before the resume, to compare all of it now
+        while self._order.expected and self._pull():
+            pass
+        self._order.ended()
         # The weights before the start are kept: it may be in the middle of a window.
         while self._reached < start and self._pull():
             pass
@@ -302,11 +338,51 @@ class Drawn(Schedule):
         if self._grouping is not None:
             wanted = min(wanted, self._grouping.kept(math.inf, self.batch, False) - self._position)
         with self._lane:
-            drawn = list(itertools.islice(self._iterator, max(0, int(wanted))))
+            drawn = self._next(max(0, int(wanted)))
         before = self._reached
         for start in range(0, len(drawn), self._unit):
             self._share_out(drawn[start : start + self._unit])
         return self._reached > before
+
+    def _next(self, count: int) -> list[Any]:
+        """What the sampler yields next, which is hashed."""
+        drawn = list(itertools.islice(self._iterator, count))
+        self._has_ended = len(drawn) < count
+        if self.size_of_batch is None:
+            drawn = [list(batch) for batch in drawn]  # one may be an iterator
+        self._order.add(drawn)
+        return drawn
+
+    def _resumed(self, epoch: int, turn: int) -> dict[str, Any]:
+        """What a checkpoint says of this pass; a later one only goes on with the samplers' states."""
+        resume = self._resume
+        if not resume:
+            return {}
+        here = resume["pass"] == [epoch, turn]
+        if here or resume["pass"][0] != epoch:
+            self._resume = {}
+        seeds = resume.get("seeds", ())
+        if len(seeds) == len(self._generators):
+            self._generators = [(made, seed) for (made, _), seed in zip(self._generators, seeds, strict=True)]
+        if here:
+            return resume
+        for holder, state in zip(self._stateful, resume.get("now", ()), strict=False):
+            holder.load_state_dict(state)
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = {
+            "pass": list(self._pass),
+            "drawn": self._order.saved(),
+            "seeds": [seed for _, seed in self._generators],
+            "length": self._reached if self._has_ended else None,
+        }
+        if self._stateful:
+            saved |= {"before": self._before, "now": states_of(self._stateful)}
+        return {"order": saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume = state.get("order", {})
 
     def _share_out(self, drawn: list[Any]) -> None:
         """Shares out neighbouring positions that begin with a global batch, or a window of a grouping."""
@@ -319,7 +395,7 @@ class Drawn(Schedule):
         for number in range(cut.length):
             spans = [cut.span(number, rank) for rank in range(self.size)]
             if self.size_of_batch is None:
-                parts = [list(drawn[first]) if first < end else [] for first, end in spans]
+                parts = [drawn[first] if first < end else [] for first, end in spans]
             else:
                 parts = [drawn[first:end] for first, end in spans]
             self._take(parts, self._position + spans[self.rank][0])
@@ -348,6 +424,7 @@ class OwnShare(Schedule):
         self.flexible = False  # this rank knows its own share only
 
     def begin(self, epoch: int, turn: int, start: int) -> None:
+        self._drawn.stop = self.stop
         self._drawn.begin(epoch, turn, start)
 
     def has(self, number: int) -> bool:
@@ -368,6 +445,12 @@ class OwnShare(Schedule):
 
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
         return self._drawn.draw(stop)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order of rank": self._drawn.state_dict()["order"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn.load_state_dict({"order": state["order of rank"]} if "order of rank" in state else {})
 
 
 def order_of(sampler: object, n: int, *, seed: int, key: int, torch_order: bool) -> Callable[[int, int], Order] | None:

@@ -8,20 +8,31 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lockstep.data.combined import end_workers
 from lockstep.data.cut import Cut
+from lockstep.data.drawn_order import (
+    DrawnOrder,
+    WatchedSampler,
+    generator_state,
+    generators_of,
+    set_generator_state,
+    stateful,
+    states_of,
+)
 from lockstep.data.order import generator, make_key
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, put_back
 from lockstep.data.recut import Grouping
 from lockstep.data.sampler import Schedule, call_set_epoch, holders, length_of
 from lockstep.data.stream import Counting, Life, Shard, Sizes, WatchedInit, stream_length
 from lockstep.data.workers import opened
+from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
@@ -113,6 +124,13 @@ class Source(ABC):
         """
         return None
 
+    def generator_states(self) -> list[Any]:
+        """The states of the user's generators and samplers that the order comes from, where nobody else keeps them."""
+        return []
+
+    def set_generator_states(self, states: list[Any]) -> None:  # noqa: B027
+        """Puts back what :meth:`generator_states` gave."""
+
     def leaves(self) -> list[Source]:
         """The sources of single loaders that this one is made of."""
         return [self]
@@ -154,8 +172,8 @@ class Indexed(Source):
         self._copy = copy_loader(loader, **{dealt: _Lists(self)})
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        self._schedule.stop = self._stop = stop
         self._schedule.begin(epoch, turn, start)
-        self._stop = stop
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
         if self.noted is not None:
             self.noted.clear()
@@ -180,6 +198,12 @@ class Indexed(Source):
 
     def weights(self, number: int) -> Sequence[float]:
         return self._schedule.weights(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._schedule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._schedule.load_state_dict(state)
 
     def lists(self) -> Iterator[Any]:
         """What the copy's batch sampler yields in the pass that was opened last."""
@@ -248,7 +272,7 @@ class Stream(Source):
 
     ahead = False
 
-    def __init__(self, loader: DataLoader[Any], draft: Draft, key: int) -> None:
+    def __init__(self, loader: DataLoader[Any], draft: Draft, key: int, name: str = "the loader") -> None:
         self.rank = draft.rank
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
@@ -273,6 +297,9 @@ class Stream(Source):
         self._copy = copy_loader(loader, **changes)
         self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
         self._resume = False
+        self._name = name
+        self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
+        self._was_first: list[Any] = []  # the same of the checkpoint
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
@@ -286,12 +313,31 @@ class Stream(Source):
         iterator = opened(self._copy)
         if self._own_process:
             iterator = apart(iterator)
+        if self._counts and not self._resume and not self._shard.lives:
+            iterator = self._compared(iterator, [epoch, turn, self._sizes.size, self._workers])
         if not self._resume:
             iterator = skipped(iterator, start - self._first)
         self._resume = False
         if not self._counts:
             return ((batch, 1.0) for batch in iterator)
         return self._marked(iterator)
+
+    def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
+        """Notes the first sample, and says so where a resumed pass is read again and begins with another one."""
+        self._first_sample = []
+        for batch in itertools.islice(iterator, 1):
+            self._first_sample = [*reading, batch[1]]
+            was, self._was_first = self._was_first, []
+            if was[:4] == reading and was[4] and batch[1] and was[4] != batch[1]:
+                rank_zero_warn(
+                    f"{self._name}: the run was resumed in the middle of an epoch, for which the "
+                    f"{type(self._shard.dataset).__name__} is read again from its beginning, and it does not begin "
+                    "with the sample that it began with before: of this epoch's samples some may be seen twice and "
+                    "some never. Seed what it draws by `set_epoch(epoch)`, or give it `state_dict` and "
+                    "`load_state_dict`."
+                )
+            yield batch
+        yield from iterator
 
     def _marked(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for count, mark, batch in iterator:
@@ -321,14 +367,15 @@ class Stream(Source):
             return {"loader": self._copy.state_dict()}
         if self._own_process and hasattr(self._shard.dataset, "state_dict"):
             return {"stream": self._shard.state_dict()}
-        return {}
+        return {"first": self._first_sample} if self._first_sample else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._was_first = state.get("first", [])
         if "loader" in state:
             self._copy.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         elif "stream" in state:
             self._shard.load_state_dict(state["stream"])
-        self._resume = bool(state)
+        self._resume = "loader" in state or "stream" in state
 
     def close(self) -> None:
         end_workers(self._copy)
@@ -338,14 +385,16 @@ class Untouched(Source):
     """An iterable that is taken as it stands, with the process' own random numbers.
 
     Its state holds the random states at the beginning of the pass, so that a resumed run draws the same
-    order; and the loader's own state, if it has one, instead of reading again.
+    order, those of a sampler's own generators included; and the loader's own state, if it has one, instead of
+    reading again. What a sampler of the user's draws is hashed: another order after a resume is refused.
 
     Args:
         loader: any iterable.
         cut: tells how many samples are in its batches; without it a batch weighs 1.
+        name: for messages.
     """
 
-    def __init__(self, loader: Any, cut: Cut | None, draft: Draft) -> None:
+    def __init__(self, loader: Any, cut: Cut | None, draft: Draft, name: str = "the loader") -> None:
         self.rank = draft.rank
         self._loader = loader
         self._cut = cut
@@ -361,6 +410,12 @@ class Untouched(Source):
         indexed = plain and not isinstance(loader.dataset, IterableDataset)
         self._indexed = indexed
         self.ahead = self.fixed = indexed and length is not None
+        self._generators: list[Any] = []
+        self._samplers: list[Any] = []  # those that can save where they are
+        self._own_states: list[Any] = []  # of these generators and samplers, at the beginning of the pass
+        self._watched: WatchedSampler | None = None
+        if indexed and not self._stateful:
+            self._watch_order(loader, name)
         if cut is not None:
             self.even, self.batch = cut.full, cut.batch
         elif length is not None:
@@ -374,11 +429,36 @@ class Untouched(Source):
             return opened(self._loader)
         if "random" not in resume or start == 0:
             self._states = random_states(include_cuda=False)
+            self._own_states = self.generator_states()
             return skipped(opened(self._loader), start)
-        self._states = resume["random"]
+        self._states, self._own_states = resume["random"], resume.get("own", [])
+        self.set_generator_states(self._own_states)
+        if self._watched is not None:
+            self._watched.resume = resume.get("drawn", [])
         with isolate_rng(include_cuda=False):
             set_random_states(self._states)
             return skipped(opened(self._loader), start)
+
+    def generator_states(self) -> list[Any]:
+        return [*map(generator_state, self._generators), *states_of(self._samplers)]
+
+    def set_generator_states(self, states: list[Any]) -> None:
+        for made, state in zip(self._generators, states, strict=False):
+            set_generator_state(made, state)
+        for sampler, state in zip(self._samplers, states[len(self._generators) :], strict=False):
+            sampler.load_state_dict(state)
+
+    def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
+        """Notes the generators that the order comes from, and hashes it where it comes from a sampler of the user's."""
+        dealt = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
+        held = {id(made): made for holder in (*found, loader) for made in generators_of(holder)}
+        self._generators = list(held.values())
+        if any(type(holder) not in (RandomSampler, SequentialSampler, BatchSampler, NoneType) for holder in found):
+            named = next(holder for holder in found[::-1] if type(holder) is not BatchSampler)
+            self._watched = WatchedSampler(getattr(loader, dealt), DrawnOrder(named, name))
+            self._loader = copy_loader(loader, **{dealt: self._watched})
+            self._samplers = stateful({id(holder): holder for holder in found}.values())
 
     def weights(self, number: int) -> Sequence[float]:
         return [1.0] * self._size if self._cut is None else self._cut.weights(number)
@@ -395,7 +475,10 @@ class Untouched(Source):
     def state_dict(self) -> dict[str, Any]:
         if self._stateful:
             return {"loader": self._loader.state_dict()}
-        return {} if self._states is None else {"random": self._states}
+        if self._states is None:
+            return {}
+        drawn = {} if self._watched is None else {"drawn": self._watched.order.saved()}
+        return {"random": self._states, "own": self._own_states, **drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resume = state

@@ -185,7 +185,7 @@ class Shard(IterableDataset[Any]):
             item = next(iterator, _END)
             if item is _END:
                 return
-            if number == 0 and self.size > 1:
+            if number == 0:
                 self.mark = fingerprint(item)
             self._read = number + 1
             if info is not None and not self._looked:

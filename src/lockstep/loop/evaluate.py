@@ -161,8 +161,8 @@ class EvaluationLoop:
         step = getattr(module, step_name)
         takes = _arguments(step, several, step_name)
         transfer = Transfer(module, trainer.datamodule, trainer.strategy)
-        # inside a fit the ranks agree on when to end, so that none is left waiting for this one's metrics
-        ends_at_once = trainer.world_size == 1 or trainer.state.fn is not TrainerFn.FITTING
+        # a fit ends at its next boundary: its callbacks save it there, and all ranks agree on where that is
+        ends_at_once = trainer.state.fn is not TrainerFn.FITTING
         start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
         feed.begin(trainer.fit_loop.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
         loader = 0

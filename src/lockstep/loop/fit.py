@@ -84,6 +84,8 @@ class FitLoop:
         self.feed: Feed | None = None
         self.given: Any = None  # the training loaders as the user made them
         self.results: Results | None = None
+        self.logged_elsewhere = False  # by Lightning, in the epoch that a resume goes on with
+        self.cut_epoch: dict[str, Any] | None = None  # what an epoch that ended early had logged, for a checkpoint
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
         self._started = 0.0
@@ -103,6 +105,7 @@ class FitLoop:
         """Fit the trainer's module; returns how it ended."""
         trainer = self.trainer
         self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
+        self.cut_epoch, self.logged_elsewhere = None, False
         self.validation.feed = self.elastic.saved = None
         trainer.should_stop = False
         self._time_limit = trainer.config.max_time
@@ -191,6 +194,7 @@ class FitLoop:
         """One epoch, or what is left of it after a resume."""
         trainer, progress, step = self.trainer, self.progress, self.step
         whole = progress.phase == EPOCH_END
+        self.cut_epoch = None
         if progress.phase == EPOCH_START:
             progress.batch = 0
             if self._reload_due(progress.train_loaded):
@@ -275,6 +279,8 @@ class FitLoop:
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
         results.weight = 1.0  # what is logged from here on is no batch's
+        if not whole:  # reducing it begins its means anew, and a resume goes on with them
+            self.cut_epoch = state.logged(trainer)
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
@@ -299,6 +305,7 @@ class FitLoop:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
             progress.batch, progress.phase = 0, EPOCH_START
+            self.logged_elsewhere = False
             if self.signals is not None:
                 self.signals.epoch_ended()
 
@@ -331,6 +338,22 @@ class FitLoop:
         if trainer.world_size == 1:
             return trainer.interruption is not None
         return bool(trainer.agreement.is_up(trainer.interrupt_flag))
+
+    @property
+    def lacks_metrics(self) -> str | None:
+        """Why metrics of this epoch may be missing, which then is no mistake of the user's. Of all ranks alike."""
+        if self.cut_epoch is not None:
+            return "The epoch ended before its last batch"
+        if self.logged_elsewhere:
+            return (
+                "The run goes on within an epoch of Lightning's, whose checkpoint does not hold what was logged in it"
+            )
+        return None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
+        return self.cut_epoch is not None and self._interrupted()
 
     def request_stop(self) -> None:
         """Tell the agreement what this rank wants."""

@@ -105,7 +105,10 @@ class Progress:
         self.batch = int(batches.get("current", {}).get("processed", 0)) if inside else 0
         self.earlier = self.total_batches - self.batch
         self.last = bool(batches.get("is_last_batch", False))
-        self.phase = VALIDATED if inside and self.batch else EPOCH_START
+        self.phase = EPOCH_START
+        if inside and self.batch:
+            validation = loop.get("epoch_loop.val_loop.batch_progress")
+            self.phase = BATCH_END if _validation_is_due(batches.get("current", {}), validation) else VALIDATED
 
     def lightning_loops(self) -> dict[str, Any]:
         """The counters under the names that Lightning's checkpoints give them."""
@@ -121,3 +124,15 @@ class Progress:
                 "epoch_progress": {"total": dict(epochs), "current": epochs},
             }
         }
+
+
+def _validation_is_due(batches: dict[str, Any], validation: dict[str, Any] | None) -> bool:
+    """Whether Lightning saved before or within the validation that follows a batch, if one does."""
+    processed = batches.get("processed", 0)
+    if batches.get("completed", processed) < processed:
+        return True  # in `on_train_batch_end`
+    if validation is None or batches.get("ready", processed) > processed:
+        return False  # another batch had begun
+    done = validation.get("total", {})  # of this validation; Lightning begins each anew
+    is_over = validation.get("is_last_batch", False) and done.get("ready", 0) == done.get("completed", 0) > 0
+    return not is_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.data.drawn_order import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import plain_hyperparameters
-from lockstep.ground.rank import log, rank_zero_info, warn_once
+from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import TrainerFn, TrainerStatus
 from lockstep.loop.mismatch import load_optimizer, load_weights
@@ -80,10 +82,11 @@ def _resume(trainer: Any) -> dict[str, Any]:
     progress_state = {**progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
     feed = trainer.fit_loop.feed
     module = trainer.lightning_module
+    cut = trainer.fit_loop.cut_epoch or logged(trainer)
     part: dict[str, Any] = {
         "random": random_states(),
-        "results": trainer.fit_loop.results.state_dict() if trainer.fit_loop.results is not None else [],
-        "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "results": cut["results"],
+        "metrics": cut["metrics"],
         "data": feed.state_dict() if feed is not None else {},
     }
     # batches of a window under way; in manual optimization only the user knows where a window ends
@@ -95,6 +98,16 @@ def _resume(trainer: Any) -> dict[str, Any]:
     return _common(trainer, progress_state, begun, ranks, trainer.strategy.rank_states())
 
 
+def logged(trainer: Any) -> dict[str, Any]:
+    """What this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
+    module, results = trainer.lightning_module, trainer.fit_loop.results
+    return {
+        "results": [] if results is None else deepcopy(results.state_dict()),
+        "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "published": dict(trainer.published.callback),
+    }
+
+
 def _resume_alone(trainer: Any) -> dict[str, Any]:
     """The same without the ranks' own parts, and so without gradients: the window under way begins again."""
     saved = {**trainer.fit_loop.progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
@@ -103,7 +116,9 @@ def _resume_alone(trainer: Any) -> dict[str, Any]:
         saved["batch"] -= begun
         saved["total_batches"] -= begun
         saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
-    ranks: list[dict[str, Any]] = [{"data": {}}] * trainer.world_size
+    feed = trainer.fit_loop.feed
+    data = {} if feed is None else of_all_ranks(feed.state_dict())
+    ranks: list[dict[str, Any]] = [{"data": data}] * trainer.world_size
     return _common(trainer, saved, begun, ranks, trainer.strategy.rank_states(alone=True))
 
 
@@ -116,13 +131,15 @@ def _begun(trainer: Any, batch: int, epoch: int, last: bool) -> int:
 def _common(
     trainer: Any, progress_state: dict[str, Any], begun: int, ranks: list[Any], of_strategy: list[Any]
 ) -> dict[str, Any]:
+    cut = trainer.fit_loop.cut_epoch
+    published = trainer.published.callback if cut is None else cut["published"]
     return {
         **({"strategy of ranks": of_strategy} if of_strategy else {}),
         "progress": progress_state,
         "seed": trainer.seed,
         "plan": trainer.fit_loop.elastic.state_dict(trainer.fit_loop.progress, begun),
         "strategy": trainer.strategy.state_dict(),
-        "metrics": {name: value.cpu() for name, value in trainer.published.callback.items()},
+        "metrics": {name: value.cpu() for name, value in published.items()},
         "ranks": ranks,
     }
 
@@ -311,10 +328,18 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
             kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none
             metrics = {name: [of_rank[name] for of_rank in kept] for name in (kept[0] if kept else ())}
             logged = merged([part.get("results", []) for part in mine])
-            fit_loop.resumed = {"data": {}, "results": logged, "metrics": metrics}
+            order = of_all_ranks(ranks[0].get("data"))
+            fit_loop.resumed = {"data": order, "results": logged, "metrics": metrics}
     else:
         fit_loop.progress.load_lightning(checkpoint)
         fit_loop.resumed = {"data": {}}
+        fit_loop.logged_elsewhere = fit_loop.progress.batch > 0
+        if fit_loop.logged_elsewhere:
+            rank_zero_warn(
+                f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit_loop.progress.batch} batches "
+                f"of epoch {fit_loop.progress.epoch}, and it does not hold what they logged: this epoch's means are "
+                "those of the batches to come."
+            )
 
 
 def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:

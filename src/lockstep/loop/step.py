@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import warn_once
+from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure
 from lockstep.loop.padding import without_trace
@@ -562,10 +562,14 @@ class Step:
             if metric is not None:
                 self._step_scheduler(config, metric)
             elif config.strict:
-                raise MisconfigurationException(
+                message = (
                     f"The lr scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
-                    f"logged; logged are {sorted(metrics)}. Log it, or give the scheduler's dict strict=False."
+                    f"logged; logged are {sorted(metrics)}. "
                 )
+                why = self.trainer.fit_loop.lacks_metrics
+                if why is None:
+                    raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
+                rank_zero_warn(f"{message}{why}: it is not stepped.")
             else:
                 warn_once(f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.")
 
