@@ -49,6 +49,23 @@ def test_a_validation_gives_the_true_numbers_on_every_rank(
         assert shown == pytest.approx(expected)
 
 
+def test_a_rank_without_samples_shows_what_the_others_logged_in_their_type(ranks: RankPool) -> None:
+    """It had logged nothing, and showed the value in float32: a threshold could be crossed on some ranks only."""
+    shown = [shown for _, shown in ranks(3).run(validate_thirds)]
+    assert shown[0] == shown[1] == shown[2] == {"third": 1 / 3}
+
+
+class Thirds(Slope):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("third", batch.mean() / 3)
+
+
+def validate_thirds() -> tuple[Any, dict[str, float]]:
+    trainer = on_ranks()
+    returned = trainer.validate(Thirds(), numbers(1), verbose=False)
+    return returned, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
 class Measured(Slope):
     def __init__(self) -> None:
         super().__init__()

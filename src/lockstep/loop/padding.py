@@ -5,12 +5,12 @@ a sample of another rank's. Put back are, in the module and all modules inside i
 
 - buffers, and the random states of this process;
 - metrics of torchmetrics, as submodules or anywhere in what follows;
-- attributes that hold numbers, strings, tensors, or lists, dicts, sets and deques of such (of anything: what an
-  object inside them keeps for itself is not looked at). Containers stay the objects that they are. Attributes that
-  were not there before are gone.
+- attributes that hold numbers, strings, tensors, or lists, dicts, sets and deques of such. Containers stay the objects
+  that they are. Attributes that were not there before are gone;
+- the same attributes of objects whose class comes from the module's own package, wherever they are found in these.
 
-Not put back are parameters and optimizers, which take the other ranks' gradients; what other objects keep; globals;
-files, and what was sent elsewhere. Code that writes there may ask ``trainer.is_padding_batch``.
+Not put back are parameters and optimizers, which take the other ranks' gradients; what objects of other packages keep;
+globals; files, and what was sent elsewhere. Code that writes there may ask ``trainer.is_padding_batch``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
         buffers: of it, those that this rank alone changes.
     """
     states = random_states()
-    seen: dict[int, Any] = {}
+    seen = _Seen(type(module).__module__.partition(".")[0])
     restores = [_of_tensor(buffer) for buffer in buffers]
     for part in module.modules():
         restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))
@@ -54,14 +54,32 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
         set_random_states(states)
 
 
-def _of_attributes(module: nn.Module, seen: dict[int, Any]) -> Restore:
+class _Seen(dict[int, Any]):
+    """What has been looked at, by id, which keeps it alive, so that no other gets its id.
+
+    Args:
+        package: that of the user's module, whose objects are looked into.
+    """
+
+    def __init__(self, package: str) -> None:
+        super().__init__()
+        self.package = package
+
+    def looks_into(self, value: Any) -> bool:
+        """Whether this is an object of the user's, whose attributes are state."""
+        kind = type(value)
+        own = kind.__module__.partition(".")[0] == self.package and self.package not in ("lockstep", "torch")
+        return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+
+
+def _of_attributes(module: Any, seen: _Seen) -> Restore:
     attributes = vars(module)
     known = set(attributes)
-    kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value)}
+    kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value, seen)}
     inside = [_of_value(value, seen) for value in kept.values()]
 
     def restore() -> None:
-        for name in [name for name, value in attributes.items() if name not in known and _is_state(value)]:
+        for name in [name for name, value in attributes.items() if name not in known and _is_state(value, seen)]:
             del attributes[name]
         attributes.update(kept)
         _all(inside)
@@ -69,15 +87,19 @@ def _of_attributes(module: nn.Module, seen: dict[int, Any]) -> Restore:
     return restore
 
 
-def _is_state(value: Any) -> bool:
-    return isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value)
+def _is_state(value: Any, seen: _Seen) -> bool:
+    return (
+        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple))
+        or is_metric(value)
+        or seen.looks_into(value)
+    )
 
 
-def _of_value(value: Any, seen: dict[int, Any]) -> Restore:
+def _of_value(value: Any, seen: _Seen) -> Restore:
     """Puts the inside of a value back; what it is bound to is its owner's affair."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
-    seen[id(value)] = value  # which keeps it alive, so that no other gets its id
+    seen[id(value)] = value
     if is_metric(value):
         return _of_metric(value, seen)
     if isinstance(value, Tensor):
@@ -91,11 +113,11 @@ def _of_value(value: Any, seen: dict[int, Any]) -> Restore:
         return _of_container(value, list(value), value, value.extend, seen)
     if isinstance(value, set):
         return _of_container(value, set(value), (), value.update, seen)
-    return _nothing
+    return _of_attributes(value, seen) if seen.looks_into(value) else _nothing
 
 
 def _of_container(
-    container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: dict[int, Any]
+    container: Any, copied: Any, items: Iterable[Any], fill: Callable[[Any], Any], seen: _Seen
 ) -> Restore:
     inside = [_of_value(item, seen) for item in list(items)]
 
@@ -120,7 +142,7 @@ def _of_tensor(tensor: Tensor) -> Restore:
     return restore
 
 
-def _of_metric(metric: Any, seen: dict[int, Any]) -> Restore:
+def _of_metric(metric: Any, seen: _Seen) -> Restore:
     seen[id(metric)] = metric
     return partial(put_back, snapshot(metric))
 

@@ -261,7 +261,7 @@ class Results:
         return (number * weight if newest and entry.op == "mean" else number), float(weight)
 
     def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[tuple[float, float]]]]:
-        names = repr([(entry.key, entry.op, entry.metric is not None) for entry in fresh])
+        names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
         header = [float(zlib.crc32(names.encode())), float(len(fresh)), float(self._wants_each_step)]
         rows = self._packed(header, fresh, read)
         self.each_step = any(row[2] for row in rows)
@@ -284,14 +284,21 @@ class Results:
         modules = dict(self._module.named_modules()) if self._module is not None else {}
         names = {id(module): name for name, module in modules.items()}
         mine = [
-            (list(entry.key), entry.normal(), None if entry.metric is None else names.get(id(entry.metric), ""))
+            (
+                list(entry.key),
+                entry.normal(),
+                None if entry.metric is None else names.get(id(entry.metric), ""),
+                entry.dtype,
+            )
             for entry in fresh
         ]
         union: dict[Key, tuple[Options, str | None]] = {}
         ranks_with: dict[Key, list[int]] = {}
+        dtypes: dict[Key, torch.dtype] = {}  # a rank that logged nothing shows the value in the type of the others
         for rank, theirs in enumerate(self._gather_objects(mine)):
-            for (hook, dataloader_idx, name), options, metric in theirs:
+            for (hook, dataloader_idx, name), options, metric, dtype in theirs:
                 key = (hook, dataloader_idx, name)
+                dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
                 union.setdefault(key, (tuple(options), metric))
                 ranks_with.setdefault(key, []).append(rank)
         for key, (_, metric) in union.items():
@@ -309,6 +316,7 @@ class Results:
             if key[2] not in table:
                 table[key[2]] = Entry(key, union[key][0])
             entry = table[key[2]]
+            entry.dtype = dtypes[key]
             if union[key][1] and entry.metric is None:
                 entry.metric = modules[union[key][1]]
             entries.append(entry)

@@ -274,7 +274,8 @@ class Step:
         if weight == 0.0:
             self.hooks.call_without_samples("_on_any_batch_start", batch_idx)
             if self.moves and self.optimizer is None:
-                batch = self.transfer(batch)
+                with self.padding():
+                    batch = self.transfer(batch)
         else:
             with self._without_absent():
                 if self.moves:
