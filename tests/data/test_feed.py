@@ -333,7 +333,7 @@ def test_undistributed_loaders_are_left_alone() -> None:
     steps = epoch(feed, 4)
     made.sampler.set_epoch(4)  # type: ignore[attr-defined]
     assert [indices(batch) for batch, _, _ in steps] == [indices(batch) for batch in made]
-    assert {(weight, share) for _, weight, share in steps} == {(1.0, 1.0)}
+    assert [(weight, share) for _, weight, share in steps] == [(3.0, 1.0), (2.0, 1.0)]
 
 
 def test_the_users_loader_is_not_changed_and_its_subclass_survives() -> None:
@@ -353,11 +353,12 @@ def test_the_users_loader_is_not_changed_and_its_subclass_survives() -> None:
     assert sorted(i for batch, _, _ in steps for i in indices(batch[1])) == list(range(10))
 
 
-def test_iterables_that_are_no_loaders_weigh_one() -> None:
+def test_iterables_that_are_no_loaders_weighed_one_a_batch() -> None:
     batches = [torch.arange(4), torch.arange(4, 8), torch.arange(8, 9)]
     feed = feed_of(batches)
     assert feed.num_batches == 3
-    assert [(weight, share) for _, weight, share in epoch(feed, accumulate=2)] == [(1.0, 0.5), (1.0, 0.5), (1.0, 1.0)]
+    assert [(weight, share) for _, weight, share in epoch(feed, accumulate=2)] == [(4.0, 0.5), (4.0, 0.5), (1.0, 1.0)]
+    assert [share for _, _, share in epoch(feed, accumulate=3)] == [4 / 9, 4 / 9, 1 / 9]
 
 
 def test_an_endless_iterator_goes_on_where_the_limit_cut_it() -> None:

@@ -286,11 +286,11 @@ def test_lengths(made: DataLoader[Any], length: float) -> None:
     assert feed_of(made).num_batches == length
 
 
-def test_a_stream_of_single_samples_weighs_one_each() -> None:
+def test_a_stream_of_ready_made_batches_weighs_by_their_first_tensor() -> None:
     steps = epoch(feed_of(DataLoader(Stream(5), None)), accumulate=2)
     assert [(int(sample[0]), weight, share) for sample, weight, share in steps] == [
-        *((index, 1.0, 0.5) for index in range(4)),
-        (4, 1.0, 1.0),
+        *((index, 2.0, 0.5) for index in range(4)),
+        (4, 2.0, 1.0),
     ]
 
 

@@ -7,11 +7,13 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lockstep.data.cut import Cut
+from lockstep.data.measured import Measure
 from lockstep.data.order import make_key
 from lockstep.data.randomness import draws_nothing
 from lockstep.data.sampler import Drawn, Ordered, OwnShare, Schedule, holders, length_of, order_of, own_generator
 from lockstep.data.source import Draft, Indexed, Source, Stream, Untouched
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
 
 
 def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
@@ -26,18 +28,30 @@ def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
     Raises:
         MisconfigurationException: it has a `DistributedSampler` made for other ranks.
     """
+    measure = Measure(name, draft.stage)
     if not isinstance(loader, DataLoader) or not draft.distribute:
-        return Untouched(loader, None, draft, name)
+        if draft.distribute and draft.size > 1:
+            warn_once(SEEN_WHOLE.format(name=name, kind=type(loader).__name__, size=draft.size))
+        return Untouched(loader, plain_cut(loader, 1), draft, measure)
     key = make_key(draft.seed, draft.stage, number)
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, draft, key, name)
+        return Stream(loader, draft, key, measure)
     if draft.torch_order and draft.size == draft.planned == 1:
-        return Untouched(loader, plain_cut(loader, 1), draft, name)
+        return Untouched(loader, plain_cut(loader, 1), draft, measure)
     return make_indexed(loader, draft, key, name)
 
 
-def plain_cut(loader: DataLoader[Any], size: int) -> Cut | None:
+SEEN_WHOLE = (
+    "{name} is a {kind}, no DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all that it "
+    "gives. Unless it gives each rank a part of its own, every sample is seen {size} times: make a DataLoader of it, "
+    "or shard it by rank. Trainer(use_distributed_sampler=False) says that ranks have data of their own."
+)
+
+
+def plain_cut(loader: Any, size: int) -> Cut | None:
     """How a plain loader's samples are cut over ``size`` ranks; None if its batches are not of one size."""
+    if not isinstance(loader, DataLoader):
+        return None
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         return None
@@ -53,7 +67,8 @@ def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> 
         batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
     plain = type(batches) is BatchSampler
     sampler: Any = batches.sampler if plain else (loader.sampler if batches is None else batches)
-    alone = batches is None
+    alone = batches is None  # each index stands for a whole batch
+    measure = Measure(name, draft.stage) if alone else None
     size_of_batch = batches.batch_size if plain else (1 if alone else None)
     drop_last = plain and batches.drop_last
     own = own_generator(sampler)
@@ -71,7 +86,7 @@ def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> 
     if order is not None:
         cut = Cut(len(sampler), size_of_batch or 1, draft.size, drop_last)
         schedule = Ordered(cut, order, draft.rank, key=key, borrow=draft.borrow, quiet=quiet, alone=alone)
-        return Indexed(loader, schedule, draft, key)
+        return Indexed(loader, schedule, draft, key, measure)
     distributed = next((s for s in holders(sampler) if isinstance(s, DistributedSampler)), None)
     if distributed is not None:
         check_own_share(distributed, draft, name)
@@ -90,7 +105,7 @@ def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> 
         gather=draft.gather if distributed is None else None,
         name=name,
     )
-    return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key)
+    return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key, measure)
 
 
 def check_own_share(sampler: DistributedSampler[Any], draft: Draft, name: str) -> None:

@@ -26,6 +26,7 @@ from lockstep.data.drawn_order import (
     stateful,
     states_of,
 )
+from lockstep.data.measured import Measure
 from lockstep.data.order import generator, make_key
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, put_back
 from lockstep.data.recut import Grouping
@@ -76,6 +77,8 @@ class Source(ABC):
     """Micro-batches of a pass on the rank that has most; infinite where it is not known."""
     even: int = 0
     """In at least so many leading micro-batches every rank draws ``batch`` samples."""
+    rest: int = 0
+    """Samples of a last batch that is not full, of loaders that are taken as they are."""
     batch: int = 1
     flexible: bool = False
     """Can be cut into windows of any size; else in whole batches only."""
@@ -153,11 +156,14 @@ class Indexed(Source):
     settings) gets another batch sampler and a generator of its own.
     """
 
-    ahead = True
-
-    def __init__(self, loader: DataLoader[Any], schedule: Schedule, draft: Draft, key: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], schedule: Schedule, draft: Draft, key: int, measure: Measure | None = None
+    ) -> None:
         self.rank = draft.rank
-        self.fixed = schedule.fixed
+        self._trains = draft.stage == "train"
+        self._measure = measure  # of what the data set gives as a batch by itself
+        self.ahead = measure is None
+        self.fixed = schedule.fixed and self.ahead
         self.flexible = schedule.flexible
         self._schedule = schedule
         self.pads = schedule.borrow
@@ -179,6 +185,20 @@ class Indexed(Source):
             self.noted.clear()
         iterator = opened(self._copy)
         return apart(iterator) if self._own_process and not self._quiet else iterator
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        if not self._trains:
+            weighed = super().weighed(epoch, turn, start, stop)
+            return weighed if self._measure is None else self._measure.each(batch for batch, _ in weighed)
+        return self._with_gaps(self.open(epoch, turn, start, stop), start, stop)
+
+    def _with_gaps(self, batches: Iterator[Any], number: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        """One item for each micro-batch that any rank has: one that weighs 0.0 where this rank's part is empty."""
+        while number < stop and self.has(number):
+            weight = float(self.weights(number)[self.rank])
+            batch = next(batches) if weight or self.pads else None
+            yield batch, self._measure(batch) if weight and self._measure is not None else weight
+            number += 1
 
     def note_indices(self) -> None:
         self.noted = deque()
@@ -272,8 +292,9 @@ class Stream(Source):
 
     ahead = False
 
-    def __init__(self, loader: DataLoader[Any], draft: Draft, key: int, name: str = "the loader") -> None:
+    def __init__(self, loader: DataLoader[Any], draft: Draft, key: int, measure: Measure) -> None:
         self.rank = draft.rank
+        self._measure = measure  # of what the data set gives as a batch by itself
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
         size = getattr(batches, "batch_size", None)
@@ -297,7 +318,7 @@ class Stream(Source):
         self._copy = copy_loader(loader, **changes)
         self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
         self._resume = False
-        self._name = name
+        self._name = measure.name
         self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
         self._was_first: list[Any] = []  # the same of the checkpoint
 
@@ -319,7 +340,7 @@ class Stream(Source):
             iterator = skipped(iterator, start - self._first)
         self._resume = False
         if not self._counts:
-            return ((batch, 1.0) for batch in iterator)
+            return self._measure.each(iterator)
         return self._marked(iterator)
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
@@ -390,11 +411,14 @@ class Untouched(Source):
 
     Args:
         loader: any iterable.
-        cut: tells how many samples are in its batches; without it a batch weighs 1.
-        name: for messages.
+        cut: tells how many samples are in this rank's batches, in its terms a single rank's; without it ``measure``
+            does, and they are known only when they are there.
+        draft: rank, seed and the like.
+        measure: tells the size of a batch.
     """
 
-    def __init__(self, loader: Any, cut: Cut | None, draft: Draft, name: str = "the loader") -> None:
+    def __init__(self, loader: Any, cut: Cut | None, draft: Draft, measure: Measure) -> None:
+        self._measure = measure
         self.rank = draft.rank
         self._loader = loader
         self._cut = cut
@@ -409,17 +433,17 @@ class Untouched(Source):
         plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         indexed = plain and not isinstance(loader.dataset, IterableDataset)
         self._indexed = indexed
-        self.ahead = self.fixed = indexed and length is not None
         self._generators: list[Any] = []
         self._samplers: list[Any] = []  # those that can save where they are
         self._own_states: list[Any] = []  # of these generators and samplers, at the beginning of the pass
         self._watched: WatchedSampler | None = None
         if indexed and not self._stateful:
-            self._watch_order(loader, name)
+            self._watch_order(loader, measure.name)
+        if not indexed:
+            cut = self._cut = None
+        self.ahead = self.fixed = cut is not None
         if cut is not None:
-            self.even, self.batch = cut.full, cut.batch
-        elif length is not None:
-            self.even = length
+            self.even, self.batch, self.rest = cut.full, cut.batch, cut.rest
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         resume, self._resume = self._resume, {}
@@ -461,10 +485,16 @@ class Untouched(Source):
             self._samplers = stateful({id(holder): holder for holder in found}.values())
 
     def weights(self, number: int) -> Sequence[float]:
-        return [1.0] * self._size if self._cut is None else self._cut.weights(number)
+        assert self._cut is not None, "the weights of ready-made batches were asked for ahead"
+        return self._cut.weights(number) * self._size  # the ranks' are alike, or they are fetched first
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        if self._cut is None:
+            return self._measure.each(self.open(epoch, turn, start, stop))
+        return super().weighed(epoch, turn, start, stop)
 
     def place(self, number: int) -> int | None:
-        return None if self._cut is None else min(self._cut.n, number * self.batch)
+        return None if self._cut is None or self._size > 1 else min(self._cut.n, number * self.batch)
 
     def note_indices(self) -> None:
         batches = getattr(self._loader, "batch_sampler", None)

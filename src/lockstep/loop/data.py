@@ -171,8 +171,7 @@ class Feed:
             seed: the order of data and the random numbers of data sets are functions of it; the same on all
                 ranks.
             limit: ``limit_train_batches``.
-            distribute: ``use_distributed_sampler``; False: loaders are taken as they are, their batches weigh
-                1.
+            distribute: ``use_distributed_sampler``; False: loaders are taken as they are, each rank's its own.
             order: "torch": shuffle by torch's own permutations; one process draws them from its global
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
             overfit: ``overfit_batches``: read loaders in order.
@@ -346,8 +345,8 @@ class Feed:
             if number + room < stop:
                 held.extend(itertools.islice(batches, room + 1 - len(held)))
             mine, held = held[:room], held[room:]
-            counts, total, last = self._agree([weight for _, weight in mine], bool(held))
-            size = max(counts)
+            absent, total, last = self._agree([weight for _, weight in mine], bool(held), room)
+            size = len(absent)
             if size == 0:
                 return
             if self._padded:
@@ -356,7 +355,6 @@ class Feed:
                 padding = mine[-1][0] if mine else padding
             mine += [(padding, 0.0)] * (size - len(mine))
             parts = shares([weight for _, weight in mine], total, self._size)
-            absent = [tuple(rank for rank, count in enumerate(counts) if count <= place) for place in range(size)]
             yield Window(self._handed_out(mine[begun:], after), parts, last, begun, absent)
             number, begun = number + size, 0
 
@@ -367,15 +365,18 @@ class Feed:
         self._state = after
         yield mine[-1][0]
 
-    def _agree(self, weights: list[float], more: bool) -> tuple[list[int], float, bool]:
-        """(micro-batches of each rank, sum of all weights, whether no rank has more)."""
+    def _agree(self, weights: list[float], more: bool, room: int) -> tuple[list[tuple[int, ...]], float, bool]:
+        """(of each micro-batch the ranks without samples, sum of all weights, whether no rank has more)."""
         if self._gather is None:
-            return [len(weights)], sum(weights), not more
-        mine = [len(weights), sum(weights), more, self._source.mark]
+            return [()] * len(weights), sum(weights), not more
+        there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
+        mine = [len(weights), sum(weights), more, self._source.mark, *there]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
         if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
             warn_once(OTHER_STREAMS)
-        return [int(count) for count in ranks[:, 0].tolist()], float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
+        size = int(ranks[:, 0].max())
+        absent = [tuple(rank for rank, mark in enumerate(each) if not mark) for each in ranks[:, 4:].T.tolist()]
+        return absent[:size], float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""

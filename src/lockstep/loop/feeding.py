@@ -46,7 +46,7 @@ def names_of(hook: str, count: int) -> list[str]:
 
 def shares(mine: Sequence[float], total: float, size: int) -> list[tuple[float, float]]:
     """(weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
-    return [(float(weight), weight * size / total) for weight in mine]
+    return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
@@ -87,7 +87,7 @@ def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:
     """
     if draft.gather is None or not parts:
         return True
-    facts = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch] for part in parts]
+    facts = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
     ranks = draft.gather(torch.tensor(facts, dtype=torch.int64))
     same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
     for number, (part, name) in enumerate(zip(parts, names, strict=True)):

@@ -89,9 +89,7 @@ def _of_attributes(module: Any, seen: _Seen) -> Restore:
 
 def _is_state(value: Any, seen: _Seen) -> bool:
     return (
-        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple))
-        or is_metric(value)
-        or seen.looks_into(value)
+        isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.looks_into(value)
     )
 
 
