@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.hooks.callbacks import CallbackErrors
 from lockstep.parallel.hooks.lane import carrier, completed
 from lockstep.parallel.hooks.order import in_order, keeps_order
 from lockstep.parallel.hooks.result import future_of, tensor_of
@@ -51,6 +52,7 @@ class Hooked(AllReduce):
         self._one_by_one = False
         self._last: Any = None
         self._error: Exception | None = None
+        self._callbacks = CallbackErrors()
 
     def buffers(self, sizes: list[Size]) -> list[Tensor]:
         """Tensors of this process."""
@@ -72,7 +74,10 @@ class Hooked(AllReduce):
         self._shown[bucket.index] = shown
         try:
             self.flush()
-            bucket.work = self._last = future_of(self._hook(self._state, shown), self._hook)
+            self._callbacks.raise_error()  # of the last round, too
+            with self._callbacks.heard():
+                returned = self._hook(self._state, shown)
+            bucket.work = self._last = future_of(returned, self._hook)
         except Exception as error:
             self._error = error
 
@@ -89,15 +94,16 @@ class Hooked(AllReduce):
         if self._error is not None:
             raise self._error
         if self._one_by_one and self._last is not None:
-            self._last.wait()
+            self._callbacks.wait(self._last)
 
     def wait(self, bucket: Bucket) -> None:
         """Wait for what the hook promised, and take it into the buffer."""
         if self._error is not None:
             raise self._error
-        value = bucket.work.wait()
         if bucket.is_sparse:
+            bucket.work.wait()
             return
+        value = self._callbacks.wait(bucket.work)
         self._last = None
         result = tensor_of(value, self._shown.pop(bucket.index), self._hook)
         if result.data_ptr() != bucket.buffer.data_ptr():
