@@ -109,3 +109,32 @@ def test_a_child_leaves_its_parents_garbage_alone() -> None:
     command = [sys.executable, "-c", BESIDE_GARBAGE]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "3\n"
     assert subprocess.run([*command, str(fork.__file__)], capture_output=True, text=True).stdout == "0\n"
+
+
+ENDS = """
+import ctypes, hashlib, os, threading, time
+from lockstep.ground.fork import settle_at_exit
+
+begun = threading.Event()
+
+def run():
+    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)
+    block, until = bytes(1 << 22), time.monotonic() + 0.3
+    while time.monotonic() < until:
+        hashlib.sha256(block)  # lets go of the interpreter, and wants it back
+        begun.set()
+    os.write(1, b"let go")
+    time.sleep(60)
+
+settle_at_exit()
+threading.Thread(target=run, daemon=True).start()
+begun.wait(10)
+"""
+
+
+@linux
+def test_a_process_does_not_end_while_a_thread_of_torchs_still_wants_the_interpreter() -> None:
+    """A gloo group's thread that asks for the interpreter while it shuts down aborts the process: "terminate called
+    without an active exception" after a script's last step. Python's own threads just end there."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, timeout=60, check=True)
+    assert ended.stdout == b"let go"

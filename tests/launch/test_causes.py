@@ -27,7 +27,7 @@ def cause(rank: int, at: float) -> Cause:
 def test_a_note_says_what_and_where() -> None:
     note = cause_of(2, caught(ValueError("no such\nfile")))
     assert note.rank == 2
-    assert note.reason == "ValueError: no such\nfile"
+    assert note.reason == r"ValueError: no such\nfile"
     assert note.place.startswith(__file__)
     assert "Traceback" in note.trace
     assert str(note) == f"rank 2 failed first, at {note.place}: ValueError: no such\nfile"

@@ -1,4 +1,7 @@
-"""Forks beside torch's threads: a child must not begin its life with a lock that nobody will open.
+"""Forks and exits beside torch's threads.
+
+A forked child must not begin its life with a lock that nobody will open, and no process may end while such a thread
+still wants the interpreter.
 
 The process groups of torch have threads of their own, and such a thread makes and drops a state of the interpreter
 whenever it lets go of a tensor that Python knows. Up to CPython 3.11 a forked child takes the lock around the list of
@@ -8,13 +11,22 @@ waits for ever. From 3.12 on the lock is made anew first.
 
 Nor may a child collect its parent's garbage: a process group among it would wait for threads that the child does not
 have, or break off over them.
+
+Exits: a thread of a gloo group that has finished a collective needs the interpreter's lock to let go of the tensors
+(``decref_pyobject``, which may not raise). Asked for while the interpreter shuts down, the lock ends the thread by an
+unwinding of its stack that C++ does not let pass: "terminate called without an active exception", SIGABRT. It is
+torch's race, of some microseconds between a script's last collective and its end; a busy machine makes them many. So
+whoever has a group here waits, before the interpreter shuts down, until these threads are done.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import sys
+import threading
 import time
 
 TORCH_THREADS = "pt_"
@@ -37,26 +49,43 @@ def protect_forks() -> None:
         os.register_at_fork(before=wait_for_torch_threads)
 
 
+@functools.cache
+def settle_at_exit() -> None:
+    """Let the end of this process wait until torch's threads have let go of their last collective's tensors; once."""
+    atexit.register(wait_for_torch_threads)
+
+
 def wait_for_torch_threads() -> None:
     """Wait until torch's threads of this process sleep, :data:`PATIENCE` seconds at most.
 
     A thread that sleeps waits for work, for other ranks or for the interpreter; none of these holds the lock. Seen
-    asleep twice, with the interpreter given away between: one that waited for it has gone on meanwhile.
+    asleep twice, with the interpreter given away between, and not woken meanwhile: it does not wait for that either.
     """
-    until, quiet = time.monotonic() + PATIENCE, 0
-    while quiet < 2 and time.monotonic() < until:
-        quiet = 0 if _some_run() else quiet + 1
-        time.sleep(0.0001)
+    if sys.platform != "linux":
+        time.sleep(0.1)  # the interpreter's lock is theirs meanwhile
+        return
+    until, before = time.monotonic() + PATIENCE, None
+    while time.monotonic() < until:
+        now = _asleep()
+        if now is not None and now == before:
+            return
+        before = now
+        time.sleep(0.0002)
 
 
-def _some_run() -> bool:
+def _asleep() -> dict[str, bytes] | None:
+    """How often each of torch's threads has been put to sleep, by thread; None where one is awake."""
+    found = {}
     for thread in os.listdir("/proc/self/task"):
+        if int(thread) == threading.get_native_id():  # torch names this one, too, in processes that it has started
+            continue
         try:
-            with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-                line = file.read()
+            with open(f"/proc/self/task/{thread}/status", "rb") as file:
+                fields = dict(line.split(b":\t", 1) for line in file.read().splitlines() if b":\t" in line)
         except OSError:  # it has ended
             continue
-        name, state = line[line.index(b"(") + 1 : line.rindex(b")")], line[line.rindex(b")") + 2 :][:1]
-        if name.startswith(TORCH_THREADS.encode()) and state != b"S":
-            return True
-    return False
+        if fields[b"Name"].startswith(TORCH_THREADS.encode()):
+            if not fields[b"State"].startswith(b"S"):
+                return None
+            found[thread] = fields.get(b"voluntary_ctxt_switches", b"")
+    return found

@@ -41,6 +41,7 @@ from lockstep.launch import bond
 from lockstep.launch.children import Ended
 from lockstep.launch.inherit import PARENT
 from lockstep.launch.rerun import AGENT, RECORDS, RESUME, RUN, leave_nothing
+from lockstep.launch.stack import one_line
 
 PROMISED = 3.0
 """Seconds that the agent waits for the cause which somebody has promised to hand it."""
@@ -160,13 +161,13 @@ def _first(failures: Mapping[int, ProcessFailure]) -> str:
     failure = ends[rank]
     if killed or not os.path.isfile(failure.error_file):
         return str(Ended(rank, failure.pid, failure.exitcode, 0.0))
-    return f"rank {rank} failed first: {failure.message}"
+    return f"rank {rank} failed first: {one_line(failure.message)}"
 
 
 def say(text: str) -> None:
     """A line on the screen."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
 
 
 def start(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -18,7 +17,7 @@ from lockstep.launch.causes import Cause, Stand, cause_of
 from lockstep.launch.interrupt import hear
 from lockstep.launch.ledger import offer as offer_ledger
 from lockstep.launch.notes import NOTES, RANK, Notes, leave_note
-from lockstep.launch.stack import calling
+from lockstep.launch.stack import calling, one_line, reason_of
 from lockstep.launch.tracebacks import shortened
 
 PATIENCE = 1.0
@@ -63,6 +62,8 @@ def attended(rank: int, address: str, called: str = "", launched: bool = False) 
         yield
     except BaseException as error:
         failed(error)
+        if address or launched:
+            _note_what_nobody_catches()
         reason = named(error)
         if reason is not error:
             raise reason from error
@@ -168,30 +169,46 @@ def _stand(place: str, inside: bool) -> None:
         leave_note(_rank.address, replace(stand, ledger=ledger, **_rank.limits))
 
 
-@functools.cache
 def _note_what_nobody_catches() -> None:
     """Note what ends the script outside a call, too; and print one line in place of a traceback that only says that
     another rank has gone: its note has it whole, for the one who tells the first cause. Where that is known, nothing
     is printed: it may be on the screen already, and is to be the last."""
-    before = sys.excepthook
+    if not isinstance(sys.excepthook, _Hook):  # nobody's, or one that the script has set since
+        sys.excepthook = _Hook(sys.excepthook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+
+class _Hook:
+    """Python's hook for what nobody catches, in a rank.
+
+    Args:
+        before: the hook that was there.
+    """
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed(error)
         note = note_on(error, _rank.rank)
         if note.lost:
             if _known_firsts() or isinstance(error, RankFailed):
                 return
-            text = f"lockstep: rank {note.rank} lost the others in {note.doing} ({note.place})"
-            print(text, file=sys.stderr, flush=True)
+            text = f"rank {note.rank} lost the others in {note.doing} ({note.place})"
+            print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's is enough
-                before(kind, error, trace)
+                self._before(kind, error, trace)
         else:
-            if before is sys.__excepthook__:
-                print(shortened(error), end="", file=sys.stderr, flush=True)
-            else:
-                before(kind, error, trace)
+            self._print(kind, error, trace)
             if _rank.address:
                 leave_note(_rank.address, {"printed": _rank.rank})
 
-    sys.excepthook = hook
+    def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        failure = ""
+        if self._before is not sys.__excepthook__:
+            try:
+                self._before(kind, error, trace)
+                return
+            except Exception as own:  # Python would print both, whole
+                failure = f"lockstep: sys.excepthook itself has failed: {reason_of(own)}\n"
+        print(failure + shortened(error), end="", file=sys.stderr, flush=True)

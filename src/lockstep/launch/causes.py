@@ -11,6 +11,9 @@ from lockstep.launch.children import Ended
 from lockstep.launch.stack import Stack, calling, reason_of, stack_of
 from lockstep.launch.tracebacks import shortened
 
+TRACE = 100_000
+"""Characters of a traceback that are noted: what takes a note in has a limit."""
+
 SLACK = 0.5
 """Seconds by which the end of a process may be seen later than what follows from it in the others."""
 
@@ -86,9 +89,8 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
     stack = stack_of(error)
     stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
     lost = stack.waits and isinstance(error, RuntimeError)  # torch's errors of collectives are RuntimeErrors
-    return Cause(
-        rank, time.monotonic(), reason_of(error), stack.place(called), shortened(error), call, lost, stack.doing
-    )
+    trace = shortened(error)[-TRACE:]
+    return Cause(rank, time.monotonic(), reason_of(error), stack.place(called), trace, call, lost, stack.doing)
 
 
 def first_cause(

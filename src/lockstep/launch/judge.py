@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.launch.causes import Cause, Stand, Stray, first_cause, was_caught
 from lockstep.launch.children import Ended
+from lockstep.launch.stack import one_line
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a run that Ctrl-C has ended."""
@@ -92,9 +93,9 @@ def judgement(
     trace = "" if told or by_hand else getattr(cause, "trace", "")
     if by_hand:
         words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Stray) else "")
-        return Judgement(f"lockstep: {words}", INTERRUPTED)
+        return Judgement(f"lockstep: {one_line(words, None)}", INTERRUPTED)
     code = max((code for code in codes if code is not None), default=1)
-    words = located(cause, host)
+    words = one_line(located(cause, host), None)
     return Judgement(f"{trace.rstrip()}\n" * bool(trace) + f"lockstep: {words}", code if code > 0 else 1)
 
 

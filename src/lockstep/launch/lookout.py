@@ -16,6 +16,7 @@ from lockstep.launch.children import stat_of
 from lockstep.launch.hang import GONE, HALTED, RUNS, SLEEPS, STOPPED, TRACED, Sight, compare, diverged, overdue, parted
 from lockstep.launch.ledger import Note, Reading
 from lockstep.launch.sample import ask, ask_stopped, ask_workers, speak
+from lockstep.launch.stack import one_line
 
 MOST = 256
 """Notes of a rank that are compared in one look; where more are made in a second, the older ones are not."""
@@ -310,4 +311,4 @@ def _say(found: Stray, kill: float) -> None:
     """The warning: the run goes on."""
     then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
-        print(f"{found.trace}\nlockstep: {found}; {then}", file=sys.stderr, flush=True)
+        print(f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ from lockstep.launch.judge import settled
 from lockstep.launch.notes import Notes
 from lockstep.launch.parcel import pack, unpack
 from lockstep.launch.port import free_port
-from lockstep.launch.stack import calling
+from lockstep.launch.stack import calling, one_line
 from lockstep.launch.threads import share_cores
 from lockstep.launch.watch import Verdict, Watch
 
@@ -171,7 +171,7 @@ def _failure(strategy: str, children: Children, notes: Notes, verdict: Verdict |
         before = f"a rank failed:\n\n{cause.trace}\n"
     elif isinstance(cause, Stray) and cause.trace:
         before = f"the ranks went different ways:\n\n{cause.trace}\n\n"
-    return RuntimeError(f"{before}strategy={strategy!r}: {cause}")
+    return RuntimeError(f"{before}strategy={strategy!r}: {one_line(str(cause), None)}")
 
 
 def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:

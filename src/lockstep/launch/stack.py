@@ -24,6 +24,9 @@ FOREIGN = (
 )
 """Where files lie that are nobody's training script."""
 
+REASON = 300
+"""Characters of a reason that are told in the last line."""
+
 SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
 
 WAITING = (
@@ -166,13 +169,50 @@ def stack_of(error: BaseException) -> Stack:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in one line, or few: ``"ValueError: what it said"``."""
+    """An exception in one line, escaped and cut: ``"ValueError: what it said"``."""
     if isinstance(error, SystemExit):
-        return f"sys.exit({'' if error.code is None else repr(error.code)}) in the middle of the run"
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        return one_line(f"sys.exit({'' if error.code is None else repr(error.code)}) in the middle of the run")
+    parts = traceback.format_exception_only(type(error), error)
+    if isinstance(error, SyntaxError):  # file and line stand before it
+        parts = [next((part for part in parts if part.startswith(type(error).__name__)), parts[-1])]
+    text = "".join(parts).strip()
     if _IN_WORKER in text:  # the last line of the worker's traceback has it
-        return text.rsplit("\n", 1)[-1].strip() + " (in a loader worker)"
-    return text
+        return one_line(text.rsplit("\n", 1)[-1].strip()) + " (in a loader worker)"
+    return one_line(text)
+
+
+def one_line(text: str, most: int | None = REASON) -> str:
+    r"""A text in one line that a terminal shows as it is: what does not print is escaped, what is too long is cut.
+
+    Args:
+        text: whatever somebody has said.
+        most: characters; None: all.
+
+    Example:
+        >>> one_line("no\nlockstep: rank 1 failed\x1b[2K")
+        'no\\nlockstep: rank 1 failed\\x1b[2K'
+    """
+    length = len(text)
+    if most is not None and length > most:
+        text = text[:most]
+    text = "".join(each if each.isprintable() else _escaped(each) for each in text)
+    if most is None or (length <= most and len(text) <= most):
+        return text
+    return f"{text[:most]}... ({length} characters)"
+
+
+def printable(text: str) -> str:
+    """Lines that a terminal shows as they are: of what does not print, ends of lines and tabs stay."""
+    if text.isascii() and not _CONTROL.search(text):
+        return text
+    return "".join(each if each.isprintable() or each in "\n\t" else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def calling() -> Stack:

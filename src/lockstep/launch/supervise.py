@@ -454,8 +454,9 @@ class Supervisor:
 
 def _left_to_say(text: str) -> str:
     """What is to be printed, where the agent of `lockstep run` says the last line."""
-    before, _, last = text.rpartition("lockstep: ")
-    return before.rstrip("\n") if last and hand_cause(last) else text
+    before, _, last = text.rpartition("\n")  # the last line, whatever a message before it says
+    words = last.removeprefix("lockstep: ")
+    return before.rstrip("\n") if words != last and hand_cause(words) else text
 
 
 def main(line: int, notes: int, ear: int) -> None:

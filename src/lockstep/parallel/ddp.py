@@ -17,7 +17,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks
+from lockstep.ground.fork import protect_forks, settle_at_exit
 from lockstep.ground.rank import warn_once
 from lockstep.parallel.buckets import Plan
 from lockstep.parallel.caps import plan_by_caps
@@ -140,6 +140,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         self.process_group = find_group(process_group, device_mesh, module)
         self.device_mesh = device_mesh
         protect_forks()  # of loader workers, beside the group's threads
+        settle_at_exit()
         with told_to_all(self.process_group):
             if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
                 raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +20,7 @@ from lockstep.checkpoint.snapshot import snapshot
 from lockstep.cluster.meeting import meet
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks
+from lockstep.ground.fork import protect_forks, settle_at_exit, wait_for_torch_threads
 from lockstep.ground.rank import rank_zero_info
 from lockstep.launch.gate import put_up
 from lockstep.launch.script import side
@@ -193,6 +192,7 @@ class DDPStrategy(Collectives, Sharding):
         """Join the process group, making it where it is not there."""
         super().setup_environment()
         protect_forks()
+        settle_at_exit()
         world = self.world
         if self._nccl is not None:
             told = self._nccl.apply(self.process_group_backend, dist.is_initialized())
@@ -576,6 +576,6 @@ def _leave_group() -> None:
         # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
         # waits for them and holds it, so they get a moment first
         with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
-            time.sleep(0.1)
+            wait_for_torch_threads()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
