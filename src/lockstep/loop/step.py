@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import warn_once
+from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.feeding import Share
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure
@@ -96,6 +96,7 @@ class Step:
         self.counted: Callable[[int], int] = int  # micro-batches of an epoch as the run's plan counts them
         self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
         self._unweighed = False  # whether it returned a loss without one in this window
+        self._looked_at_keys = False
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
         self._factor = 1.0
         self._share = 1.0
@@ -400,6 +401,14 @@ class Step:
                 f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
                 '"loss", or None.'
             )
+        if not self._looked_at_keys:
+            self._looked_at_keys = True
+            lost = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
+            if lost:
+                rank_zero_warn(
+                    f"`training_step` returned the keys {lost}, as in 2019, and nothing reads them: write "
+                    "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
+                )
         if "weight" not in output:
             self._unweighed = True
             if type(share) is Share:
