@@ -174,7 +174,9 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
 
         Return the loss, a dict with ``"loss"``, or None to skip the micro-batch. A dict may say by ``"weight"``
         how much the micro-batch counts in its window (target tokens, say): weights are summed over the window
-        and the ranks, and divided out of the gradient. Without it a micro-batch counts by its samples.
+        and the ranks, and divided out of the gradient. Without it a micro-batch counts by its samples. Of several
+        loaders side by side return one loss each, ``{"loss": {"a": loss_a, "b": loss_b}}`` in the nest of the batch:
+        each counts by its own loader's samples, also where one has more of them than another.
         """
         raise NotImplementedError("`training_step` is not defined")
 

@@ -233,6 +233,7 @@ class Trainer(Attributes):
         self.stop_flag = self.interrupt_flag = 0
         self.published = Published()
         self.fit_loop = FitLoop(self)
+        self.fit_loop.epochs_by_default = flags["max_epochs"] is None
         self.validate_loop = EvaluationLoop(self, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self, RunningStage.TESTING)
         self.predict_loop = EvaluationLoop(self, RunningStage.PREDICTING)

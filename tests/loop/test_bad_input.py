@@ -173,11 +173,14 @@ def test_a_distributed_sampler_before_there_is_a_group() -> None:
 
 
 def test_a_stream_that_is_shorter_than_the_ranks(ranks: RankPool) -> None:
-    def fit() -> None:
-        on_ranks(max_epochs=1).fit(Slope(), DataLoader(Stream(1)))
+    def fit(by_hand: bool) -> None:
+        module = Slope()
+        module.automatic_optimization = not by_hand
+        on_ranks(max_epochs=1).fit(module, DataLoader(Stream(1)))
 
+    ranks(2).run(fit, False, timeout=20)
     with pytest.raises(RankFailure, match="shorter than the number of ranks"):
-        ranks(2).run(fit, timeout=20)
+        ranks(2).run(fit, True, timeout=20)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,28 @@ from lockstep.data.source import Source, Untouched, skipped
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 
+class RowWeight(float):
+    """The weight of a micro-batch of several loaders: that of its heaviest part.
+
+    Attributes:
+        parts: the weight of each part.
+    """
+
+    parts: tuple[float, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[float]) -> RowWeight:
+        """The weight of these parts."""
+        known = tuple(parts)
+        made = cls(max(known))
+        made.parts = known
+        return made
+
+
 class Mixed(Source):
     """Several sources in one of the modes of `CombinedLoader` but ``"sequential"``.
 
-    A micro-batch weighs what the heaviest of its parts weighs.
+    A micro-batch weighs what the heaviest of its parts weighs. A part that a rank has no samples of is None there.
 
     Args:
         parts: the sources.
@@ -33,7 +51,7 @@ class Mixed(Source):
         self, parts: list[Source], spec: TreeSpec, mode: str, limits: Sequence[int | float] | None = None
     ) -> None:
         self._parts = parts
-        self._spec = spec
+        self._spec = self.nest = spec
         self._mode = mode
         self._limits = limits or [math.inf] * len(parts)
         self.rank = parts[0].rank
@@ -77,9 +95,11 @@ class Mixed(Source):
         return map(self._weighed_row, walk)
 
     def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
-        weight = max(item[1] for item in row if item is not None)
+        weight = RowWeight.of(0.0 if item is None else item[1] for item in row)
         self.mark = sum(part.mark for part in self._parts) % 2**52
-        return tree_unflatten([None if item is None else item[0] for item in row], self._spec), weight
+        some = bool(weight)  # else it is a padding batch, or nobody's
+        kept = [None if item is None or (some and not item[1]) else item[0] for item in row]
+        return tree_unflatten(kept, self._spec), weight
 
     def has(self, number: int) -> bool:
         if self._mode == "max_size_cycle":
@@ -89,12 +109,19 @@ class Mixed(Source):
         return some(number < length and part.has(number) for part, length in parts)
 
     def weights(self, number: int) -> Sequence[float]:
-        found = []
+        return [max(weights) for weights in zip(*self.row(number), strict=True)]
+
+    def row(self, number: int) -> list[Sequence[float]]:
+        found: list[Sequence[float] | None] = []
         for part, length in zip(self._parts, self._lengths, strict=True):
             local = number % int(length) if self._mode == "max_size_cycle" else number
-            if local < length and part.has(local):
-                found.append(part.weights(local))
-        return [max(weights) for weights in zip(*found, strict=True)]
+            found.append(part.weights(local) if local < length and part.has(local) else None)
+        size = max(len(weights) for weights in found if weights is not None)
+        return [[0.0] * size if weights is None else weights for weights in found]
+
+    def without(self, batch: Any, parts: Sequence[float]) -> Any:
+        leaves = self._spec.flatten_up_to(batch)
+        return tree_unflatten([leaf if part else None for leaf, part in zip(leaves, parts, strict=True)], self._spec)
 
     def leaves(self) -> list[Source]:
         return [leaf for part in self._parts for leaf in part.leaves()]

@@ -113,6 +113,14 @@ class Source(ABC):
         """Number of samples that each rank draws for a micro-batch."""
         raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
 
+    def row(self, number: int) -> list[Sequence[float]]:
+        """:meth:`weights` of each loader of which a micro-batch holds a part; asked in place of those."""
+        return [self.weights(number)]
+
+    def without(self, batch: Any, parts: Sequence[float]) -> Any:
+        """A micro-batch with None for the parts that weigh nothing on this rank."""
+        return batch
+
     def planned(self, ranks: int) -> int | float:
         """Micro-batches that a pass would have on another number of ranks."""
         return self.length

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.data.combined import LENGTHS
 from lockstep.data.fixed import in_order
-from lockstep.data.mixed import Mixed
+from lockstep.data.mixed import Mixed, RowWeight
 from lockstep.data.recut import Grouping
 from lockstep.data.source import Draft, Source
 from lockstep.ground.comm import all_gather_tensor
@@ -29,6 +29,7 @@ from lockstep.loop.feeding import (
     names_of,
     no_batches,
     opened,
+    part_shares,
     shares,
 )
 
@@ -132,6 +133,9 @@ class Feed:
         self._gather = gather
         self._ahead = ahead
         self._padded = padded
+        self._mixes = len(source.leaves()) if isinstance(source, Mixed) else 0  # loaders side by side
+        #: how the batches of several loaders lie in one; None of a bare loader
+        self.nest = source.nest if isinstance(source, Mixed) else None
         #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
         self.num_batches = num_batches
         #: by what the run counts batches
@@ -301,32 +305,39 @@ class Feed:
             if after <= even:
                 yield Window(batches, same, after >= stop or (after >= even and not source.has(after)), begun)
             else:
-                weights = self._weights(number, min(after, stop))
-                if not weights:
+                rows = self._rows(number, min(after, stop))
+                if not rows:
                     return
-                after = number + len(weights)
-                mine = [each[self._rank] for each in weights]
-                parts = shares(mine, sum(map(sum, weights)), self._size)
+                after = number + len(rows)
+                mine = [[part[self._rank] for part in row] for row in rows]
+                weights = [[max(each) for each in zip(*row, strict=True)] for row in rows]
+                parts = shares([max(row) for row in mine], sum(map(sum, weights)), self._size)
+                if len(mine[0]) > 1:
+                    totals = [sum(sum(part) for part in of_rows) for of_rows in zip(*rows, strict=True)]
+                    parts = part_shares(parts, mine, totals, self._size)
                 absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
-                drawn = batches if all(mine) or self._padded else self._with_gaps(mine[begun:])
+                drawn = batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
                 yield Window(drawn, parts, after >= stop or not source.has(after), begun, absent)
             number, begun = after, 0
 
-    def _weights(self, number: int, stop: int | float) -> list[Sequence[float]]:
-        """All ranks' weights of the micro-batches ``number`` to ``stop``, as far as there are any."""
-        weights = []
+    def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
+        """All ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as there are any."""
+        rows = []
         while number < stop and self._source.has(number):
-            weights.append(self._source.weights(number))
+            rows.append(self._source.row(number))
             number += 1
-        return weights
+        return rows
 
-    def _with_gaps(self, weights: list[float]) -> Iterator[Any]:
-        """The next batches, None where this rank's part is empty."""
-        for weight in weights:
-            batch = next(self._batches, _END) if weight or self._source.pads else None
+    def _with_gaps(self, rows: list[list[float]]) -> Iterator[Any]:
+        """The next batches, None where this rank has no samples, unless padding batches are wanted."""
+        for parts in rows:
+            batch = next(self._batches, _END) if any(parts) or self._source.pads else None
             if batch is _END:
                 return
-            yield batch if weight else None
+            if any(parts):
+                yield batch if all(parts) else self._source.without(batch, parts)
+            else:
+                yield batch if self._padded else None
 
     # -- windows that must be fetched before anything is known
 
@@ -345,7 +356,7 @@ class Feed:
             if number + room < stop:
                 held.extend(itertools.islice(batches, room + 1 - len(held)))
             mine, held = held[:room], held[room:]
-            absent, total, last = self._agree([weight for _, weight in mine], bool(held), room)
+            absent, total, last, totals = self._agree([weight for _, weight in mine], bool(held), room)
             size = len(absent)
             if size == 0:
                 return
@@ -355,6 +366,9 @@ class Feed:
                 padding = mine[-1][0] if mine else padding
             mine += [(padding, 0.0)] * (size - len(mine))
             parts = shares([weight for _, weight in mine], total, self._size)
+            if totals:
+                of_rows = [getattr(weight, "parts", [0.0] * len(totals)) for _, weight in mine]
+                parts = part_shares(parts, of_rows, totals, self._size)
             yield Window(self._handed_out(mine[begun:], after), parts, last, begun, absent)
             number, begun = number + size, 0
 
@@ -365,18 +379,30 @@ class Feed:
         self._state = after
         yield mine[-1][0]
 
-    def _agree(self, weights: list[float], more: bool, room: int) -> tuple[list[tuple[int, ...]], float, bool]:
-        """(of each micro-batch the ranks without samples, sum of all weights, whether no rank has more)."""
+    def _agree(
+        self, weights: list[float], more: bool, room: int
+    ) -> tuple[list[tuple[int, ...]], float, bool, list[float]]:
+        """What the ranks tell one another of a window.
+
+        Returns:
+            of each micro-batch the ranks without samples, the sum of all weights, whether no rank has more, and the
+            sums of the parts' weights where a micro-batch holds parts of several loaders.
+        """
+        by_row = [weight.parts for weight in weights if isinstance(weight, RowWeight)]
+        sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
         if self._gather is None:
-            return [()] * len(weights), sum(weights), not more
+            return [()] * len(weights), sum(weights), not more, sums
         there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
-        mine = [len(weights), sum(weights), more, self._source.mark, *there]
+        mine = [len(weights), sum(weights), more, self._source.mark, *there, *sums]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
         if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
             warn_once(OTHER_STREAMS)
         size = int(ranks[:, 0].max())
-        absent = [tuple(rank for rank, mark in enumerate(each) if not mark) for each in ranks[:, 4:].T.tolist()]
-        return absent[:size], float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
+        absent = [
+            tuple(rank for rank, mark in enumerate(each) if not mark) for each in ranks[:, 4 : 4 + room].T.tolist()
+        ]
+        totals = ranks[:, 4 + room :].sum(0).tolist()
+        return absent[:size], float(ranks[:, 1].sum()), not bool(ranks[:, 2].any()), totals
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""

@@ -12,6 +12,7 @@ import torch
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import report
@@ -125,12 +126,27 @@ class EvaluationLoop:
             with strategy.one_model(), self._no_gradients(), self._eval_mode():
                 hooks.call(f"on_{name}_start")
                 hooks.call(f"on_{name}_epoch_start")
-                for _ in self._steps(f"{name}_step", sanity_steps):
-                    pass
-                return self._end(results, to_loggers=not sanity_steps)
+                returned: Any = None
+                for output, _ in self._steps(f"{name}_step", sanity_steps):
+                    returned = output
+                values = self._end(results, to_loggers=not sanity_steps)
+                if isinstance(returned, dict) and returned and not any(values):
+                    self._say_lost(returned)
+                return values
         finally:
             trainer.results = outer
             strategy.sync_gradients = outer_sync
+
+    def _say_lost(self, returned: dict[str, Any]) -> None:
+        """Say that values which a step returned, as in 2019, went nowhere: nothing was logged in the evaluation."""
+        step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
+        numbers = [key for key, value in returned.items() if isinstance(value, (int, float)) or _is_scalar(value)]
+        if numbers and not self.trainer.hooks.owners((end,)):
+            warn_once(
+                f"`{step}` returned {numbers}, and nothing was logged: nobody reads what it returns but `{end}`. Write "
+                f"`self.log({numbers[0]!r}, value)` in it.",
+                key=f"{step} returned values",
+            )
 
     def _end(self, results: Results, to_loggers: bool) -> list[dict[str, float]]:
         trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
@@ -271,6 +287,10 @@ def _arguments(step: Any, several: bool, name: str) -> int:
             f"`{name}(self, batch, batch_idx, dataloader_idx=0)`."
         )
     return takes
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _by_loader(values: list[tuple[Any, str, Any]], loaders: int) -> list[dict[str, float]]:

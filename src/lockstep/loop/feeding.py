@@ -49,6 +49,39 @@ def shares(mine: Sequence[float], total: float, size: int) -> list[tuple[float, 
     return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
 
 
+class Share(float):
+    """The share of a micro-batch of several loaders that are cut unevenly: that of its heaviest part.
+
+    Attributes:
+        parts: the share of each part, 0.0 where this rank has no samples of it: what the mean over the part's samples
+            is multiplied with.
+    """
+
+    parts: tuple[float, ...]
+
+
+def part_shares(
+    shares: list[tuple[float, float]], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
+) -> list[tuple[float, float]]:
+    """(weight, share) of micro-batches of several loaders.
+
+    Args:
+        shares: as :func:`shares` gives them.
+        parts: of each micro-batch the weights of its parts on this rank.
+        totals: of each part the sum of all weights of the window.
+        size: number of ranks.
+    """
+    found = []
+    for (weight, share), mine in zip(shares, parts, strict=True):
+        each = tuple(part * size / total if part else 0.0 for part, total in zip(mine, totals, strict=True))
+        if weight and any(part and abs(part - share) > 1e-12 * share for part in each):
+            uneven = Share(share)
+            uneven.parts = each
+            share = uneven
+        found.append((weight, share))
+    return found
+
+
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
     """Number of micro-batches under a ``limit_*_batches`` flag.
 

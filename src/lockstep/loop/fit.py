@@ -49,6 +49,17 @@ class Result:
     interrupted: bool = False
 
 
+OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
+
+
+def _norms_by_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One number for each device, NaN where a tensor on it holds one."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_device.values()]
+
+
 def _flag(name: str) -> Any:
     """One of the Trainer's flags as an attribute of its loop, where Lightning has them."""
 
@@ -93,6 +104,8 @@ class FitLoop:
         self._stops = False
         self._time_limit: float | None = None
         self._most_steps = math.inf
+        self._nan_is_told = False
+        self.epochs_by_default = False  # the user gave no `max_epochs`
         self.elastic = Elastic(trainer)
         self.timing = ValidationTiming(trainer)
 
@@ -107,7 +120,7 @@ class FitLoop:
         self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
         self.cut_epoch, self.logged_elsewhere = None, False
         self.validation.feed = self.elastic.saved = None
-        trainer.should_stop = False
+        trainer.should_stop = self._nan_is_told = False
         self._time_limit = trainer.config.max_time
         self._most_steps = math.inf if trainer.config.max_steps == -1 else trainer.config.max_steps
         self._started = time.monotonic()
@@ -123,6 +136,7 @@ class FitLoop:
             trainer.state.stage = RunningStage.TRAINING
             self.setup_data()
             self.elastic.settle()
+            self._say_how_long(ckpt_path)
             if self._done() is None:
                 if self._validates:
                     self.validation.setup_data()
@@ -138,6 +152,51 @@ class FitLoop:
                 self.signals.ended(asdict(self._result()))
         self.progress.ended = trainer.interruption is None
         return self._result()
+
+    def _say_how_long(self, ckpt_path: Any) -> None:
+        """Say what nobody may have meant: a fit of 1000 epochs, or one that ends before its first step."""
+        trainer, progress, config = self.trainer, self.progress, self.trainer.config
+        if self.epochs_by_default and (config.max_epochs, config.max_steps, config.max_time) == (1000, -1, None):
+            steps = trainer.estimated_stepping_batches
+            rank_zero_warn(
+                "Trainer(max_epochs) is not set: this fit ends after 1000 epochs"
+                + (f", at step {steps}" if math.isfinite(steps) else "")
+                + "; set max_epochs, or max_epochs=-1 for no limit."
+            )
+        reason = self._done() if self.resumed is not None else None
+        if reason is not None and trainer.interruption is None:
+            rank_zero_warn(
+                f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
+                f"epochs, and there is nothing left to train: {reason}; raise that limit to go on."
+            )
+
+    def _look_for_nan(self, values: list[tuple[Any, str, Any]]) -> None:
+        """Say once that a loss that was logged is NaN; the fit goes on."""
+        if self._nan_is_told:
+            return
+        for entry, name, value in values:
+            if "loss" in name.lower() and entry.key[0] in OF_TRAINING and value.isnan():
+                self._tell_nan(f"{name!r} is NaN")
+                return
+
+    def _look_for_nan_weights(self) -> None:
+        """At an epoch's end, where no loss was logged: NaN gradients have left NaN weights."""
+        if self._nan_is_told:
+            return
+        module = self.trainer.lightning_module
+        weights = [p for p in module.parameters() if p.is_floating_point() and p.numel() and p.layout is torch.strided]
+        if weights and any(norm.isnan() for norm in _norms_by_device(weights)):
+            named = module.named_parameters()
+            found = [name for name, p in named if any(p is weight for weight in weights) and p.isnan().any()]
+            self._tell_nan(f"parameter {found[0]!r} holds NaN" if found else "a parameter holds NaN")
+
+    def _tell_nan(self, what: str) -> None:
+        self._nan_is_told = True
+        progress = self.progress
+        rank_zero_warn(
+            f"{what} at step {progress.global_step} (epoch {progress.epoch}): the loss was NaN there or before. The "
+            "fit goes on; Trainer(detect_anomaly=True) names the operation that makes it."
+        )
 
     def _anomalies(self) -> Any:
         detect = self.trainer.config.detect_anomaly
@@ -286,7 +345,10 @@ class FitLoop:
         else:
             newest = results.reduce_step() if trainer.world_size > 1 else results.step_values()
             trainer.published.publish(newest)
-            for_loggers = trainer.published.publish(results.reduce_epoch())
+            of_epoch = results.reduce_epoch()
+            for_loggers = trainer.published.publish(of_epoch)
+            self._look_for_nan([*newest, *of_epoch])
+            self._look_for_nan_weights()
             overridden = hooks.on_train_epoch_end is not None
             if overridden:
                 hooks.call("on_train_epoch_end")
@@ -471,6 +533,7 @@ class FitLoop:
             values = trainer.results.reduce_step()
         else:
             values = trainer.results.take_step_values()
+        self._look_for_nan(values)
         for_loggers = trainer.published.publish(values)
         if for_loggers:
             trainer.send_to_loggers(for_loggers, self.progress.windows)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.loop.feeding import Share
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure
 from lockstep.loop.padding import without_trace
@@ -26,6 +27,13 @@ SKIPPED = (
     "neither `training_step` nor the batch hooks for it: {names}. What belongs to each update (an average of the "
     "weights, say) belongs into a hook of the update, `on_before_zero_grad` or `on_before_optimizer_step`, which run "
     "on every rank; or leave such batches out by DataLoader(drop_last=True)."
+)
+UNEVEN = (
+    "The loaders side by side are cut unevenly in this step: of one there are more samples than of another in a "
+    "micro-batch or on a rank, so that one loss for all cannot weigh each as one process with the whole batch would. "
+    'It is weighed by the loader with most samples. Return the losses by loader, {"loss": {"a": loss_a, "b": loss_b}}, '
+    "in the nest of the batch and None where a batch is None: each is weighed by its own samples then. Or leave such "
+    "rows out: DataLoader(drop_last=True) in each."
 )
 
 
@@ -88,6 +96,7 @@ class Step:
         self.counted: Callable[[int], int] = int  # micro-batches of an epoch as the run's plan counts them
         self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
         self._unweighed = False  # whether it returned a loss without one in this window
+        self._looked_at_keys = False
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
         self._factor = 1.0
         self._share = 1.0
@@ -235,6 +244,8 @@ class Step:
             arguments = (batch, batch_idx) if self.takes_idx else (batch,)
             rounds = self.strategy.rounds
             self._share = share if weight else 1.0
+            if type(share) is Share:
+                warn_once(UNEVEN, key="uneven loaders")
             if weight == 0.0:
                 with self.padding():
                     output = self.strategy.run(self.training_step, *arguments)
@@ -308,8 +319,12 @@ class Step:
         if type(output) is Tensor:
             loss: Tensor | None = output
             self._unweighed = True
+            if type(share) is Share:
+                warn_once(UNEVEN, key="uneven loaders")
         else:
             loss, share = self._read(output, weight, share)
+            if loss is not None and isinstance(output, dict) and not isinstance(output["loss"], Tensor):
+                output = {**output, "loss": loss}
         if first:
             self._zero_grad(batch_idx)
         if self.shared and strategy.sync_gradients:
@@ -377,17 +392,50 @@ class Step:
         if isinstance(output, Tensor):
             self._unweighed = True
             return output, share
+        if isinstance(output, dict) and isinstance(output.get("loss"), (dict, list, tuple)):
+            nest = self.trainer.fit_loop.feed.nest
+            if nest is not None:
+                self._unweighed = True
+                return self._weighed_by_part(output, nest, share), 1.0
         if not isinstance(output, dict) or not isinstance(output.get("loss"), Tensor):
             raise MisconfigurationException(
                 f"`training_step` returned {type(output).__name__}: return the loss (a tensor), a dict with the key "
                 '"loss", or None.'
             )
+        if not self._looked_at_keys:
+            self._looked_at_keys = True
+            lost = [key for key in ("log", "progress_bar") if isinstance(output.get(key), dict)]
+            if lost:
+                rank_zero_warn(
+                    f"`training_step` returned the keys {lost}, as in 2019, and nothing reads them: write "
+                    "`self.log_dict(values)`, with prog_bar=True for the progress bar, and return the loss."
+                )
         if "weight" not in output:
             self._unweighed = True
+            if type(share) is Share:
+                warn_once(UNEVEN, key="uneven loaders")
             return output["loss"], share
         own = output["weight"]
         self.weights = own if self.weights is None else self.weights + own
         return output["loss"], own
+
+    def _weighed_by_part(self, output: dict[str, Any], nest: Any, share: float) -> Tensor:
+        """The losses of several loaders, each weighed by its own loader's samples."""
+        losses = output["loss"]
+        try:
+            leaves = nest.flatten_up_to(losses)
+        except ValueError:
+            leaves = []
+        known = [leaf for leaf in leaves if leaf is not None]
+        if not known or not all(isinstance(leaf, Tensor) for leaf in known) or "weight" in output:
+            raise MisconfigurationException(
+                f'`training_step` returned {{"loss": {losses!r:.200}}}: give one loss for each loader, in the nest in '
+                'which its batch came, None where that is None; and no "weight" beside, since each loader weighs by '
+                "its own samples."
+            )
+        parts = share.parts if isinstance(share, Share) else (share,) * len(leaves)
+        weighed = [leaf * part for leaf, part in zip(leaves, parts, strict=True) if leaf is not None]
+        return torch.stack(weighed).sum()
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         hooks = self.hooks
