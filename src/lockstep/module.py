@@ -255,7 +255,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
                     return
                 weight = results.weight if batch_size is None else batch_size
                 if entry.on_step:
-                    entry.last, entry.last_weight, entry.step_fresh = number, weight, True
+                    entry.last, entry.last_weight, entry.step_fresh = number, weight, results.micro_batch
                 if entry.on_epoch:
                     entry.total += number * weight
                     entry.weight, entry.epoch_fresh = entry.weight + weight, True

@@ -94,6 +94,9 @@ def draw(seed: int) -> Program:
     manual = chance.random() < 0.15
     epochs = chance.choice((2, 3))
     some = [trait for trait in TRAITS if chance.random() < 0.15]
+    loader = chance.choice(LOADERS)
+    if loader == "two uneven loaders" and (manual or "norm" in some):
+        loader = "two loaders"  # one loss for all cannot be right, nor can statistics of a part that a rank has not
     events = [
         Event(chance.choice(EVENTS), chance.choice(LATE_HOOKS), chance.randrange(epochs), chance.random() < 0.5)
         for _ in range(chance.choice((0, 0, 1, 1, 2)))
@@ -105,7 +108,7 @@ def draw(seed: int) -> Program:
         batch_size=chance.randint(1, 4),
         accumulate=1 if manual else chance.choice((1, 1, 2, 3)),
         epochs=epochs,
-        loader=chance.choice(LOADERS),
+        loader=loader,
         engine=chance.choice(list(ENGINES)),
         optimizer=chance.choice(("sgd", "sgd", "adam")),
         schedule=chance.choice(("none", "step", "epoch", "plateau")),
@@ -178,8 +181,7 @@ class Shown:
 
     def note(self, place: str, epoch: int, batch: Any) -> None:
         """Count the samples of a batch at one place of the user's code."""
-        parts = batch.values() if isinstance(batch, dict) else [batch]
-        for _, ids in parts:
+        for _, ids in _parts(batch).values():
             self.seen[f"{place}, epoch {epoch}"] += ids.tolist()
 
 
@@ -263,15 +265,19 @@ class Fuzzed(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.note("training_step", batch)
-        parts = list(batch.values()) if isinstance(batch, dict) else [batch]
-        each = [self.losses(part) for part in parts]
-        loss = torch.stack([part.mean() for part in each]).sum()
-        joined = torch.cat(each).detach()
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        parts = _parts(batch)
+        each = {name: self.losses(part) for name, part in parts.items()}
+        loss = torch.stack([part.mean() for part in each.values()]).sum()
+        joined = torch.cat(list(each.values())).detach()
+        if self.program.loader == "two uneven loaders":  # each loader has its own number of samples
+            for name, part in each.items():
+                self.log(f"loss {name}", part.mean(), on_step=True, on_epoch=True, batch_size=len(part))
+        else:
+            self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", joined.max(), on_step=False, on_epoch=True, reduce_fx="max")
         self.log("smallest", joined.min(), on_step=False, on_epoch=True, reduce_fx="min")
         self.log("samples", float(len(joined)), on_step=False, on_epoch=True, reduce_fx="sum")
-        odd = torch.where(torch.cat([ids for _, ids in parts]) == 3, float("nan"), joined)
+        odd = torch.where(_ids(batch) == 3, float("nan"), joined)
         self.log("with NaN", odd.max(), on_step=False, on_epoch=True, reduce_fx="max")
         self.logged_mean.update(joined)
         self.log("metric", self.logged_mean, on_step=False, on_epoch=True)
@@ -279,9 +285,11 @@ class Fuzzed(LightningModule):
             return self._by_hand(loss)
         if self.program.loss == "none in some" and batch_idx % 3 == 1:
             return None
+        if self.program.loader == "two uneven loaders":
+            return {"loss": {name: each[name].mean() if name in each else None for name in batch}}
         if self.program.loss == "own weight":
-            chosen = torch.cat([ids for _, ids in parts]) % 3 != 0
-            own = torch.cat(each)[chosen].sum() / max(1, int(chosen.sum()))
+            chosen = _ids(batch) % 3 != 0
+            own = torch.cat(list(each.values()))[chosen].sum() / max(1, int(chosen.sum()))
             return {"loss": own, "weight": float(chosen.sum())}
         return loss
 
@@ -314,7 +322,7 @@ class Fuzzed(LightningModule):
             return optimizer
         if program.schedule == "plateau":
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss_epoch"}}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "largest"}}
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": program.schedule}}
 
@@ -425,8 +433,13 @@ class Fuzzed(LightningModule):
         self.change("on_train_epoch_end")
 
 
+def _parts(batch: Any) -> dict[str, Any]:
+    """The loaders' parts of a batch, without those of which this rank has no samples."""
+    return {name: part for name, part in batch.items() if part} if isinstance(batch, dict) else {"": batch}
+
+
 def _ids(batch: Any) -> Tensor:
-    return torch.cat([ids for _, ids in batch.values()]) if isinstance(batch, dict) else batch[1]
+    return torch.cat([ids for _, ids in _parts(batch).values()])
 
 
 class Counter(Callback):

@@ -67,7 +67,8 @@ class Entry:
     """One name logged in one hook: its running reduction and its newest value.
 
     Attributes:
-        step_fresh: whether ``last`` is newer than the last reduction over the ranks (alone: than what loggers have).
+        step_fresh: the micro-batch in which ``last`` was logged, as `Results.micro_batch` counts; 0 where that is not
+            newer than the last reduction over the ranks (alone: than what loggers have).
         epoch_fresh: whether anything was collected since the last :meth:`clear`.
         dtype: of the reduced values: float64 for float64, the default type (or float32) for all others.
         quick: the type (torch's, or float) of values that ``LightningModule.log`` may take in itself; None: none.
@@ -127,12 +128,12 @@ class Entry:
 
     def clear(self) -> None:
         """Forget what was collected."""
-        self.epoch_fresh = self.step_fresh = False
+        self.epoch_fresh, self.step_fresh = False, 0
         self.weight = self.last_weight = 0.0
         self.total = NEUTRAL[self.op]
 
-    def add(self, value: Any, weight: float) -> None:
-        """Take in one logged value, a number or a tensor of one element."""
+    def add(self, value: Any, weight: float, micro_batch: int) -> None:
+        """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
         if isinstance(value, Tensor):
             if value.ndim:
                 value = self._scalar(value)
@@ -143,7 +144,7 @@ class Entry:
         if self.on_step:
             self.last = value
             self.last_weight = weight
-            self.step_fresh = True
+            self.step_fresh = micro_batch
         if self.on_epoch:
             self.epoch_fresh = True
             self.weight += weight

@@ -15,7 +15,8 @@ from lockstep.ground.rank import warn_once
 from lockstep.loop.entry import LOGGING, NEUTRAL, Entry, Key, Options, extreme
 from lockstep.loop.metrics import StatesByLoader, fill_empty_lists, is_metric
 
-Reader = Callable[[Entry], tuple[Any, float, bool]]  # (value, weight, whether it is the newest one)
+Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
+Part = tuple[float, float, float]  # the same of one rank, as it travels
 
 
 class Results:
@@ -61,6 +62,7 @@ class Results:
         self.each_step = world_size > 1  # the first one finds out
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
+        self.micro_batch = 1  # counted by the training loop, alike on all ranks
         self.weight = 1.0
         self.muted = False
         self._barebones = getattr(getattr(module, "_trainer", None), "barebones", False)
@@ -91,13 +93,13 @@ class Results:
         if entry is None or entry.options != options:
             entry = self._open(name, options)
         if self._rank and entry.rank_zero_only:
-            entry.epoch_fresh, entry.step_fresh = entry.on_epoch, entry.on_step
+            entry.epoch_fresh, entry.step_fresh = entry.on_epoch, self.micro_batch if entry.on_step else 0
             return
         weight = self.weight if batch_size is None else batch_size
         if is_metric(value):
             self._add_metric(entry, value, weight)
         else:
-            entry.add(value, weight)
+            entry.add(value, weight, self.micro_batch)
             if self._on_cpu and entry.op == "mean":
                 kind = type(value)
                 entry.quick = value.dtype if kind is Tensor else float if kind is float else None
@@ -132,7 +134,7 @@ class Results:
         forward = metric._forward_cache
         if entry.on_step and forward is not None and not self.muted:
             on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric itself keeps the epoch's value
-            entry.add(forward, weight)
+            entry.add(forward, weight, self.micro_batch)
             entry.on_epoch = on_epoch
 
     def end_loader(self, loader: int) -> None:
@@ -160,7 +162,7 @@ class Results:
         """:meth:`step_values`, each of them once."""
         values = self.step_values()
         for entry, _, _ in values:
-            entry.step_fresh = False
+            entry.step_fresh = 0
         return values
 
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
@@ -172,13 +174,16 @@ class Results:
     def agree_on_step(self) -> list[tuple[Entry, str, Tensor]]:
         """The on_step values that any rank logged since the last reduction, over all ranks; one packed all_gather.
 
-        Collective. Each rank's newest value counts; the loggers get what comes out by the next :meth:`reduce_step`.
+        Collective. The values of the newest micro-batch in which any rank logged a name count: a rank without samples
+        of it has an older one. The loggers get what comes out by the next :meth:`reduce_step`.
         """
         fresh = [entry for entry in self._entries() if entry.step_fresh]
-        reduced = self._reduce(fresh, lambda entry: (entry.last, entry.last_weight if entry.step_fresh else 0.0, True))
+        reduced = self._reduce(
+            fresh, lambda entry: (entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh)
+        )
         values = []
         for entry, value in reduced:
-            entry.step_fresh = False
+            entry.step_fresh = 0
             values.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
             self._agreed[entry.key] = values[-1]
         return values
@@ -203,7 +208,7 @@ class Results:
         values of single steps, which the epoch's values replace.
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
-        values = self._reduce(fresh, lambda entry: (entry.total, entry.weight, False))
+        values = self._reduce(fresh, lambda entry: (entry.total, entry.weight, 0))
         computed = self._computed([entry for entry, _ in values if entry.metric is not None])
         found = []
         for entry, value in values:
@@ -253,14 +258,15 @@ class Results:
             reduced.append((entry, torch.tensor(value, dtype=entry.dtype)))
         return reduced
 
-    def _local(self, entry: Entry, read: Reader) -> tuple[float, float]:
-        value, weight, newest = read(entry)
+    def _local(self, entry: Entry, read: Reader) -> Part:
+        value, weight, micro_batch = read(entry)
         if weight == 0.0:
-            return NEUTRAL[entry.op], 0.0
+            return NEUTRAL[entry.op], 0.0, 0.0
         number = float(value)
-        return (number * weight if newest and entry.op == "mean" else number), float(weight)
+        number = number * weight if micro_batch and entry.op == "mean" else number
+        return number, float(weight), float(micro_batch)
 
-    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[tuple[float, float]]]]:
+    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[Part]]]:
         names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
         header = [float(zlib.crc32(names.encode())), float(len(fresh)), float(self._wants_each_step)]
         rows = self._packed(header, fresh, read)
@@ -268,14 +274,14 @@ class Results:
         if any(row[:2] != rows[0][:2] for row in rows) or rows[0][1] > self._capacity:
             fresh = self._agree_on_names(fresh)
             rows = self._packed(header, fresh, read)
-        pairs = [[(row[3 + 2 * i], row[4 + 2 * i]) for i in range(len(fresh))] for row in rows]
-        return fresh, pairs
+        parts = [[(row[i], row[i + 1], row[i + 2]) for i in range(3, 3 + 3 * len(fresh), 3)] for row in rows]
+        return fresh, parts
 
     def _packed(self, header: list[float], fresh: list[Entry], read: Reader) -> list[list[float]]:
         numbers = list(header)
         for entry in fresh[: self._capacity]:
             numbers.extend(self._local(entry, read))
-        vector = torch.zeros(3 + 2 * self._capacity, dtype=torch.float64)
+        vector = torch.zeros(3 + 3 * self._capacity, dtype=torch.float64)
         vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         return self._gather(vector).tolist()
 
@@ -355,10 +361,12 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _combine(op: str, parts: list[tuple[float, float]]) -> float:
-    values = [value for value, weight in parts if weight]
+def _combine(op: str, parts: list[Part]) -> float:
+    newest = max((micro_batch for _, weight, micro_batch in parts if weight), default=0)
+    parts = [part for part in parts if part[1] and part[2] == newest]
+    values = [value for value, _, _ in parts]
     if op == "mean":
-        weight = sum(weight for _, weight in parts)
+        weight = sum(weight for _, weight, _ in parts)
         return sum(values) / weight if weight else float("nan")
     if not values:
         return NEUTRAL[op]

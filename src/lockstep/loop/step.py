@@ -265,6 +265,7 @@ class Step:
 
     def _begin(self, batch: Any, batch_idx: int, weight: float) -> Any:
         results = self.results
+        results.micro_batch += 1
         results.weight = weight
         results.muted = weight == 0.0
         if self._absent:
