@@ -66,16 +66,28 @@ class Window:
         last: whether this is the epoch's last window.
     """
 
-    __slots__ = ("_batches", "_parts", "begun", "last", "size")
+    __slots__ = ("_batches", "_parts", "_totals", "begun", "last", "size")
 
     def __init__(
-        self, batches: Iterator[Any], parts: Sequence[tuple[float, float]], last: bool, begun: int = 0
+        self,
+        batches: Iterator[Any],
+        parts: Sequence[tuple[float, float]],
+        last: bool,
+        begun: int = 0,
+        totals: Sequence[float] | None = None,  # of each rank's weights in all of the window; None: they are equal
     ) -> None:
         self._batches = batches
         self._parts = parts[begun:] if begun else parts
         self.size = len(parts) - begun
         self.begun = begun
         self.last = last
+        self._totals = totals
+
+    def share_among(self, ranks: Sequence[int]) -> None:
+        """Let gradients be averaged over these ranks alone, this one among them: to the mean over their samples."""
+        if self._totals is not None:
+            total = sum(self._totals[rank] for rank in ranks)
+            self._parts = shares([weight for weight, _ in self._parts], total or 1.0, len(ranks))
 
     def __iter__(self) -> Iterator[tuple[Any, float, float]]:
         batches = self._batches
@@ -290,22 +302,23 @@ class Feed:
         while number < stop:
             after = number + accumulate
             if after <= even:
-                parts = same
+                parts, totals = same, None
             else:
-                parts = self._parts(number, min(after, stop))
+                parts, totals = self._parts(number, min(after, stop))
                 if not parts:
                     return
                 after = number + len(parts)
-            yield Window(batches, parts, after >= stop or (after >= even and not source.has(after)), begun)
+            yield Window(batches, parts, after >= stop or (after >= even and not source.has(after)), begun, totals)
             number, begun = after, 0
 
-    def _parts(self, number: int, stop: int | float) -> list[tuple[float, float]]:
-        """(weight, share) of this rank's micro-batches ``number`` to ``stop``, as far as there are any."""
+    def _parts(self, number: int, stop: int | float) -> tuple[list[tuple[float, float]], list[float]]:
+        """(weight, share) of this rank's micro-batches from ``number`` on, as far as there are any; each rank's sum."""
         weights = []
         while number < stop and self._source.has(number):
             weights.append(self._source.weights(number))
             number += 1
-        return shares([each[self._rank] for each in weights], sum(map(sum, weights)), self._size)
+        totals = [float(sum(of_rank)) for of_rank in zip(*weights, strict=True)]
+        return shares([each[self._rank] for each in weights], sum(map(sum, weights)), self._size), totals
 
     # -- windows that must be fetched before anything is known
 
@@ -324,15 +337,15 @@ class Feed:
             if number + room < stop:
                 held.extend(itertools.islice(batches, room + 1 - len(held)))
             mine, held = held[:room], held[room:]
-            size, total, last = self._agree([weight for _, weight in mine], bool(held))
+            size, totals, last = self._agree([weight for _, weight in mine], bool(held))
             if size == 0:
                 return
             if len(mine) < size:
                 borrowed = mine[-1][0] if mine else self._any_batch() if borrowed is _END else borrowed
                 mine += [(borrowed, 0.0)] * (size - len(mine))
             borrowed = mine[-1][0]
-            parts = shares([weight for _, weight in mine], total, self._size)
-            yield Window(self._handed_out(mine[begun:], after), parts, last, begun)
+            parts = shares([weight for _, weight in mine], sum(totals), self._size)
+            yield Window(self._handed_out(mine[begun:], after), parts, last, begun, totals)
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
@@ -342,15 +355,15 @@ class Feed:
         self._state = after
         yield mine[-1][0]
 
-    def _agree(self, weights: list[float], more: bool) -> tuple[int, float, bool]:
-        """(micro-batches of the rank that has most, sum of all weights, whether no rank has more)."""
+    def _agree(self, weights: list[float], more: bool) -> tuple[int, list[float], bool]:
+        """(micro-batches of the rank that has most, the sum of each rank's weights, whether no rank has more)."""
         if self._gather is None:
-            return len(weights), sum(weights), not more
+            return len(weights), [sum(weights)], not more
         mine = [len(weights), sum(weights), more, self._source.mark]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
         if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
             warn_once(OTHER_STREAMS)
-        return int(ranks[:, 0].max()), float(ranks[:, 1].sum()), not bool(ranks[:, 2].any())
+        return int(ranks[:, 0].max()), ranks[:, 1].tolist(), not bool(ranks[:, 2].any())
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""
