@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -35,6 +36,9 @@ from lockstep.loop.feeding import (
 
 Chart = Callable[[list[int], bool], Course]
 """The course of a run, given the ``batch_size`` of its loaders and whether they can be cut into windows of any size."""
+
+Part = tuple[float, float]
+"""(weight, share) of a micro-batch; see :class:`Window`."""
 
 _END = object()
 OTHER_STREAMS = (
@@ -69,15 +73,16 @@ class Window:
         absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
     """
 
-    __slots__ = ("_batches", "_parts", "absent", "begun", "last", "size")
+    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "last", "size")
 
     def __init__(
         self,
         batches: Iterator[Any],
-        parts: Sequence[tuple[float, float]],
+        parts: Sequence[Part],
         last: bool,
         begun: int = 0,
         absent: Sequence[tuple[int, ...]] | None = None,
+        among: Callable[[Sequence[int]], Sequence[Part]] | None = None,
     ) -> None:
         self.absent = absent[begun:] if absent is not None and any(absent) else None
         self._batches = batches
@@ -85,6 +90,12 @@ class Window:
         self.size = len(parts) - begun
         self.begun = begun
         self.last = last
+        self._among = among  # the parts where some ranks average; None: their weights are equal
+
+    def share_among(self, ranks: Sequence[int]) -> None:
+        """Let gradients be averaged over these ranks alone, this one among them: to the mean over their samples."""
+        if self._among is not None:
+            self._parts = self._among(ranks)[self.begun :]
 
     def __iter__(self) -> Iterator[tuple[Any, float, float]]:
         batches = self._batches
@@ -311,14 +322,36 @@ class Feed:
                 after = number + len(rows)
                 mine = [[part[self._rank] for part in row] for row in rows]
                 weights = [[max(each) for each in zip(*row, strict=True)] for row in rows]
-                parts = shares([max(row) for row in mine], sum(map(sum, weights)), self._size)
-                if len(mine[0]) > 1:
-                    totals = [sum(sum(part) for part in of_rows) for of_rows in zip(*rows, strict=True)]
-                    parts = part_shares(parts, mine, totals, self._size)
+                of_rank = [sum(each) for each in zip(*weights, strict=True)]
+                of_parts = [[sum(each) for each in zip(*of_rows, strict=True)] for of_rows in zip(*rows, strict=True)]
+                among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
                 absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
                 drawn = batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
-                yield Window(drawn, parts, after >= stop or not source.has(after), begun, absent)
+                last = after >= stop or not source.has(after)
+                yield Window(drawn, among(range(self._size)), last, begun, absent, among)
             number, begun = after, 0
+
+    def _among(
+        self,
+        weights: Sequence[float],
+        mine: Sequence[Sequence[float]],
+        of_rank: Sequence[float],
+        of_parts: Sequence[Sequence[float]],
+        ranks: Sequence[int],
+    ) -> list[Part]:
+        """(weight, share) of this rank's micro-batches of a window whose gradients some ranks average.
+
+        Args:
+            weights: of this rank's micro-batches.
+            mine: the same by loader.
+            of_rank: the sum of each rank's weights.
+            of_parts: the same by loader, and in it by rank; one for each loader where there are several.
+            ranks: those that average, this one among them.
+        """
+        parts = shares(weights, sum(of_rank[rank] for rank in ranks) or 1.0, len(ranks))
+        if len(of_parts) < 2:
+            return parts
+        return part_shares(parts, mine, [sum(each[rank] for rank in ranks) for each in of_parts], len(ranks))
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
         """All ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as there are any."""
@@ -356,7 +389,7 @@ class Feed:
             if number + room < stop:
                 held.extend(itertools.islice(batches, room + 1 - len(held)))
             mine, held = held[:room], held[room:]
-            absent, total, last, totals = self._agree([weight for _, weight in mine], bool(held), room)
+            absent, of_rank, last, of_parts = self._agree([weight for _, weight in mine], bool(held), room)
             size = len(absent)
             if size == 0:
                 return
@@ -365,11 +398,10 @@ class Feed:
                     padding = mine[-1][0] if mine else self._any_batch()
                 padding = mine[-1][0] if mine else padding
             mine += [(padding, 0.0)] * (size - len(mine))
-            parts = shares([weight for _, weight in mine], total, self._size)
-            if totals:
-                of_rows = [getattr(weight, "parts", [0.0] * len(totals)) for _, weight in mine]
-                parts = part_shares(parts, of_rows, totals, self._size)
-            yield Window(self._handed_out(mine[begun:], after), parts, last, begun, absent)
+            of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
+            among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
+            drawn = self._handed_out(mine[begun:], after)
+            yield Window(drawn, among(range(self._size)), last, begun, absent, among)
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
@@ -381,17 +413,17 @@ class Feed:
 
     def _agree(
         self, weights: list[float], more: bool, room: int
-    ) -> tuple[list[tuple[int, ...]], float, bool, list[float]]:
+    ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
         """What the ranks tell one another of a window.
 
         Returns:
-            of each micro-batch the ranks without samples, the sum of all weights, whether no rank has more, and the
-            sums of the parts' weights where a micro-batch holds parts of several loaders.
+            of each micro-batch the ranks without samples, the sum of each rank's weights, whether no rank has more,
+            and by loader each rank's sum, where a micro-batch holds parts of several loaders.
         """
         by_row = [weight.parts for weight in weights if isinstance(weight, RowWeight)]
         sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
         if self._gather is None:
-            return [()] * len(weights), sum(weights), not more, sums
+            return [()] * len(weights), [sum(weights)], not more, [[each] for each in sums]
         there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
         mine = [len(weights), sum(weights), more, self._source.mark, *there, *sums]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
@@ -401,8 +433,7 @@ class Feed:
         absent = [
             tuple(rank for rank, mark in enumerate(each) if not mark) for each in ranks[:, 4 : 4 + room].T.tolist()
         ]
-        totals = ranks[:, 4 + room :].sum(0).tolist()
-        return absent[:size], float(ranks[:, 1].sum()), not bool(ranks[:, 2].any()), totals
+        return absent[:size], ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 4 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""

@@ -271,7 +271,10 @@ class FitLoop:
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             self._heed()
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
+            apart = trainer.strategy.steps_apart
             for window in windows:
+                if apart:
+                    window.share_among(trainer.strategy.averaged_ranks())
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1

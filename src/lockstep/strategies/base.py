@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -151,6 +151,15 @@ class Strategy:
         """The module's buffers that a forward changes by this rank's samples alone."""
         return list(self.module.buffers())
 
+    @property
+    def steps_apart(self) -> bool:
+        """Whether some steps of this fit are made with the gradients of a part of the ranks (local steps)."""
+        return False
+
+    def averaged_ranks(self) -> Sequence[int]:
+        """The ranks, this one among them, over which gradients are averaged in the next round."""
+        return range(self.world.size)
+
     def mute(self, muted: bool) -> None:
         """Drop the gradients of the backwards to come: this rank's share of the data is empty."""
 
@@ -196,13 +205,16 @@ class Strategy:
 
     def divide_gradients(self, weight: float | Tensor) -> float:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
-        total = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device)
-        total = self.reduce(total, reduce_op="sum").item()
-        factor = self.world.size / total if total else 0.0
+        total, size = self._total_weight(torch.as_tensor(weight, dtype=torch.float64, device=self.root_device))
+        factor = size / total if total else 0.0
         grads = [grad for optimizer in self.optimizers for grad in self.gradients_of(optimizer)]
         if grads:
             torch._foreach_mul_(grads, factor)
         return factor
+
+    def _total_weight(self, weight: Tensor) -> tuple[float, int]:
+        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        return self.reduce(weight, reduce_op="sum").item(), self.world.size
 
     def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
         """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value."""

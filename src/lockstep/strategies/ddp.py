@@ -444,6 +444,23 @@ class DDPStrategy(Collectives, Sharding):
 
     # -- ranks whose weights differ for a while
 
+    @property
+    def steps_apart(self) -> bool:
+        """Whether this fit takes local steps."""
+        return self._local is not None
+
+    def averaged_ranks(self) -> Sequence[int]:
+        """The ranks over which gradients are averaged in the next round: in a local step those of the node, or one."""
+        return super().averaged_ranks() if self._local is None else self._local.averaged_ranks()
+
+    def _total_weight(self, weight: Tensor) -> tuple[float, int]:
+        over = None if self._local is None or self._reducer is None else self._reducer.over
+        if over is None:
+            return super()._total_weight(weight)
+        if over is False:
+            return weight.item(), 1
+        return comm.all_reduce(weight, "sum", over).item(), comm.world_size(over)
+
     def _is_apart(self) -> bool:
         return self._local is not None and self._local.differ
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class LocalSteps:
         if together:
             members = sorted(dist.get_process_group_ranks(state.subgroup)) if state.subgroup is not None else members
         self.leader = members[0]
+        self._members = members
         self._parts = len(members) < comm.world_size()  # else all ranks still take every step together
         self.apart = Apart(module, optimizers, scaler, take_buffers is not None)
         self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
@@ -86,6 +87,11 @@ class LocalSteps:
         """A round of gradients begins; the hook counts it while it runs."""
         if self._parts and self._rounds >= self._state.start_localSGD_iter:
             self.apart.step()
+
+    def averaged_ranks(self) -> Sequence[int]:
+        """The ranks over which gradients are averaged in the next round."""
+        local = self._rounds >= self._state.start_localSGD_iter
+        return self._members if local else range(comm.world_size())
 
     def take_in(self, parameters: Iterable[Tensor]) -> None:
         """Average these parameters, too, from now on."""
