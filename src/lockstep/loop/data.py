@@ -82,7 +82,7 @@ class Window:
         last: bool,
         begun: int = 0,
         absent: Sequence[tuple[int, ...]] | None = None,
-        among: Callable[[Sequence[int]], Sequence[Part]] | None = None,
+        among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
     ) -> None:
         self.absent = absent[begun:] if absent is not None and any(absent) else None
         self._batches = batches
@@ -328,7 +328,7 @@ class Feed:
                 absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
                 drawn = batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
                 last = after >= stop or not source.has(after)
-                yield Window(drawn, among(range(self._size)), last, begun, absent, among)
+                yield Window(drawn, among(None), last, begun, absent, among)
             number, begun = after, 0
 
     def _among(
@@ -337,7 +337,7 @@ class Feed:
         mine: Sequence[Sequence[float]],
         of_rank: Sequence[float],
         of_parts: Sequence[Sequence[float]],
-        ranks: Sequence[int],
+        ranks: Sequence[int] | None,
     ) -> list[Part]:
         """(weight, share) of this rank's micro-batches of a window whose gradients some ranks average.
 
@@ -346,12 +346,14 @@ class Feed:
             mine: the same by loader.
             of_rank: the sum of each rank's weights.
             of_parts: the same by loader, and in it by rank; one for each loader where there are several.
-            ranks: those that average, this one among them.
+            ranks: those that average, this one among them; None: all.
         """
-        parts = shares(weights, sum(of_rank[rank] for rank in ranks) or 1.0, len(ranks))
-        if len(of_parts) < 2:
-            return parts
-        return part_shares(parts, mine, [sum(each[rank] for rank in ranks) for each in of_parts], len(ranks))
+        size = self._size
+        if ranks is not None:
+            size, of_rank = len(ranks), [of_rank[rank] for rank in ranks]
+            of_parts = [[each[rank] for rank in ranks] for each in of_parts]
+        parts = shares(weights, sum(of_rank) or 1.0, size)
+        return parts if len(of_parts) < 2 else part_shares(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
         """All ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as there are any."""
@@ -401,7 +403,7 @@ class Feed:
             of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
             among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
             drawn = self._handed_out(mine[begun:], after)
-            yield Window(drawn, among(range(self._size)), last, begun, absent, among)
+            yield Window(drawn, among(None), last, begun, absent, among)
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
