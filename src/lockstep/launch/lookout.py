@@ -245,7 +245,7 @@ class Lookout:
         if sight.inside is not None or sight.rank not in self._readings:
             return sight
         begun = time.monotonic()
-        speak(sight.stand.process)
+        speak(sight.stand.answers)
         time.sleep(ANSWER)
         said = self._readings[sight.rank][1].said(begun)
         return sight if said is None else replace(sight, phase=said[0], batch=said[1])
