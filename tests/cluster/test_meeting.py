@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -117,3 +119,16 @@ def test_ranks_that_do_not_come_to_the_agents_store() -> None:
     for rank, said in ((0, "not all of the 2 ranks came to the store"), (1, "rank 1 heard nothing of rank 0")):
         with pytest.raises(RuntimeError, match=rf"{said}.*MASTER_PORT={store.port} within {SHORT.total_seconds():g} s"):
             meet(World(rank, 2, 0, 1, rank, 2, "127.0.0.1", store.port), LONG, environ, SHORT)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_the_store_of_ranks_on_one_host_listens_there_alone(address: str) -> None:
+    """It listened on all interfaces: whoever could reach the machine could write what the ranks read."""
+    port = free_port()
+    store = meet(World(0, 1, 0, 1, 0, 1, address, port), timedelta(seconds=10), {})
+    store.set("asked", "answered")
+    assert store.get("asked") == b"answered"
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    here = [fields[1] for fields in lines if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
+    assert here == [f"0100007F:{port:04X}"]  # 127.0.0.1, as the system writes it

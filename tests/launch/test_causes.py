@@ -30,7 +30,7 @@ def test_a_note_says_what_and_where() -> None:
     assert note.reason == r"ValueError: no such\nfile"
     assert note.place.startswith(__file__)
     assert "Traceback" in note.trace
-    assert str(note) == f"rank 2 failed first, at {note.place}: ValueError: no such\nfile"
+    assert str(note) == f"rank 2 failed first, at {note.place}: ValueError: no such\\nfile"
 
 
 def test_an_exception_that_was_never_raised_has_no_place() -> None:

@@ -119,3 +119,63 @@ def test_the_last_line_of_a_script(tmp_path: Path, what: str, hook: str, says: s
     assert lines[-1].startswith(f"lockstep: rank 1 failed first, at {script}:13: {says}")
     assert len(lines) <= 40
     assert ended.returncode == 1
+
+
+GATHERS = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+import lockstep
+
+class Module(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+    def validation_step(self, batch, batch_idx):
+        self.log("value", batch.mean())
+    def on_validation_epoch_end(self):
+        if self.global_rank == 0:
+            self.all_gather(torch.zeros(1000))
+    def on_train_start(self):
+        {fsdp}
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def shard(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (2,))
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(layers, mesh=mesh)
+    layers(torch.zeros(1, 64))
+    layers[rank](torch.zeros(1, 64))  # rank 1 skips a layer
+
+loader = DataLoader(torch.zeros(16, 1), batch_size=2)
+lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, strategy="ddp",
+                 enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+                 ).fit(Module(), loader, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "line", "operation"),
+    [
+        pytest.param("pass", 17, "all_gather", id="all_gather"),
+        pytest.param("shard(self.global_rank)", 32, "all_gather_into_tensor", id="fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_gather_other_sizes_are_named(tmp_path: Path, fsdp: str, line: int, operation: str) -> None:
+    """gloo aborts a rank then, and the last line was "killed by SIGABRT"."""
+    script = tmp_path / "train.py"
+    script.write_text(GATHERS.format(fsdp=fsdp))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, script], capture_output=True, timeout=120, env=environ, cwd=tmp_path)
+    lines = ended.stderr.decode().rstrip("\n").split("\n")
+    assert lines[-1].startswith("lockstep: the ranks' calls do not match: "), ended.stderr.decode()
+    assert f"{script}:{line}" in lines[-1]
+    assert operation in lines[-1]
+    assert len(lines) <= 40

@@ -153,6 +153,25 @@ def test_what_ranks_have_to_do_alike(one: dict[str, Any], other: dict[str, Any],
     assert made(**other).differs(made(**one)) is differ
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "clash"),
+    [
+        ("uint8 (8,)", "uint8 (8,)", False),
+        ("uint8 (8,)", "uint8 (40,)", True),
+        ("float64 (1,)", "uint8 (8,)", False),
+        ("bfloat16 (4,)", "float32 (4,)", True),
+        ("bool (4,)", "float8_e4m3fn (4,)", False),
+        ("", "uint8 (8,)", False),
+    ],
+)
+def test_gathers_of_other_sizes_end_gloo(one: str, other: str, clash: bool) -> None:
+    def gather(payload: str) -> Any:
+        elements = int(payload.partition("(")[2].partition(",")[0] or -1)
+        return made(operation="all_gather", payload=(payload, elements))
+
+    assert gather(one).clashes(gather(other)) is clash
+
+
 class Slow(dict[str, int]):
     """Lets another thread come between a look and what follows from it."""
 

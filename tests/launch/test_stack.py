@@ -130,5 +130,34 @@ def test_a_process_that_runs_no_python_answers() -> None:
     assert sample.ask(process.pid, answers) is None  # it is gone
 
 
+SLEEPS = """
+import ctypes, time
+from lockstep.launch import sample
+print(sample.offer(), flush=True)
+def sleeps(library):
+    began = time.monotonic()
+    left = library.sleep(2)
+    print(left, time.monotonic() - began >= 1.9, flush=True)
+sleeps(ctypes.{library}(None))
+"""
+
+
+@pytest.mark.skipif(sample.ASK is None, reason="needs signals of Linux")
+@pytest.mark.parametrize(("library", "said"), [("CDLL", "0 True"), ("PyDLL", "")])
+def test_a_look_does_not_cut_a_sleep_in_c_short(library: str, said: str) -> None:
+    """A signal asked, and sleep() returned early. It still asks where the interpreter's lock is held meanwhile."""
+    script = SLEEPS.format(library=library)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        answers = process.stdout.readline().strip()
+        time.sleep(0.3)
+        stack = sample.ask(process.pid, answers)
+        sample.speak(answers)
+        assert stack is not None
+        assert [frame.function for frame in stack.frames] == ["sleeps", "<module>"]
+        assert process.stdout.read().strip().startswith(said)
+    assert process.returncode == 0
+
+
 def test_nobody_is_asked_who_made_no_offer() -> None:
     assert sample.ask(os.getpid(), "") is None

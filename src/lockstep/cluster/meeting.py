@@ -42,6 +42,7 @@ def meet(
     listens = world.is_zero and not by_agent
     patience = min(timeout, patience)
     left = patience if listens else _wait_for_the_door(world.address, world.port, patience)
+    door = _door(world.address, world.port) if listens and world.num_nodes == 1 else None
     try:
         store = dist.TCPStore(
             world.address,
@@ -50,6 +51,7 @@ def meet(
             is_master=listens,
             timeout=left,
             wait_for_workers=not by_agent,
+            master_listen_fd=door,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _named(world, error, patience, listens) from None  # torch's own has pages of C++ frames
@@ -60,6 +62,28 @@ def meet(
         number = max(number, read_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
     store.set_timeout(timeout)
     return dist.PrefixStore(f"lockstep/attempt{number}", store)
+
+
+def _door(address: str, port: int) -> int | None:
+    """A socket for the store of ranks that are all on this host: it listens on their address alone (127.0.0.1, mostly),
+    where torch's own listens on all interfaces, and anybody may write into it.
+
+    Returns:
+        its descriptor, for the store to have; None where the store has to see to it: it says better what is wrong.
+    """
+    try:
+        found = sorted(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))  # IPv4 first
+        door = socket.socket(found[0][0], socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(found[0][4])
+        door.listen(2048)
+    except OSError:
+        door.close()
+        return None
+    return door.detach()
 
 
 def _wait_for_the_door(address: str, port: int, patience: timedelta) -> timedelta:

@@ -14,6 +14,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import struct
 import sys
 import threading
@@ -82,6 +83,19 @@ class Note:
         mine, theirs = self._matched(), other._matched()
         return any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
 
+    def clashes(self, other: Note) -> bool:
+        """Whether two ranks gave one collective other numbers of bytes where gloo wants the same. It ends the process
+        then (SIGABRT); other backends may gather what is uneven, so this alone proves nothing."""
+        alike = self.operation == other.operation and self.operation in _OF_ONE_SIZE
+        return alike and None not in (self._bytes, other._bytes) and self._bytes != other._bytes
+
+    @property
+    def _bytes(self) -> int | None:
+        bits = _BITS.match(self.payload)
+        if bits is None or self.elements < 0:
+            return None
+        return self.elements * (int(bits[1]) // 8 if bits[1] else 1)
+
     def _matched(self) -> tuple[Any, ...]:
         dtype, _, rest = self.payload.partition(" ")
         operation: str | None = rest.rpartition(") ")[2] if self.operation in _REDUCING else None
@@ -95,6 +109,8 @@ class Note:
 
 _REDUCING = ("all_reduce", "reduce")
 _ALIKE = ("all_reduce", "reduce", "broadcast")
+_OF_ONE_SIZE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "gather", "scatter")
+_BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
 
 class Ledger:

@@ -94,6 +94,7 @@ class Lookout:
         self._said: set[tuple[Any, ...]] = set()
         self._channel = channel
         self._lock = threading.Lock()
+        self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
         self._elsewhere: dict[int, tuple[float, list[Sight]]] = {}
         self._heard_at, self._shown_at = -PATIENCE, -SHOWN
         if channel is not None:
@@ -124,14 +125,14 @@ class Lookout:
             still: for how many seconds each has not worked.
             now: the moment, on the clock of ``time.monotonic``.
         """
-        for rank, stand in inside.items():
-            self._open(rank, stand)
+        self.open(inside)
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         limit = next((stand.hang_timeout for stand in inside.values() if stand.hang_timeout is not None), math.inf)
         kill = next((stand.hang_kill for stand in inside.values() if stand.hang_kill is not None), math.inf)
         if limit == kill == math.inf:
             return None
-        differing = self._compare_histories()
+        with self._reads:
+            differing = self._compare_histories()
         if differing is not None:
             return self._told(differing)
         sights = {rank: self._sight(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
@@ -148,20 +149,38 @@ class Lookout:
     def divergence(self) -> Stray | None:
         """What all ledgers prove, those of ranks too that have come to their end; once, since it takes a while."""
         histories = Histories()
+        with self._reads:
+            for rank, (_, reading) in sorted(self._readings.items()):
+                found = histories.take(rank, reading.notes(1), len(self._readings))
+                if found is not None:
+                    return self._told(found)
+            clash = self._clash()
+            return None if clash is None else self._told(clash)
+
+    def _clash(self) -> dict[int, Note] | None:
+        """Of what some rank has not come out of: the notes on a collective to which ranks brought other sizes."""
+        made: dict[tuple[str, tuple[int, ...], int], dict[int, Note]] = {}
         for rank, (_, reading) in sorted(self._readings.items()):
-            found = histories.take(rank, reading.notes(1), len(self._readings))
-            if found is not None:
-                return self._told(found)
+            for note in reading.newest(16):
+                if note.whole and note.number:
+                    made.setdefault((note.group, note.members, note.number), {})[rank] = note
+        for _, notes in sorted(made.items(), key=lambda item: item[0][2]):
+            first = next(iter(notes.values()))
+            if any(first.clashes(note) for note in notes.values()) and any(note.inside for note in notes.values()):
+                return notes
         return None
 
     # -- one rank
 
-    def _open(self, rank: int, stand: Stand) -> None:
-        self._stands[rank] = stand
-        if stand.ledger and self._readings.get(rank, ("",))[0] != stand.ledger:
-            with contextlib.suppress(OSError, ValueError):
-                self._readings[rank] = stand.ledger, Reading(stand.ledger)
-                self._read[rank] = 0
+    def open(self, stands: Mapping[int, Stand]) -> None:
+        """Open the ledgers of ranks, while their processes live: what is open outlives them."""
+        with self._reads:
+            for rank, stand in stands.items():
+                self._stands[rank] = stand
+                if stand.ledger and self._readings.get(rank, ("",))[0] != stand.ledger:
+                    with contextlib.suppress(OSError, ValueError):
+                        self._readings[rank] = stand.ledger, Reading(stand.ledger)
+                        self._read[rank] = 0
 
     def _compare_histories(self) -> dict[int, Note] | None:
         for rank, (_, reading) in self._readings.items():
@@ -197,7 +216,8 @@ class Lookout:
         else:
             self._halted.pop(stand.rank, None)
         reading = self._readings.get(stand.rank)
-        notes = tuple(reading[1].newest(16)) if reading is not None else ()
+        with self._reads:
+            notes = tuple(reading[1].newest(16)) if reading is not None else ()
         sight = Sight(stand.rank, now, stand, state, still, halted, notes)
         if sight.inside is None and still == 0.0:
             self._waits.pop(stand.rank, None)
@@ -225,7 +245,7 @@ class Lookout:
         if sight.inside is not None or sight.rank not in self._readings:
             return sight
         begun = time.monotonic()
-        speak(sight.stand.process)
+        speak(sight.stand.answers)
         time.sleep(ANSWER)
         said = self._readings[sight.rank][1].said(begun)
         return sight if said is None else replace(sight, phase=said[0], batch=said[1])

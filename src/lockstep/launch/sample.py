@@ -1,4 +1,9 @@
-"""The stack of another rank, asked for from outside: a rank pays nothing until somebody asks."""
+"""The stack of another rank, asked for from outside: a rank pays nothing until somebody asks.
+
+A thread of the rank answers, which sleeps until a byte comes through a pipe. It needs the interpreter's lock, which a
+rank may hold while it waits in C. Then a signal asks: `faulthandler` answers in the thread that trains, and calls there
+that the system does not take up again (``sleep``, ``poll``) return early.
+"""
 
 from __future__ import annotations
 
@@ -21,66 +26,97 @@ SECONDS = 1.0
 ASK: int | None = int(signal.SIGRTMIN) + 9 if sys.platform.startswith("linux") else None
 """The signal that asks; `faulthandler` answers it at once, also while the rank waits in a collective."""
 
-TELL: int | None = None if ASK is None else ASK - 1
-"""The signal that asks for what only Python can say; a rank answers it as soon as it runs Python or sleeps there."""
+HEADER = "Stack (most recent call first):\n"
+"""Before each answer, by `faulthandler` too."""
+
+PROMPT = 0.5
+"""Seconds in which the thread answers, unless it cannot."""
 
 _file: IO[bytes] | None = None
+_say: Callable[[], None] | None = None
+_bell: tuple[int, int] = (0, -1)
+"""The process in which a thread answers, and the descriptor of the pipe's end into which others write."""
 
 
 def offer() -> str:
     """Let other processes ask for the stack of this one's main thread.
 
     Returns:
-        where the answers will lie: what :func:`ask` wants to know. "" where a system cannot do that.
+        where the answers will lie, and where to ask: what :func:`ask` wants to know. "" where a system cannot do that.
     """
-    global _file
+    global _file, _bell
     if ASK is None:
         return ""
     if _file is None:
         _file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as this process lives
         faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
-    return f"/proc/{os.getpid()}/fd/{_file.fileno()}:{os.fstat(_file.fileno()).st_ino}"
+    if _bell[0] != os.getpid():  # a forked process has the descriptors, and not the thread
+        ear, mouth = os.pipe()
+        _bell = os.getpid(), mouth
+        threading.Thread(target=_attend, args=(ear, _file), name="lockstep-sample", daemon=True).start()
+    places = (_file.fileno(), _bell[1])
+    path = f"/proc/{os.getpid()}/fd"
+    return f"{path}/{places[0]}:{os.fstat(places[0]).st_ino}:{path}/{places[1]}:{os.fstat(places[1]).st_ino}"
+
+
+def _attend(ear: int, file: IO[bytes]) -> None:
+    """In a thread: write down where the main thread is, whenever somebody asks."""
+    main = threading.main_thread().ident
+    while asked := os.read(ear, 4096):
+        if b"!" in asked and _say is not None:
+            _say()
+        if b"?" not in asked:
+            continue
+        frame = None if main is None else sys._current_frames().get(main)
+        lines = [HEADER]
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+            frame = frame.f_back
+        del frame  # which would keep what it refers to
+        with suppress(OSError):
+            os.write(file.fileno(), "".join(lines).encode(errors="replace"))
 
 
 def answer_by(say: Callable[[], None] | None) -> None:
-    """Let ``say`` be called when another process wants this one to `speak`; None: let nothing happen then."""
-    if TELL is None or threading.current_thread() is not threading.main_thread():
-        return
-    if say is None:
-        signal.signal(TELL, signal.SIG_IGN)  # not the default, which would end this process
-    else:
-        answer = say
-        signal.signal(TELL, lambda number, frame: answer())
-        signal.siginterrupt(TELL, False)
+    """Let ``say`` be called, in the thread that answers, when another process wants this one to `speak`; None: let
+    nothing happen then."""
+    global _say
+    _say = say
 
 
-def speak(process: int) -> None:
-    """Have a process call what it gave to `answer_by`, if it can."""
-    if TELL is not None and _handles(process, TELL):
-        with suppress(OSError):
-            os.kill(process, TELL)
+def speak(answers: str) -> None:
+    """Have a process that made an :func:`offer` call what it gave to `answer_by`, if it can."""
+    _ring(b"!", *answers.split(":")[2:])
 
 
 def is_there(answers: str) -> bool:
     """Whether the process that made an :func:`offer` still runs; its id may be somebody else's by now."""
-    path, _, inode = answers.partition(":")
+    return bool(answers) and _is_file(*answers.split(":")[:2])
+
+
+def _is_file(path: str, inode: str = "") -> bool:
     try:
-        return bool(path) and str(os.stat(path).st_ino) == inode
+        return str(os.stat(path).st_ino) == inode
     except OSError:
         return False
 
 
-def ask(process: int, answers: str) -> Stack | None:
+def ask(process: int, answers: str, by_signal: bool = False) -> Stack | None:
     """The stack of a process that made an :func:`offer`; None if it does not answer.
 
     Args:
         process: its id.
         answers: what its offer returned.
+        by_signal: whether no thread can answer there: it was forked from the process that made the offer.
     """
     if ASK is None or not is_there(answers):
         return None
     try:
         with _answering(answers) as answer:
+            if not by_signal and _ring(b"?", *answers.split(":")[2:]):
+                found = answer(PROMPT)
+                if found is not None:
+                    return found
             os.kill(process, ASK)
             return answer()
     except OSError:  # it has ended
@@ -92,7 +128,7 @@ def ask_workers(process: int, answers: str) -> list[Stack]:
     found = []
     for child in _children(process):
         if ASK is not None and _handles(child, ASK):
-            stack = ask(child, answers)
+            stack = ask(child, answers, by_signal=True)
             if stack is not None:
                 found.append(stack)
     return found
@@ -116,12 +152,28 @@ def ask_stopped(process: int, answers: str) -> Stack | None:
         return None
 
 
+def _ring(word: bytes, path: str = "", inode: str = "") -> bool:
+    """Wake the thread that answers; whether there may be one."""
+    if not _is_file(path, inode):
+        return False
+    try:
+        bell = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.write(bell, word) == 1
+    except OSError:  # nobody has taken in what came before
+        return False
+    finally:
+        os.close(bell)
+
+
 @contextmanager
-def _answering(answers: str) -> Iterator[Callable[[], Stack | None]]:
+def _answering(answers: str) -> Iterator[Callable[..., Stack | None]]:
     """Inside, the function that is given reads what a process writes that is asked after this began."""
     with open(answers.partition(":")[0], "rb") as file:
         file.seek(0, os.SEEK_END)
-        yield lambda: _answer(file)
+        yield lambda seconds=SECONDS: _answer(file, seconds)
 
 
 def _children(process: int) -> list[int]:
@@ -141,12 +193,13 @@ def _handles(process: int, number: int) -> bool:
     return False
 
 
-def _answer(file: IO[bytes]) -> Stack | None:
-    text, until = b"", time.monotonic() + SECONDS
+def _answer(file: IO[bytes], seconds: float) -> Stack | None:
+    text, until = b"", time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.02)
         more = file.read()
         if text and not more:
-            return dumped(text.decode(errors="replace"))
+            answers = text.decode(errors="replace").split(HEADER)  # a signal lets the thread answer, too
+            return dumped(next((each for each in answers if each.strip()), ""))
         text += more
     return None

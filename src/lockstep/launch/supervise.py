@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
 from lockstep.launch.bond import bound
 from lockstep.launch.causes import Cause, Stray
-from lockstep.launch.children import FAREWELL, GRACE, Children, Foreign, is_stopped
+from lockstep.launch.children import FAREWELL, GRACE, Children, Ended, Foreign, is_stopped
 from lockstep.launch.judge import First, Judgement, concluded, is_told, judgement, located, settled
 from lockstep.launch.line import Line, Message, caller, door
 from lockstep.launch.nodes import Nodes
@@ -217,7 +217,10 @@ class Supervisor:
 
     def _look(self) -> None:
         if self._is_open():
+            found: First | None
             found = settled(self._children.failed, self._notes.read(), self._watch.stands(), self._left)
+            if isinstance(found, Ended) and found.code in (None, -signal.SIGABRT):  # gloo, where sizes differ
+                found = self._watch.divergence() or found
             if found is not None:
                 self._publish(found)
 

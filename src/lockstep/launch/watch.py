@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -36,6 +37,9 @@ FAREWELL = 5.0
 
 LATE = 5.0
 """Seconds from one look to the next after which this process was asleep itself."""
+
+OPENING = 30.0
+"""Seconds after the first rank has come to a call in which the others' ledgers are looked for every tenth of one."""
 
 AT_ONCE = 3.0
 """Seconds that the ranks get to end after a second Ctrl-C."""
@@ -82,6 +86,7 @@ class Watch:
         self._looked_at = 0.0
         self._lookout = Lookout(channel)
         self._asked_at, self._wait = 0.0, 0.0
+        self._opens_until = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def start(self) -> None:
@@ -116,11 +121,25 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            select.select([self.ear], [], [], PERIOD / 4 if self._lookout.is_alarmed else PERIOD)
+            self._await_period()
             self._presses += self.ear.heard()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():
                 self._on_verdict(verdict)
+                return
+
+    def _await_period(self) -> None:
+        """Sleep until the next look, or a signal. Ledgers are opened as soon as ranks say where they lie: a rank that
+        dies in its first second takes an unopened one with it."""
+        until = time.monotonic() + (PERIOD / 4 if self._lookout.is_alarmed else PERIOD)
+        while (left := until - time.monotonic()) > 0:
+            if time.monotonic() < self._opens_until:
+                stands = self._notes.stands()
+                self._lookout.open(stands)
+                if stands and self._opens_until == math.inf:
+                    self._opens_until = time.monotonic() + OPENING
+                left = min(left, PERIOD / 10)
+            if select.select([self.ear], [], [], left)[0]:
                 return
 
     def _look(self) -> Verdict | None:
