@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from lockstep.ground.errors import MisconfigurationException
+import torch
+
+from lockstep.checkpoint.format import described
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
+
+
+@contextmanager
+def taking(path: Any, what: str) -> Iterator[None]:
+    """While a part of a checkpoint is taken over: what a malformed one makes of it is one kind of error.
+
+    Args:
+        path: of the file, for the message.
+        what: the part.
+
+    Raises:
+        CorruptCheckpoint: in place of any other error.
+    """
+    try:
+        yield
+    except (MisconfigurationException, CorruptCheckpoint, RankFailed):
+        raise
+    except Exception as error:
+        raise CorruptCheckpoint(
+            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({described(error)}). Resume from "
+            "another checkpoint."
+        ) from error
 
 
 def load_weights(trainer: Any, module: Any, saved: dict[str, Any]) -> None:
@@ -54,6 +81,9 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any], kind: str | None) -> N
     difference = _other_class(optimizer, saved, kind)
     if difference is None:
         try:
+            malformed = _malformed_optimizer(optimizer, saved) if _other_groups(optimizer, saved) is None else None
+            if malformed is not None:
+                raise TypeError(malformed)
             optimizer.load_state_dict(saved)
             return
         except ValueError as error:  # torch's, for parameter groups that do not match
@@ -93,3 +123,58 @@ def _other_groups(optimizer: Any, saved: dict[str, Any]) -> str | None:
         if there != here:
             return f"its parameter group {i} has {there} parameters, that of this one {here}"
     return None
+
+
+# -- malformed -------------------------------------------------------------------------------------------------
+
+
+def check_types(saved: Any, own: Any, owner: type) -> None:
+    """Refuse a state whose values are of other types than those that this run would save in their place.
+
+    Args:
+        saved: from a checkpoint.
+        own: the state of the same object in this run.
+        owner: its class, whose methods no value may hide.
+
+    Raises:
+        TypeError: with the first key.
+    """
+    if not isinstance(saved, dict):
+        raise TypeError(f"it is a {type(saved).__name__}, not a dict")
+    for key, value in saved.items():
+        if key in own:
+            if not _alike(own[key], value):
+                raise TypeError(f"{key!r} is a {type(value).__name__}, not a {type(own[key]).__name__}")
+        elif not isinstance(key, str) or callable(getattr(owner, key, None)):
+            raise TypeError(f"{key!r} is the name of no value")
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    if own is None or saved is None:
+        return True
+    for kinds in ((bool, int, float, torch.Tensor), (list, tuple), (dict,), (str,)):
+        if isinstance(own, kinds):
+            return isinstance(saved, kinds)
+    return True
+
+
+def _malformed_optimizer(optimizer: Any, saved: Any) -> str | None:
+    """What is wrong with the state of one of torch's optimizers; others keep what they like."""
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        check_types(group, own, type(None))
+    if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
+        return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor):
+                if value.ndim and value.shape != parameter.shape:
+                    return f"{key!r} of parameter {number} has the shape {tuple(value.shape)}"
+            elif value is not None and not isinstance(value, (bool, int, float)):
+                return f"{key!r} of parameter {number} is a {type(value).__name__}"
+    return None
+
+
+_OTHER_SHAPES = ("LBFGS", "Adafactor")
+"""Optimizers of torch's whose states have shapes of their own."""
