@@ -499,6 +499,8 @@ class ModelCheckpoint(Checkpoint):
             )
             return
         ranked = dict(state_dict.get("best_k_models", self.best_k_models))
+        for score in ranked.values():
+            float(score)  # a malformed one is found here, not when another comes to be compared with it
         last = state_dict.get("last_model_path", self.last_model_path)
         named = [self.best_model_path, last, *ranked, state_dict.get("kth_best_model_path", "")]
         foreign = [path for path in named if path and not self._is_ours(path)]

@@ -82,9 +82,12 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any], kind: str | None) -> N
     if difference is None:
         try:
             malformed = _malformed_optimizer(optimizer, saved) if _other_groups(optimizer, saved) is None else None
+            if malformed is None:
+                optimizer.load_state_dict(saved)
+                gone = [key for key in optimizer.defaults for group in optimizer.param_groups if key not in group]
+                malformed = f"a parameter group has no {gone[0]!r}" if gone else None
             if malformed is not None:
                 raise TypeError(malformed)
-            optimizer.load_state_dict(saved)
             return
         except ValueError as error:  # torch's, for parameter groups that do not match
             difference = _other_groups(optimizer, saved)
@@ -150,31 +153,47 @@ def check_types(saved: Any, own: Any, owner: type) -> None:
 
 
 def _alike(own: Any, saved: Any) -> bool:
-    if own is None or saved is None:
+    if own is None or (saved is None and not isinstance(own, (int, float))):
         return True
+    if isinstance(own, bool):
+        return saved in (True, False) if isinstance(saved, int) else False
+    if isinstance(own, (int, float)) and isinstance(saved, torch.Tensor):
+        return saved.numel() == 1
     for kinds in ((bool, int, float, torch.Tensor), (list, tuple), (dict,), (str,)):
         if isinstance(own, kinds):
-            return isinstance(saved, kinds)
+            alike = isinstance(saved, kinds)
+            if alike and isinstance(own, tuple):
+                return len(own) == len(saved) and all(map(_alike, own, saved))
+            return alike
     return True
 
 
 def _malformed_optimizer(optimizer: Any, saved: Any) -> str | None:
     """What is wrong with the state of one of torch's optimizers; others keep what they like."""
-    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-        check_types(group, own, type(None))
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
         return None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
-        for key, value in saved["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor):
-                if value.ndim and value.shape != parameter.shape:
-                    return f"{key!r} of parameter {number} has the shape {tuple(value.shape)}"
-            elif value is not None and not isinstance(value, (bool, int, float)):
-                return f"{key!r} of parameter {number} is a {type(value).__name__}"
+    for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        check_types(group, own, type(None))
+        states = [saved["state"].get(number, {}) for number in group["params"]]
+        names = {name for state in states for name in state}
+        for number, parameter, state in zip(group["params"], own["params"], states, strict=True):
+            for name in names if state else ():
+                value = state.get(name, _MISSING)
+                if value is _MISSING:
+                    return f"parameter {number} has no {name!r}"
+                if name in _NUMBERS:
+                    well = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+                    well = well and float(value) >= 0
+                else:
+                    well = value is None or (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+                if not well:
+                    what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                    return f"{name!r} of parameter {number} is of another kind ({what})"
     return None
 
 
-_OTHER_SHAPES = ("LBFGS", "Adafactor")
-"""Optimizers of torch's whose states have shapes of their own."""
+_MISSING = object()
+_OTHER_SHAPES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
+"""Optimizers of torch's whose states are not looked into."""
+_NUMBERS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep of a parameter as one number; all else has the parameter's shape."""

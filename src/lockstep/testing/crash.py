@@ -18,7 +18,7 @@ The test then asks that deaths change nothing::
 
 Files that the script writes are its own and stay. Its processes do not, however a life ends.
 
-``python -m lockstep.testing.crash --kills 20`` kills trainings of lockstep's own at random: see `crash_tries`.
+``python -m lockstep.testing.crash_tries --kills 20`` kills trainings of lockstep's own at random.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -404,9 +403,3 @@ def _session(leader: int) -> dict[int, str]:
 
 def _tail(text: str) -> str:
     return "\n".join(text.splitlines()[-60:])
-
-
-if __name__ == "__main__":
-    from lockstep.testing.crash_tries import main
-
-    sys.exit(main())

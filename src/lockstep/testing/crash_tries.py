@@ -1,8 +1,8 @@
 """Kills trainings at random, in all settings and at all moments, and says which did not survive it.
 
-python -m lockstep.testing.crash --kills 200 --seed 1
-python -m lockstep.testing.crash --seed 1 --only 17                      # one try again
-python -m lockstep.testing.crash --kills 9 --strategy ddp --data batch   # some of the settings
+python -m lockstep.testing.crash_tries --kills 200 --seed 1
+python -m lockstep.testing.crash_tries --seed 1 --only 17                      # one try again
+python -m lockstep.testing.crash_tries --kills 9 --strategy ddp --data batch   # some of the settings
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Tries:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Kill as the command line says; 1 where a run was lost."""
-    parser = argparse.ArgumentParser(prog="python -m lockstep.testing.crash", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lockstep.testing.crash_tries", description=__doc__)
     parser.add_argument("--kills", type=int, default=20, help="end after so many deaths")
     parser.add_argument("--seed", type=int, default=0, help="of the settings and moments")
     parser.add_argument("--only", type=int, help="the number of one try, to repeat it")
@@ -238,3 +238,7 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{tries.kills} kills, {tries.late} after the first checkpoint; {len(tries.lost)} of {number} tries lost{lost}"
     )
     return bool(tries.lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
