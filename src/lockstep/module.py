@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments, load_weights, where_there_is_a_device
+from lockstep.checkpoint.arguments import init_arguments, load_weights, make, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.export import ModuleExports
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
@@ -427,7 +427,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         """
         checkpoint = load_checkpoint(checkpoint_path, map_location or where_there_is_a_device, weights_only)
         check_weights(checkpoint, checkpoint_path)
-        module = cls(**init_arguments(cls, checkpoint, hparams_file, kwargs))
+        module: Self = make(cls, init_arguments(cls, checkpoint, hparams_file, kwargs), kwargs)
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         load_weights(module, checkpoint["state_dict"], strict)

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
+from lockstep import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import _warned
+from lockstep.loop.removed import OF_PRECISIONS, OF_STRATEGIES
+from lockstep.precision.base import Precision
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.single import SingleDeviceStrategy
 from tests.loop.pieces import Slope, numbers, quiet
 
 
@@ -84,3 +89,77 @@ def test_both_names_of_configure_model_are_refused() -> None:
 
     with pytest.raises(MisconfigurationException, match="configure_model and configure_sharded_model"):
         quiet(max_epochs=1).fit(Both(), numbers(1))
+
+
+def ended_by(method: str, base: type) -> Any:
+    return type("Own", (base,), {method: lambda self, *args, **kwargs: None})()
+
+
+@pytest.mark.parametrize("method", OF_STRATEGIES)
+@pytest.mark.parametrize("base", [SingleDeviceStrategy, DDPStrategy])
+def test_a_method_of_lightnings_strategies_is_refused_by_name(method: str, base: Any) -> None:
+    """A subclass's `optimizer_step`, which clipped or logged say, was never called, and nobody said so."""
+    assert not hasattr(base, method)
+    module = Evaluated()
+    with pytest.raises(MisconfigurationException, match=rf"^Own\.{method}: a Strategy .* Instead: "):
+        quiet(max_epochs=1, strategy=ended_by(method, base), devices=1).fit(module, numbers(1))
+    assert not module.started
+
+
+@pytest.mark.parametrize("method", OF_PRECISIONS)
+def test_a_method_of_lightnings_precisions_is_refused_by_name(method: str) -> None:
+    assert not hasattr(Precision, method)
+    with pytest.raises(MisconfigurationException, match=rf"^Own\.{method}: a Precision .* Instead: "):
+        quiet(max_epochs=1, plugins=[ended_by(method, Precision)]).fit(Evaluated(), numbers(1))
+
+
+def test_overrides_that_are_called_are_not_refused() -> None:
+    calls = []
+
+    class Own(SingleDeviceStrategy):
+        def step(self, optimizer: Any, closure: Any = None, **options: Any) -> Any:
+            calls.append("step")
+            return super().step(optimizer, closure, **options)
+
+        def run(self, fn: Any, *args: Any) -> Any:
+            calls.append("run")
+            return super().run(fn, *args)
+
+        def helper(self) -> None: ...
+
+    quiet(max_epochs=1, strategy=Own()).fit(Slope(), numbers(1))
+    assert calls == ["run", "step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("on_training_epoch_end", "on_train_epoch_end"),
+        ("on_validation_epoch_ends", "on_validation_epoch_end"),
+        ("on_trian_batch_end", "on_train_batch_end"),
+    ],
+)
+@pytest.mark.parametrize("of", ["module", "callback"])
+def test_a_misspelt_hook_is_told(of: str, name: str, meant: str) -> None:
+    _warned.clear()
+    own = ended_by(name, Slope if of == "module" else Callback)
+    module, callbacks = (own, []) if of == "module" else (Slope(), [own])
+    with pytest.warns(UserWarning, match=rf"Own\.{name} is no hook, and the Trainer does not call it: {meant}\?"):
+        quiet(max_epochs=1, callbacks=callbacks).fit(module, numbers(1))
+
+
+@pytest.mark.parametrize("name", ["on_epoch_end", "on_keyboard_interrupt", "on_pretrain_routine_start"])
+def test_a_callbacks_hook_of_old_is_told(name: str) -> None:
+    _warned.clear()
+    with pytest.warns(UserWarning, match=rf"Own has hooks of old that nobody calls; .*: {name} \(on_"):
+        quiet(max_epochs=1, callbacks=[ended_by(name, Callback)]).fit(Slope(), numbers(1))
+
+
+@pytest.mark.filterwarnings("error:.*is no hook")
+def test_methods_of_the_users_own_are_not_told() -> None:
+    class Own(Slope):
+        def on_reward(self) -> None: ...
+
+        def on_click(self) -> None: ...
+
+    quiet(max_epochs=1).fit(Own(), numbers(1))

@@ -353,3 +353,59 @@ def go_on_from_last(folder: Path) -> tuple[int, int]:
 def test_all_ranks_resume_from_the_last_checkpoint_that_rank_0_finds(ranks: RankPool, tmp_path: Path) -> None:
     """A rank that found none began anew, and the others went on without it."""
     assert ranks(2).run(go_on_from_last, tmp_path, timeout=40) == [(2, 8), (2, 8)]
+
+
+class Remembers(IterableDataset[Any]):
+    """The numbers 0 to 11 in an order of the epoch, which it counts itself or is told; it saves where it is."""
+
+    def __init__(self, told: bool) -> None:
+        self.epoch, self.number = 0, 0
+        if told:
+            self.set_epoch = self.begin
+
+    def begin(self, epoch: int) -> None:
+        self.epoch, self.number = epoch, 0
+
+    def __iter__(self) -> Any:
+        while self.number < 12:
+            self.number += 1
+            yield float((5 * self.number + self.epoch) % 12)
+        self.begin(self.epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin(state["epoch"])
+        self.number = state["number"]
+
+
+class RemembersBatches:
+    """The same as a loader of a class of its own."""
+
+    def __init__(self, told: bool) -> None:
+        self.data = Remembers(told)
+        self.state_dict, self.load_state_dict = self.data.state_dict, self.data.load_state_dict
+
+    def __iter__(self) -> Any:
+        return (torch.tensor([number], dtype=torch.float64) for number in self.data)
+
+
+@pytest.mark.parametrize("nth", [3, 4, 8, 9])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_stream_with_a_state_begins_anew_after_the_end_of_an_epoch(
+    foreign: bool, told: bool, nth: int, tmp_path: Path
+) -> None:
+    """Resumed from an epoch's last batch, the next one was given the state of that which was over, and was empty."""
+
+    def make() -> Any:
+        return RemembersBatches(told) if foreign else DataLoader(Remembers(told), batch_size=3)
+
+    expected, first, second = Slope(), Slope(), Slope()
+    quiet(max_epochs=3).fit(expected, make())
+    nth = nth * 3 if foreign else nth
+    with pytest.raises(Killed):
+        quiet(max_epochs=3, callbacks=[Cut("on_train_batch_end", nth, tmp_path / "cut.ckpt")]).fit(first, make())
+    quiet(max_epochs=3).fit(second, make(), ckpt_path=tmp_path / "cut.ckpt")
+    assert first.batches + second.batches == expected.batches

@@ -141,7 +141,9 @@ class EarlyStopping(Callback):
         """Take the state back; the keys of Lightning before 2.6, which had no reasons, will do."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
-        self.best_score = torch.as_tensor(state_dict["best_score"]).cpu()
+        self.best_score = torch.as_tensor(state_dict["best_score"]).squeeze().cpu()
+        if self.best_score.ndim:
+            raise ValueError(f"best_score has the shape {tuple(self.best_score.shape)}, and is no number")
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")

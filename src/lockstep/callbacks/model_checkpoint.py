@@ -7,7 +7,6 @@ import time
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -368,16 +367,20 @@ class ModelCheckpoint(Checkpoint):
 
     def _delete(self, trainer: TrainerView, path: str, kept: str) -> None:
         """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
-        if not path or path == kept or not trainer.is_global_zero:
+        if not path or path == kept or not trainer.is_global_zero or not self._is_ours(path):
             return
         if not storage.is_remote(path):
             resumed = getattr(trainer, "ckpt_path", None)
-            place = Path(path).absolute()
-            if resumed and place == Path(resumed).absolute():
-                return
-            if Path(str(self.dirpath)).absolute() not in place.parents:
+            if resumed and os.path.realpath(path) == os.path.realpath(resumed):
                 return
         trainer.strategy.remove_checkpoint(path)
+
+    def _is_ours(self, path: str) -> bool:
+        """Whether a path can be of a checkpoint that this callback has written: in its folder, named as its files are.
+
+        Paths also come from checkpoints, which anybody may have made.
+        """
+        return path.endswith(self.FILE_EXTENSION) and storage.lies_in(path, str(self.dirpath))
 
     def check_monitor_top_k(self, trainer: TrainerView, current: Tensor | None = None) -> bool:
         """Whether a checkpoint with the score `current` is among the best.
@@ -499,8 +502,31 @@ class ModelCheckpoint(Checkpoint):
                 "starts anew, and only best_model_path is taken over."
             )
             return
+        ranked = dict(state_dict.get("best_k_models", self.best_k_models))
+        for score in ranked.values():
+            float(score)  # a malformed one is found here, not when another comes to be compared with it
+        last = state_dict.get("last_model_path", self.last_model_path)
+        named = [self.best_model_path, last, *ranked, state_dict.get("kth_best_model_path", "")]
+        foreign = [path for path in named if path and not self._is_ours(path)]
+        if foreign:
+            rank_zero_warn(
+                f"The checkpoint names {foreign[0]!r} as one that this ModelCheckpoint has kept, which is no "
+                f"{self.FILE_EXTENSION} file in {self.dirpath!r}: such files are neither ranked nor deleted."
+            )
+        self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]
-        self.best_k_models = dict(state_dict.get("best_k_models", self.best_k_models))
+        self.best_k_models = {path: score for path, score in ranked.items() if path not in foreign}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
-        self.last_model_path = state_dict.get("last_model_path", self.last_model_path)
+        if foreign or (self.best_k_models and self.kth_best_model_path not in self.best_k_models):
+            self._rank_anew()
+
+    def _rank_anew(self) -> None:
+        """Take best and worst from what is ranked."""
+        better, worse = (min, max) if self.mode == "min" else (max, min)
+        ranked, scores = self.best_k_models, self.best_k_models.__getitem__
+        self.kth_best_model_path = worse(ranked, key=scores) if ranked else ""
+        self.best_model_path = better(ranked, key=scores) if ranked else ""
+        self.best_model_score = ranked.get(self.best_model_path)
+        if ranked:
+            self.kth_value = ranked[self.kth_best_model_path]

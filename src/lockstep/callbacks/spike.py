@@ -152,14 +152,13 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back; of a checkpoint of Lightning's the running mean is not to be had, and begins anew."""
+        """Take them back but for the path, which is this run's; Lightning's checkpoints have no running mean."""
         self.last_val = float(state_dict["last_val"])
         self.mode = state_dict["mode"]
         self.warmup = state_dict["warmup"]
         self.atol = state_dict["atol"]
         self.rtol = state_dict["rtol"]
         self.bad_batches = list(state_dict["bad_batches"])
-        self.exclude_batches_path = state_dict["bad_batches_path"]
         self._recent = deque(state_dict.get("recent", ()), maxlen=self._recent.maxlen)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.annotated import rebuilt_arguments
 from lockstep.checkpoint.nested import without_notes
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
@@ -45,7 +46,38 @@ def init_arguments(
     else:
         found = {**{key: value for key, value in saved.items() if key in parameters}, **given}
     _check_complete(cls, list(parameters.values())[1:], found)
-    return found
+    try:
+        rebuilt = rebuilt_arguments(cls, {name: value for name, value in found.items() if name not in given})
+    except TypeError as error:
+        name = str(error).partition(":")[0]
+        raise MisconfigurationException(
+            f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the plain form of each hyperparameter, and the "
+            f"object that the annotation names cannot be made of it ({error}). Give it: {cls.__name__}."
+            f"load_from_checkpoint(path, {name}=...)."
+        ) from error
+    return {**found, **rebuilt}
+
+
+def make(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
+    """``cls(**arguments)``; where that fails, an error that says which of them were given as their plain forms.
+
+    Raises:
+        MisconfigurationException: with what to give.
+    """
+    try:
+        return cls(**arguments)
+    except (AttributeError, TypeError, KeyError) as error:
+        plain = [
+            name for name, value in arguments.items() if isinstance(value, (dict, list, tuple)) and name not in given
+        ]
+        if not plain:
+            raise
+        raise MisconfigurationException(
+            f"{cls.__name__}.load_from_checkpoint: {cls.__name__}.__init__ failed ({type(error).__name__}: {error}). A "
+            f"checkpoint holds hyperparameters in their plain form, and {', '.join(map(repr, plain))} came back as "
+            f"{type(arguments[plain[0]]).__name__}: annotate the argument with its class, a dataclass say, and it is "
+            f"made again, or give it: {cls.__name__}.load_from_checkpoint(path, {plain[0]}=...)."
+        ) from error
 
 
 def _check_complete(cls: Any, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:

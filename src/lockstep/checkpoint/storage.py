@@ -230,6 +230,17 @@ def remove(path: PathLike) -> None:
             _local(path).unlink()
 
 
+def lies_in(path: PathLike, folder: PathLike) -> bool:
+    """Whether the file or link at `path` lies in `folder` or below it, links in the way followed."""
+    if is_remote(path) or is_remote(folder):
+        parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
+        return len(parts) > len(outer) and parts[: len(outer)] == outer and not {"..", ".", ""} & {*parts[len(outer) :]}
+    place = _local(path)
+    if place.name in ("", ".."):
+        return False
+    return Path(os.path.realpath(folder)) in (Path(os.path.realpath(place.parent)) / place.name).parents
+
+
 def link(path: PathLike, target: PathLike) -> None:
     """Makes `path` a relative symbolic link to the local file `target`, in place of what had that name.
 

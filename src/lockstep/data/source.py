@@ -325,7 +325,8 @@ class Stream(Source):
             changes["worker_init_fn"] = WatchedInit(loader.worker_init_fn)
         self._copy = copy_loader(loader, **changes)
         self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
-        self._resume = False
+        self._pass = [0, 0]
+        self._resume: dict[str, Any] = {}
         self._name = measure.name
         self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
         self._was_first: list[Any] = []  # the same of the checkpoint
@@ -334,22 +335,47 @@ class Stream(Source):
         return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        if self._coming != (epoch, turn):
-            end_workers(self._copy)  # they count epochs by themselves, and would be wrong
-        self._coming = (epoch + 1, turn)
-        self._shard.set_epoch(epoch, turn)
-        self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
+        goes_on = self._go_back(epoch, turn)
+        self._begin(epoch, turn)
         iterator = opened(self._copy)
         if self._own_process:
             iterator = apart(iterator)
-        if self._counts and not self._resume and not self._shard.lives:
+        if self._counts and not goes_on and not self._shard.lives:
             iterator = self._compared(iterator, [epoch, turn, self._sizes.size, self._workers])
-        if not self._resume:
+        if not goes_on:
             iterator = skipped(iterator, start - self._first)
-        self._resume = False
         if not self._counts:
             return self._measure.each(iterator)
         return self._marked(iterator)
+
+    def _begin(self, epoch: int, turn: int) -> None:
+        if self._coming != (epoch, turn):
+            end_workers(self._copy)  # they count epochs by themselves, and would be wrong
+        self._coming, self._pass = (epoch + 1, turn), [epoch, turn]
+        self._shard.set_epoch(epoch, turn)
+        self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
+
+    def _go_back(self, epoch: int, turn: int) -> bool:
+        """Puts the data set where a checkpoint left it; whether the pass goes on there.
+
+        One of an epoch's end is of a pass that is over: it is opened once more, and what comes next begins anew.
+        """
+        state, self._resume = self._resume, {}
+        if not state:
+            return False
+        if "loader" in state:
+            self._copy.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        else:
+            self._shard.load_state_dict(state["stream"])
+        old = state.get("pass", [epoch, turn])  # versions before did not tell
+        if old == [epoch, turn]:
+            return True
+        random = capture()
+        self._begin(*old)
+        next(opened(self._copy), None)
+        self._coming = None
+        put_back(random)
+        return False
 
     def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
         """Notes the first sample, and says so where a resumed pass is read again and begins with another one."""
@@ -393,18 +419,14 @@ class Stream(Source):
 
     def state_dict(self) -> dict[str, Any]:
         if hasattr(self._copy, "state_dict"):
-            return {"loader": self._copy.state_dict()}
+            return {"loader": self._copy.state_dict(), "pass": self._pass}
         if self._own_process and hasattr(self._shard.dataset, "state_dict"):
-            return {"stream": self._shard.state_dict()}
+            return {"stream": self._shard.state_dict(), "pass": self._pass}
         return {"first": self._first_sample} if self._first_sample else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._was_first = state.get("first", [])
-        if "loader" in state:
-            self._copy.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        elif "stream" in state:
-            self._shard.load_state_dict(state["stream"])
-        self._resume = "loader" in state or "stream" in state
+        self._resume = state if "loader" in state or "stream" in state else {}
 
     def close(self) -> None:
         end_workers(self._copy)
@@ -456,9 +478,13 @@ class Untouched(Source):
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         resume, self._resume = self._resume, {}
         announce_epoch(self._loader, epoch)
+        self._pass = [epoch, turn]
         if "loader" in resume:
             self._loader.load_state_dict(resume["loader"])
-            return opened(self._loader)
+            iterator = opened(self._loader)
+            if resume.get("pass", self._pass) == self._pass:
+                return iterator
+            next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
         if "random" not in resume or start == 0:
             self._states = random_states(include_cuda=False)
             self._own_states = self.generator_states()
@@ -512,7 +538,7 @@ class Untouched(Source):
 
     def state_dict(self) -> dict[str, Any]:
         if self._stateful:
-            return {"loader": self._loader.state_dict()}
+            return {"loader": self._loader.state_dict(), "pass": self._pass}
         if self._states is None:
             return {}
         drawn = {} if self._watched is None else {"drawn": self._watched.order.saved()}

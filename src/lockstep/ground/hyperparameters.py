@@ -80,8 +80,9 @@ class HyperparametersMixin:
 
         Checkpoints carry them, and ``load_from_checkpoint`` builds the module from them. :attr:`hparams` keeps the
         objects; a checkpoint, which carries no code, holds their plain form: a path as a string, an ``Enum`` as its
-        value, a ``Namespace`` or dataclass as a dict. A module is left out, since its weights are in the checkpoint
-        already: give it to ``load_from_checkpoint`` again.
+        value, a ``Namespace`` or dataclass as a dict. ``load_from_checkpoint`` makes of these what the annotation of
+        the argument names; without one it passes on the plain form. A module is left out, since its weights are in the
+        checkpoint already: give it to ``load_from_checkpoint`` again.
 
         Called in a base class, this collects the arguments of the subclasses' ``__init__`` too (where names meet, the
         outermost call wins). Several calls add to what is there.

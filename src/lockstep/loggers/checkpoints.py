@@ -9,6 +9,7 @@ from weakref import proxy
 
 from torch import Tensor
 
+from lockstep.checkpoint import storage
 from lockstep.ground.view import TrainerView
 
 #: the settings of a ModelCheckpoint that are uploaded along with its files
@@ -84,7 +85,8 @@ class Uploads:
         scores.update(callback.best_k_models)
         found = []
         for path, score in scores.items():
-            if not path or not Path(path).is_file():
+            # a path may come from a checkpoint, which anybody may have made: what lies elsewhere is not sent away
+            if not path or not Path(path).is_file() or not storage.lies_in(path, callback.dirpath):
                 continue
             changed = Path(path).stat().st_mtime
             if self._done.get(path, float("-inf")) < changed:

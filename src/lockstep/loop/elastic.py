@@ -50,8 +50,21 @@ class Plan:
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Plan:
-        """From :meth:`state_dict`."""
+        """From :meth:`state_dict`.
+
+        Raises:
+            ValueError: it has numbers that cannot be.
+        """
         origin = state["origin"]
+        for name in ("ranks", "size"):
+            if not isinstance(state[name], int) or state[name] < 1:
+                raise ValueError(f"{name} is {state[name]!r:.50}")
+        if not isinstance(state["batches"], list) or not all(isinstance(each, int) for each in state["batches"]):
+            raise ValueError(f"batches is {state['batches']!r:.50}")
+        for at in (state["at"], origin or {}):
+            for name in ("epoch", "number", "rows"):
+                if not isinstance(at.get(name, 0), int) or at.get(name, 0) < 0:
+                    raise ValueError(f"{name} is {at[name]!r:.50}")
         of_life = None if origin is None else Origin(**origin)
         return cls(**{**state, "at": Origin(**state["at"]), "origin": of_life})
 

@@ -65,9 +65,23 @@ class Progress:
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over the counters of :meth:`state_dict`."""
+        """Take over the counters of :meth:`state_dict`.
+
+        Raises:
+            ValueError: one is none.
+        """
         for field in fields(self):
-            setattr(self, field.name, state.get(field.name, field.default))
+            value = state.get(field.name, field.default)
+            if field.name == "phase":
+                known = value in (EPOCH_START, BATCH_END, VALIDATED, WINDOW_END, EPOCH_END)
+            elif value is None:
+                known = field.default is None
+            else:
+                kinds = (int, float) if field.name == "seconds" else bool if field.name == "last" else int
+                known = isinstance(value, kinds) and value >= 0
+            if not known:
+                raise ValueError(f"{field.name} is {value!r:.50}")
+            setattr(self, field.name, value)
         if "earlier" not in state:
             self.earlier = self.total_batches - self.batch
 

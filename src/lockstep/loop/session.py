@@ -26,7 +26,7 @@ from lockstep.launch.interrupt import interruptible
 from lockstep.loop import state
 from lockstep.loop.hooks import Hooks, is_overridden
 from lockstep.loop.optimizers import parse
-from lockstep.loop.removed import check_removed_hooks
+from lockstep.loop.removed import check_removed_hooks, check_uncalled
 from lockstep.loop.results import Published, Results
 from lockstep.loop.signals import TERMINATED, undisturbed
 from lockstep.module import LightningModule
@@ -196,6 +196,7 @@ def check_module(trainer: Any, fn: TrainerFn) -> None:
     """
     module, loaders, kind = trainer.lightning_module, trainer.loaders, type(trainer.lightning_module).__name__
     check_removed_hooks(module, fn)
+    check_uncalled(trainer)
 
     def has(name: str) -> bool:
         return is_overridden(name, module, LightningModule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,7 +20,7 @@ from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import TrainerFn, TrainerStatus
-from lockstep.loop.mismatch import load_optimizer, load_weights
+from lockstep.loop.mismatch import check_types, load_optimizer, load_weights, taking
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.results import is_metric, merged
 from lockstep.module import check_weights
@@ -264,11 +265,12 @@ def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
     checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only)
     check_weights(checkpoint, path)
     rank_zero_info(f"trainer.{trainer.state.fn}: restoring from {path}")
-    own = checkpoint.get(OWN, {})
-    if own.get("seed") is not None:
-        trainer.seed = own["seed"]  # the order of data goes on as it was
-    if trainer.state.fn is TrainerFn.FITTING:
-        trainer.fit_loop.elastic.read(own)
+    with taking(path, "its plan"):
+        own = checkpoint.get(OWN, {})
+        if own.get("seed") is not None:
+            trainer.seed = operator.index(own["seed"])  # the order of data goes on as it was
+        if trainer.state.fn is TrainerFn.FITTING:
+            trainer.fit_loop.elastic.read(own)
     return checkpoint
 
 
@@ -281,17 +283,25 @@ def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
             datamodule.load_state_dict(saved)
     trainer.hooks.own("on_load_checkpoint", checkpoint)
     trainer.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
-    load_weights(trainer, module, checkpoint["state_dict"])
+    with taking(trainer.ckpt_path, "'state_dict'"):
+        load_weights(trainer, module, checkpoint["state_dict"])
 
 
 def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """The callbacks' hooks, then to each the state that its ``state_key`` saved."""
     for hook in trainer.hooks.callbacks("on_load_checkpoint"):
         hook(checkpoint)
-    states = checkpoint.get("callbacks", {})
+    with taking(trainer.ckpt_path, "'callbacks'"):
+        states = dict(checkpoint.get("callbacks", {}))
     for callback in trainer.callbacks:
         saved = states.get(callback.state_key)
-        if saved is not None:
+        if saved is None:
+            continue
+        if not type(callback).__module__.startswith("lockstep."):
+            callback.load_state_dict(saved)  # an error there is the user's
+            continue
+        with taking(trainer.ckpt_path, f"the state of {type(callback).__name__}"):
+            check_types(saved, callback.state_dict(), type(callback))
             callback.load_state_dict(saved)
 
 
@@ -303,23 +313,35 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
                 f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot go on "
                 "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
             )
+    strategy, path = trainer.strategy, trainer.ckpt_path
+    with taking(path, "the optimizers' states"):
+        _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"])
+        kinds = checkpoint.get(OWN, {}).get("optimizers", [None] * len(strategy.optimizers))
+        for optimizer, saved, kind in zip(strategy.optimizers, checkpoint["optimizer_states"], kinds, strict=True):
+            load_optimizer(optimizer, saved, kind)
+    with taking(path, "the schedulers' states"):
+        configs = strategy.lr_scheduler_configs
+        _same_number("lr schedulers", configs, checkpoint["lr_schedulers"])
+        for config, saved in zip(configs, checkpoint["lr_schedulers"], strict=True):
+            if type(config.scheduler).__module__.startswith("torch."):
+                check_types(saved, config.scheduler.state_dict(), type(config.scheduler))
+            config.scheduler.load_state_dict(saved)
+    with taking(path, "the state of its precision"):
+        if strategy.precision.scaler is not None and "MixedPrecision" in checkpoint:
+            strategy.precision.scaler.load_state_dict(checkpoint["MixedPrecision"])
+    with taking(path, "its progress"):
+        _restore_progress(trainer, checkpoint)
+
+
+def _restore_progress(trainer: Any, checkpoint: dict[str, Any]) -> None:
     strategy, fit_loop = trainer.strategy, trainer.fit_loop
-    _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"])
-    kinds = checkpoint.get(OWN, {}).get("optimizers", [None] * len(strategy.optimizers))
-    for optimizer, saved, kind in zip(strategy.optimizers, checkpoint["optimizer_states"], kinds, strict=True):
-        load_optimizer(optimizer, saved, kind)
-    configs = strategy.lr_scheduler_configs
-    _same_number("lr schedulers", configs, checkpoint["lr_schedulers"])
-    for config, saved in zip(configs, checkpoint["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(saved)
-    if strategy.precision.scaler is not None and "MixedPrecision" in checkpoint:
-        strategy.precision.scaler.load_state_dict(checkpoint["MixedPrecision"])
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
         fit_loop.progress.load(own["progress"])
         strategy.load_state_dict(own["strategy"])
         strategy.load_rank_states(own.get("strategy of ranks", []))
-        trainer.published.callback.update(own["metrics"])
+        for name, value in own["metrics"].items():
+            trainer.published.callback[name] = torch.as_tensor(value)
         ranks = own["ranks"]
         if len(ranks) == trainer.world_size:
             fit_loop.resumed = ranks[trainer.global_rank]
@@ -356,16 +378,22 @@ def restore_rank(trainer: Any, part: dict[str, Any]) -> None:
     Where the run goes on with another number of ranks it holds what was logged alone; written by Lightning, nothing.
     """
     module = trainer.lightning_module
-    trainer.fit_loop.feed.load_state_dict(part["data"])
-    trainer.results.load_state_dict(part.get("results", []))
-    modules = dict(module.named_modules())
-    for name, saved in part.get("metrics", {}).items():
-        load_metric(modules[name], saved if isinstance(saved, list) else [saved])
-    if "random" not in part:
-        return
-    trainer.strategy.hold_gradients(part)
-    trainer.fit_loop.step.weights = part.get("weights")
-    set_random_states(part["random"])
+    with taking(trainer.ckpt_path, "a rank's part"):
+        trainer.fit_loop.feed.load_state_dict(part["data"])
+        logged = part.get("results", [])
+        for entry in logged:
+            for key in ("total", "last", "weight"):
+                if not (entry[key] is None or isinstance(entry[key], (int, float, torch.Tensor))):
+                    raise TypeError(f"{key!r} of a logged value is a {type(entry[key]).__name__}")
+        trainer.results.load_state_dict(logged)
+        modules = dict(module.named_modules())
+        for name, saved in part.get("metrics", {}).items():
+            load_metric(modules[name], saved if isinstance(saved, list) else [saved])
+        if "random" not in part:
+            return
+        trainer.strategy.hold_gradients(part)
+        trainer.fit_loop.step.weights = part.get("weights")
+        set_random_states(part["random"])
 
 
 def load_metric(metric: Any, saved: list[dict[str, Any]]) -> None:

@@ -17,6 +17,8 @@ The test then asks that deaths change nothing::
     survive([sys.executable, "train.py", "another_folder"], [Kill(rank=1, step=9), Kill(moment="rename")], whole)
 
 Files that the script writes are its own and stay. Its processes do not, however a life ends.
+
+``python -m lockstep.testing.crash_tries --kills 20`` kills trainings of lockstep's own at random.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import IO, Any, Literal, NoReturn, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.testing import leaks
 
-Moment = Literal["batch", "save", "write", "rename"]
+Moment = Literal["batch", "validation", "save", "write", "rename", "teardown"]
 
 SECONDS_TO_FOLLOW = 20.0
 """How long the other ranks of a run may live on after its first process has ended."""
@@ -70,8 +72,10 @@ class Kill:
     step: int = 0
     """It comes at the first such moment when so many optimizer steps are done, those before a resume included."""
     moment: Moment = "batch"
-    """``"batch"``: before a micro-batch. ``"save"``: when the run has been collected for a checkpoint, and nothing
-    is written. ``"write"``: half the file is written. ``"rename"``: all of it, but under its temporary name."""
+    """``"batch"``: before a micro-batch. ``"validation"``: before a batch of a validation within the fit.
+    ``"teardown"``: when the fit has ended and its ranks part. ``"save"``: when the run has been collected for a
+    checkpoint, and nothing is written. ``"write"``: half the file is written. ``"rename"``: all of it, but under its
+    temporary name."""
     delay: float = 0.0
     """Seconds from the moment to the death, in which the run goes on: so it comes between any two instructions.
     A run that ends before waits for it."""
@@ -124,26 +128,41 @@ class KillAt(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.kill.moment == "batch" and self._is_due(trainer):
-            self._strike()
+            self._strike(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self.kill.moment == "validation" and not trainer.sanity_checking and self._is_due(trainer):
+            self._strike(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.kill.moment == "teardown" and self._is_due(trainer):
+            self._strike(trainer)
 
     def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
         self.on_train_batch_start(trainer, pl_module, None, batch_idx)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self.kill.moment == "batch" or not self._is_due(trainer):
+        if self.kill.moment not in ("save", "write", "rename") or not self._is_due(trainer):
             return
         if self.kill.moment == "save":
-            self._strike()
+            self._strike(trainer)
         elif self.kill.moment == "write":
+            self._say(trainer)
             torch.save = _save_half_and_die  # type: ignore[assignment]
         else:
+            self._say(trainer)
             os.replace = _die_before_rename
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._killer is not None:
             self._killer.wait()
 
-    def _strike(self) -> None:
+    def _say(self, trainer: Any) -> None:
+        print(f"\nstruck in epoch {trainer.current_epoch}, step {trainer.global_step}", flush=True)
+
+    def _strike(self, trainer: Any) -> None:
         victim: int | None = os.getpid()
         if self.kill.worker is not None:
             workers = sorted(child.pid or 0 for child in multiprocessing.active_children())
@@ -151,6 +170,7 @@ class KillAt(Callback):
         if victim is None:
             return
         self._struck = True
+        self._say(trainer)
         if self.kill.delay:
             # From outside: a thread of this process would strike only where Python lets another thread run.
             self._killer = subprocess.Popen(["sh", "-c", f"sleep {self.kill.delay:.4f}; kill -9 {victim}"])
@@ -242,9 +262,9 @@ def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 1
         TimeoutError: it took longer; or a rank went on for 20 seconds after its first process had ended.
     """
     words = [*command, *(() if kill is None else ("--kill", str(kill)))]
-    memory, started = leaks.shared_memory_files(), time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
+
+    def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             words,
             env={**os.environ, "PYTHONFAULTHANDLER": "1"},  # so that SIGABRT prints the stacks of one that hangs
             stdin=subprocess.DEVNULL,
@@ -252,6 +272,19 @@ def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 1
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    return lived(start, " ".join(words), kill, timeout)
+
+
+def lived(start: Callable[[IO[bytes]], Leader], name: str, kill: Kill | None, timeout: float) -> Life:
+    """The life of what ``start`` starts in a session of its own, with its output in a file; as :func:`live`.
+
+    Args:
+        name: for messages.
+    """
+    memory, started = leaks.shared_memory_files(), time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = start(output)
         seen = {process.pid}
         try:
             trouble = _watch(process, seen, started + timeout)
@@ -260,8 +293,21 @@ def live(command: Sequence[str], kill: Kill | None = None, *, timeout: float = 1
         output.seek(0)
         text = output.read().decode(errors="replace")
     if trouble:
-        raise TimeoutError(f"{' '.join(words)}: {trouble}\n{_tail(text)}")
-    return Life(kill, process.returncode, time.monotonic() - started, dict(_LINE.findall(text)), text)
+        raise TimeoutError(f"{name}: {trouble}\n{_tail(text)}")
+    code = process.returncode
+    assert code is not None, "a process that was waited for has no exit status"
+    return Life(kill, code, time.monotonic() - started, dict(_LINE.findall(text)), text)
+
+
+class Leader(Protocol):
+    """The first process of a session, as `subprocess.Popen` is one."""
+
+    pid: int
+    returncode: int | Any
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; gives its exit status, negative for a signal."""
+        ...
 
 
 def survive(command: Sequence[str], kills: Sequence[Kill], whole: Life, *, timeout: float = 120.0) -> list[Life]:
@@ -294,7 +340,7 @@ def survive(command: Sequence[str], kills: Sequence[Kill], whole: Life, *, timeo
     return lives
 
 
-def _watch(process: subprocess.Popen[bytes], seen: set[int], until: float) -> str:
+def _watch(process: Leader, seen: set[int], until: float) -> str:
     """Waits for the first process, then for the other ranks; tells what took too long, or nothing."""
     while True:
         seen |= _session(process.pid).keys()
@@ -325,7 +371,7 @@ def _print_stacks(leader: int) -> None:
     time.sleep(0.5)
 
 
-def _end(process: subprocess.Popen[bytes], seen: set[int], memory: frozenset[str]) -> None:
+def _end(process: Leader, seen: set[int], memory: frozenset[str]) -> None:
     """Kills what is left of a session, waits until it is gone, and removes the shared memory that it held."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
