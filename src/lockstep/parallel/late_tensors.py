@@ -16,7 +16,7 @@ from lockstep.parallel.rendezvous import Rendezvous
 from lockstep.parallel.rollcall import checksum
 from lockstep.parallel.start import check_alike, described
 
-Take = Callable[["dict[str, Tensor]"], None]
+Take = Callable[["dict[str, Tensor]", "list[Tensor]"], None]
 
 
 class LateTensors:
@@ -34,7 +34,7 @@ class LateTensors:
     Args:
         module: of the run.
         align: whether rank 0's values are taken; else the caller answers for their being alike.
-        take: called, on all ranks together, with all parameters by name, when something has come.
+        take: called, on all ranks together, with all parameters by name and the late buffers.
 
     Attributes:
         frozen: parameters that are not reduced, as they required no gradients so far.
@@ -130,7 +130,7 @@ class LateTensors:
         self._remember(parameters)
         self._count()
         if not first:
-            self._take(parameters)
+            self._take(parameters, list(late_buffers.values()))
 
     def _told(self, late: dict[str, Tensor], late_buffers: dict[str, Tensor], parameters: dict[str, Tensor]) -> str:
         """What this rank has found, as a sentence's beginning."""

@@ -178,6 +178,7 @@ class DDPStrategy(Collectives, Sharding):
         self._plan: Any = None
         self._buffers: WindowBuffers | None = None
         self._muted = False
+        self._late_buffers: list[tuple[Tensor, Tensor]] = []
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
@@ -294,8 +295,10 @@ class DDPStrategy(Collectives, Sharding):
             shared_memory=self._shared_memory and self._hook is None,
         )
 
-    def _take_in(self, parameters: dict[str, Any]) -> None:
+    def _take_in(self, parameters: dict[str, Any], late_buffers: list[Tensor]) -> None:
         """Reduce these parameters from now on, and align the buffers that there are. Collective."""
+        if self._muted:  # the loop will put these buffers back as they were before they were rank 0's
+            self._late_buffers = [(buffer, buffer.clone()) for buffer in late_buffers]
         self._watch_buffers()
         reducer = self._reducer
         if reducer is None:  # an evaluation
@@ -361,6 +364,8 @@ class DDPStrategy(Collectives, Sharding):
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
         if self._late is not None and torch.is_grad_enabled():
+            if self._late_buffers:
+                self._put_late_buffers()
             self._late.forward_begins()
         if self._buffers is not None and torch.is_grad_enabled():
             self._take_buffers()
@@ -467,6 +472,8 @@ class DDPStrategy(Collectives, Sharding):
     @contextmanager
     def one_model(self) -> Iterator[None]:
         """Rank 0's buffers on all; where local steps have let the weights part, their mean until this ends."""
+        if self._late_buffers:
+            self._put_late_buffers()
         if self._late is not None:
             self._late.look()
         local = self._local
@@ -483,6 +490,8 @@ class DDPStrategy(Collectives, Sharding):
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
         super().end_training()
+        if self._late_buffers:
+            self._put_late_buffers()
         if self._late is not None:
             self._late.look()
         if self._local is not None and self._local.differ:
@@ -526,6 +535,15 @@ class DDPStrategy(Collectives, Sharding):
         self._muted = muted
         if self._norms is not None:
             self._norms.mute(muted)
+            if self._late_buffers and not muted:  # synchronized layers have changed theirs as on all ranks
+                own = {id(buffer) for buffer in self.own_buffers()}
+                self._late_buffers = [(b, kept if id(b) in own else b.clone()) for b, kept in self._late_buffers]
+
+    def _put_late_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, kept in self._late_buffers:
+                buffer.copy_(kept)
+        self._late_buffers = []
 
     def own_buffers(self) -> list[Tensor]:
         """All but the statistics of synchronized layers, which all ranks change alike."""
