@@ -28,6 +28,9 @@ UNWATCHED_VARIABLES = frozenset(
     {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
 )
 
+SAMPLED = "lockstep-sample"
+"""A process that has been a rank keeps this thread, which tells others where it is (`lockstep.launch.sample`)."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -204,7 +207,9 @@ def running(before: Snapshot, known: Iterable[int] = ()) -> list[str]:
     found += [
         f"thread {thread.name!r} still runs"
         for thread in threading.enumerate()
-        if id(thread) not in before.threads and type(thread).__name__ != "TMonitor"  # tqdm keeps one for good
+        if id(thread) not in before.threads
+        and type(thread).__name__ != "TMonitor"  # tqdm keeps one for good
+        and thread.name != SAMPLED
     ]
     return found
 
