@@ -146,6 +146,8 @@ class FitLoop:
                     self.epoch()
                 trainer.strategy.end_training()
                 trainer.hooks.call("on_train_end")
+            else:  # of a fit that had ended, whose ranks may have weights of their own
+                trainer.strategy.end_training()
             rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
             self._share_ending()
             if trainer.interruption is None:

@@ -123,7 +123,7 @@ def draw(seed: int, number: int, strategies: Sequence[str], data: Sequence[str])
     by = random.Random(f"{seed}-{number}")
     # all pairs of strategy and data in turn, so that a few hundred kills meet each of them
     strategy = strategies[number % len(strategies)]
-    kind = data[(number // len(strategies) + number) % len(data)]
+    kind = data[(number // len(strategies) + number % len(strategies)) % len(data)]
     setting = Setting(strategy, kind, by.choice([0, 0, 2]), by.choice([1, 2]))
     first = by.randint(0, EVERY - 1) if by.random() < 0.5 else by.randint(EVERY, setting.steps // 2)
     steps = sorted([first, *(by.randint(EVERY + 1, setting.steps - 1) for _ in range(2))])
@@ -141,6 +141,8 @@ def _death(by: random.Random, setting: Setting, step: int) -> Kill:
         return Kill(step=step, moment=moment)
     rank = by.randrange(setting.devices)
     delay = by.choice([0.0, 0.0, round(by.uniform(0.0, 0.05), 4)])
+    if moment == "teardown":
+        delay = 0.0  # nobody would wait for it
     if setting.workers and moment == "batch" and step < setting.steps - epochs_end and by.random() < 0.3:
         return Kill(rank=rank, worker=by.randrange(setting.workers), step=step, delay=delay)
     return Kill(rank=rank, step=step, moment=moment, delay=delay)
@@ -195,7 +197,7 @@ class Tries:
                 late = any(path.suffix == ".ckpt" and not path.name.startswith(".") for path in folder.iterdir())
                 if dead.code != 0 and not struck:
                     raise RuntimeError(f"a life failed before it was killed ({kill}):\n{dead.output}")
-                if dead.code != 0:
+                if struck:
                     self.kills, self.late = self.kills + 1, self.late + late
                     rows.append(f"{struck[-1][10:]:18}  {'after' if late else 'before':6}  {kill}")
             last = life(folder, setting, None)
