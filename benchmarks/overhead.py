@@ -385,7 +385,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for name in LIBRARIES.values():
+    for name in ["lockstep"] if args.this_rank else LIBRARIES.values():
         importlib.import_module(name)  # Lightning sets its level when it is imported
         logging.getLogger(name).setLevel(logging.ERROR)
     if args.this_rank:
