@@ -34,6 +34,11 @@ class WindowBuffers:
             sync_buffers(self._module, None)
             self.differ = self.due = False
 
+    def may_be_others(self) -> None:
+        """Buffers may have been replaced (``load_state_dict(assign=True)``): each rank's are its own until aligned."""
+        if not self.differ:  # no forward since the ranks had rank 0's: this is a window's beginning
+            self.differ = self.due = True
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, every rank has rank 0's. Within a window each has its own again afterwards. Collective."""

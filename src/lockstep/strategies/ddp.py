@@ -299,7 +299,10 @@ class DDPStrategy(Collectives, Sharding):
         """Reduce these parameters from now on, and align the buffers that there are. Collective."""
         if self._muted:  # the loop will put these buffers back as they were before they were rank 0's
             self._late_buffers = [(buffer, buffer.clone()) for buffer in late_buffers]
-        self._watch_buffers()
+        if self._buffers is None:
+            self._watch_buffers()
+        else:
+            self._buffers.may_be_others()
         reducer = self._reducer
         if reducer is None:  # an evaluation
             return
