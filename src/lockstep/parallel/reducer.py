@@ -52,6 +52,11 @@ NESTED = (
     "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
 )
 
+ASLEEP = (
+    "parameter {name!r} got a gradient after its bucket was reduced: its requires_grad was switched off after the "
+    "forward whose backward this is. Switch it off before the forward (in on_train_batch_start, say)"
+)
+
 MarksGroup = Callable[[], "comm.Group | Literal[False]"]
 
 
@@ -451,7 +456,7 @@ class Reducer:
                 self.stray()
             return
         if bucket.work is not None:
-            raise RuntimeError(NESTED.format(names=bucket.names))
+            raise RuntimeError(_late_gradient(bucket))
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             self._launch(self._buckets[self._next])
 
@@ -524,3 +529,9 @@ class Reducer:
         self._record = Record(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.turn)
         self._hooks = self._record.hooks
         self._overlap = True
+
+
+def _late_gradient(bucket: Bucket) -> str:
+    """Why a gradient may have come into a bucket that was reduced already."""
+    asleep = [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if not p.requires_grad]
+    return ASLEEP.format(name=asleep[0]) if asleep else NESTED.format(names=bucket.names)
