@@ -95,8 +95,8 @@ def draw(seed: int) -> Program:
     epochs = chance.choice((2, 3))
     some = [trait for trait in TRAITS if chance.random() < 0.15]
     loader = chance.choice(LOADERS)
-    if loader == "two uneven loaders" and (manual or "norm" in some):
-        loader = "two loaders"  # one loss for all cannot be right, nor can statistics of a part that a rank has not
+    if loader == "two uneven loaders" and manual:
+        loader = "two loaders"  # one loss for all cannot be right there, which is said
     events = [
         Event(chance.choice(EVENTS), chance.choice(LATE_HOOKS), chance.randrange(epochs), chance.random() < 0.5)
         for _ in range(chance.choice((0, 0, 1, 1, 2)))

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.testing import RankPool
 from tests.fuzz.compare import Verdict, compare, differences
-from tests.fuzz.program import Shown, draw
+from tests.fuzz.program import Event, Shown, draw
 
 EVERY_DAY = 24
 ALL = 500
@@ -30,6 +30,68 @@ def test_user_programs_are_the_same_on_ranks(ranks: RankPool, first: int) -> Non
 @pytest.mark.parametrize("first", range(EVERY_DAY, ALL, 28))
 def test_many_user_programs_are_the_same_on_ranks(ranks: RankPool, first: int) -> None:
     assert not failures(ranks(3).pool, range(first, min(first + 28, ALL)))
+
+
+PLAIN = replace(
+    draw(0),
+    world=2,
+    samples=12,
+    batch_size=2,
+    accumulate=1,
+    epochs=2,
+    loader="shuffled",
+    engine="in shared memory",
+    optimizer="sgd",
+    schedule="none",
+    clip=None,
+    manual=False,
+    loss="mean",
+    traits=frozenset(),
+    events=(),
+    validation=0,
+)
+FOUND = {
+    "buffers that were replaced by load_state_dict(assign=True) stayed each rank's own": replace(
+        PLAIN,
+        events=(
+            Event("add buffer", "on_train_start", 0, False),
+            Event("assign state", "on_train_batch_end", 1, True),
+        ),
+    ),
+    "a step's value held that of an earlier micro-batch where a rank had no samples of the last one": replace(
+        PLAIN, world=3, samples=14, batch_size=4, accumulate=2, loader="iterable"
+    ),
+    "ranks without samples showed logged values in float32": replace(PLAIN, world=3, validation=1),
+    "a training step on a padding batch was counted in an object of the user's": replace(
+        PLAIN, world=3, samples=13, batch_size=1, manual=True
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_what_programs_found_stays_mended(ranks: RankPool, fault: str) -> None:
+    verdict = compare(ranks(3).pool, FOUND[fault])
+    assert verdict.outcome == "equal", verdict
+
+
+REFUSED = {
+    "frozen after the forward": (
+        replace(PLAIN, events=(Event("freeze", "on_before_zero_grad", 1, False),)),
+        "'first.bias' got a gradient after its bucket was reduced: its requires_grad was switched off",
+    ),
+    "statistics of a part that a rank lacks": (
+        replace(PLAIN, samples=8, batch_size=1, world=3, loader="two uneven loaders", traits=frozenset({"norm"})),
+        "rank 2 has no samples of loader 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name(ranks: RankPool, case: str) -> None:
+    program, reason = REFUSED[case]
+    verdict = compare(ranks(3).pool, program)
+    assert verdict.outcome == "refused", verdict
+    assert reason in verdict.reasons[0]
 
 
 def shown() -> Shown:

@@ -71,9 +71,10 @@ class Window:
         begun: micro-batches of this window that an earlier life of the run has done.
         last: whether this is the epoch's last window.
         absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
+        gap: a rank, and a loader of which it has no samples in a micro-batch of which it has others; else None.
     """
 
-    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "last", "size")
+    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "size")
 
     def __init__(
         self,
@@ -83,7 +84,9 @@ class Window:
         begun: int = 0,
         absent: Sequence[tuple[int, ...]] | None = None,
         among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
+        gap: tuple[int, int] | None = None,
     ) -> None:
+        self.gap = gap
         self.absent = absent[begun:] if absent is not None and any(absent) else None
         self._batches = batches
         self._parts = parts[begun:] if begun else parts
@@ -328,7 +331,14 @@ class Feed:
                 absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
                 drawn = batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
                 last = after >= stop or not source.has(after)
-                yield Window(drawn, among(None), last, begun, absent, among)
+                gaps = (
+                    (rank, loader)
+                    for row, of_row in zip(rows, weights, strict=True)
+                    for loader, part in enumerate(row)
+                    for rank, weight in enumerate(part)
+                    if of_row[rank] and not weight
+                )
+                yield Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
             number, begun = after, 0
 
     def _among(
@@ -403,7 +413,13 @@ class Feed:
             of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
             among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
             drawn = self._handed_out(mine[begun:], after)
-            yield Window(drawn, among(None), last, begun, absent, among)
+            gaps = (
+                (rank, loader)
+                for loader, part in enumerate(of_parts)
+                for rank, weight in enumerate(part)
+                if of_rank[rank] and not weight
+            )
+            yield Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:

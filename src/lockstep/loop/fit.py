@@ -277,6 +277,8 @@ class FitLoop:
             for window in windows:
                 if apart:
                     window.share_among(trainer.strategy.averaged_ranks())
+                if window.gap is not None:
+                    trainer.strategy.check_gap(*window.gap)
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1

@@ -120,6 +120,9 @@ class Strategy:
             absent: this rank has no samples for it, and no forward was run; else ``training_step`` gave no loss.
         """
 
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse a micro-batch of which a rank has samples, but none of one of its loaders, if the engine cannot."""
+
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
         """A micro-batch for which these ranks have no samples: layers that communicate do so without them.

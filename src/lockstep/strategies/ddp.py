@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 
 HALF_AN_HOUR = timedelta(minutes=30)
 
+GAP = (
+    "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together, and rank {rank} has no "
+    "samples of loader {loader} in a micro-batch of which others have some: give loaders side by side equal numbers "
+    'of samples and batch sizes, or drop_last=True, or use CombinedLoader(mode="min_size") with such.'
+)
 NO_LOSS = (
     "`training_step` returned None on rank {rank}. Where BatchNorm is synchronized (sync_batchnorm=True), "
     "all ranks go back through it together, and the others would wait for this one. Return a loss on each, if only "
@@ -431,6 +436,11 @@ class DDPStrategy(Collectives, Sharding):
             self.rounds = self._reducer.rounds
             if self._buffers is not None:
                 self._buffers.due = not self._is_apart()
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse it where layers are synchronized: the other ranks would wait there for a part that this one lacks."""
+        if self._norms is not None:
+            raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
