@@ -52,7 +52,7 @@ class LitAutoEncoder(L.LightningModule):
 def main(folder: Path, **flags: Any) -> dict[str, Any]:
     """Train for three epochs; what a test compares is returned."""
     L.seed_everything(42, workers=True, verbose=False)
-    images = torch.tensor(load_digits().data / 16, dtype=torch.float32)[:600]
+    images = torch.tensor(load_digits().data / 16, dtype=torch.get_default_dtype())[:600]
     train, val, test = random_split(TensorDataset(images), [400, 100, 100])
     model = LitAutoEncoder()
     trainer = L.Trainer(

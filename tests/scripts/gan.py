@@ -77,7 +77,7 @@ class GAN(L.LightningModule):
 def main(folder: Path, **flags: Any) -> dict[str, Any]:
     """Train for two epochs; what a test compares is returned."""
     L.seed_everything(42, workers=True, verbose=False)
-    images = torch.tensor(load_digits().data / 16, dtype=torch.float32)[:320]
+    images = torch.tensor(load_digits().data / 16, dtype=torch.get_default_dtype())[:320]
     model = GAN()
     trainer = L.Trainer(max_epochs=2, default_root_dir=folder, accelerator="cpu", log_every_n_steps=4, **flags)
     loader = DataLoader(TensorDataset(images), batch_size=32, shuffle=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.golden.recorder import CALLBACK_HOOKS, MODULE_HOOKS, WORKING_HOOKS
 
 FOLDER = Path(__file__).parent
@@ -56,9 +58,14 @@ def play(package: str, script: str, folder: Path) -> dict[str, Any]:
     flags |= {"enable_progress_bar": False, "enable_model_summary": False}
     if package == "lockstep":
         flags["order"] = "torch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        returned = names["main"](folder, **flags)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # in float32, kinds of processors differ in the fifth digit
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            returned = names["main"](folder, **flags)
+    finally:
+        torch.set_default_dtype(default)
     return {"hooks": hooks, "metrics": logger.metrics, "returned": returned}
 
 

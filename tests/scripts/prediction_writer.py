@@ -65,7 +65,7 @@ def main(folder: Path, **flags: Any) -> dict[str, Any]:
     """Train, take the best checkpoint, predict; what a test compares is returned."""
     L.seed_everything(42, workers=True, verbose=False)
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    x, y = torch.tensor(images / 16, dtype=torch.get_default_dtype()), torch.tensor(labels)
     callbacks = [
         *flags.pop("callbacks", []),
         EarlyStopping("val_acc", mode="max", patience=1),

@@ -25,7 +25,7 @@ class DigitsData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         images, labels = load_digits(return_X_y=True)
         chosen = (labels >= self.classes.start) & (labels < self.classes.stop)
-        x = torch.tensor(images[chosen] / 16, dtype=torch.float32)
+        x = torch.tensor(images[chosen] / 16, dtype=torch.get_default_dtype())
         y = torch.tensor(labels[chosen]) - self.classes.start
         self.train, self.val = TensorDataset(x[:320], y[:320]), TensorDataset(x[320:480], y[320:480])
 
