@@ -444,7 +444,9 @@ class DDPStrategy(Collectives, Sharding):
 
     @contextmanager
     def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Let synchronized layers meet without these ranks."""
+        """Let synchronized layers meet without these ranks, those that have come since the last step among them."""
+        if self._late is not None:
+            self._late.forward_begins()
         with contextlib.nullcontext() if self._norms is None else self._norms.leaving_out(absent):
             yield
 
