@@ -284,6 +284,10 @@ class Attributes:
         """The optimizers of the fit."""
         return self.strategy.optimizers
 
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        self.strategy.optimizers = optimizers
+
     @property
     def wrapped_optimizers(self) -> list[Any]:
         """The optimizers as ``self.optimizers()`` gives them."""

@@ -243,7 +243,8 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)
         results, kind = trainer.results, type(value)
         table = results.table
-        if (kind is Tensor or kind is float) and table is not None and not results.muted:
+        sized = batch_size is None or (type(batch_size) is int and batch_size > 0)
+        if sized and (kind is Tensor or kind is float) and table is not None and not results.muted:
             entry = table.get(name)
             quick = value.dtype if kind is Tensor else float
             if entry is not None and quick is entry.quick and entry.options == options:

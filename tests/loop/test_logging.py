@@ -438,3 +438,16 @@ def test_a_tensor_that_grows_is_refused_as_at_first() -> None:
 
     with pytest.raises(MisconfigurationException, match=r"tensor of shape \(2,\)"):
         quiet(max_epochs=1).fit(Grows(), numbers(3))
+
+
+@pytest.mark.parametrize("size", [-1, float("nan"), float("inf"), "four", torch.ones(2)])
+def test_a_batch_size_that_is_no_number_of_samples_is_refused(size: Any) -> None:
+    """Weights of -1 cancelled out, and the mean was that of the batches."""
+
+    class Sized(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", batch.mean(), batch_size=1 if batch_idx == 0 else size)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"self\.log\('x', \.\.\., batch_size=.*number of samples"):
+        quiet(max_epochs=1).fit(Sized(), numbers(3))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 
+from lockstep import Callback
 from lockstep.loop.entry import Entry, extreme
 from lockstep.loop.results import Results, merged
 from lockstep.testing.pool import RankPool
@@ -70,6 +71,48 @@ def test_a_metric_with_lists_on_a_rank_without_samples_ended_in_an_abort(ranks: 
     """torchmetrics sends a message for each tensor in a list, and there was none on the third rank."""
     for found in ranks(3).run(judged, "auroc", 2, validate, timeout=40):
         assert found == {"judged": 1.0}
+
+
+class Computed(Slope):
+    """Metrics that the user computes, in the module and in a callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = AUROC(task="binary")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.auroc.update(batch / 10, (batch > 1).long())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("auroc", self.auroc.compute())
+        self.auroc.reset()
+
+
+class Beside(Callback):
+    def __init__(self) -> None:
+        self.parts = MetricCollection({"cat": CatMetric(), "sum": SumMetric()})
+        self.found: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.parts.update(batch.long())  # no float, which an empty list is taken for
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        parts = self.parts.compute()
+        self.found.append((sorted(parts["cat"].tolist()), parts["sum"].item()))
+        self.parts.reset()
+
+
+def computed(samples: int) -> tuple[dict[str, float], list[Any]]:
+    plain, beside = Metric._sync_dist, Beside()
+    found = on_ranks(callbacks=beside).validate(Computed(), numbers(samples), verbose=False)[0]
+    assert Metric._sync_dist is plain
+    return found, beside.found
+
+
+def test_a_metric_that_the_user_computes_on_a_rank_without_samples_ended_in_an_abort(ranks: RankPool) -> None:
+    """`compute()` in a hook of the module's or of a callback's: gloo aborted ranks whose lists had other types."""
+    for found in ranks(3).run(computed, 2, timeout=40):
+        assert found == ({"auroc": 1.0}, [([1, 2], 3.0)])
 
 
 def test_lists_of_other_lengths_that_are_not_joined_are_refused(ranks: RankPool) -> None:

@@ -175,3 +175,62 @@ class Pair(NamedTuple):
 def test_the_first_tensor_of_a_nest(batch: Any, shape: Any) -> None:
     found = first_tensor(batch)
     assert found is None if shape is None else tuple(found.shape) == shape
+
+
+class Pair(NamedTuple):
+    name: list[str]
+    x: Tensor
+
+
+NESTS: dict[str, Callable[[Tensor], Any]] = {
+    "tuples": lambda x: (x, x + 1),
+    "named tuples": lambda x: Pair(["a"] * len(x), x),
+    "dicts": lambda x: {"names": ["a"] * len(x), "x": x},
+    "arrays": lambda x: x.numpy(),
+}
+
+
+class Nested(Slope):
+    def take(self, batch: Any) -> Tensor:
+        if isinstance(batch, dict):
+            return batch["x"]  # type: ignore[no-any-return]
+        if isinstance(batch, tuple):
+            return batch[1] if isinstance(batch, Pair) else batch[0]
+        return torch.as_tensor(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.take(batch)
+        self.log("train", x.mean(), on_step=False, on_epoch=True)
+        return super().training_step(x, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.take(batch).mean())
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_a_list_of_ready_made_nests_was_taken_for_several_loaders(kind: str) -> None:
+    """Each tensor of each batch was a loader of its own, from which rows were drawn side by side."""
+    batches, trainer = [NESTS[kind](x) for x in BATCHES], quiet(max_epochs=1)
+    trainer.fit(Nested(), batches, batches)
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {"train": 6.0, "val": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        ([{"scale": torch.tensor(2.0), "x": x} for x in BATCHES], "no dimension: each weighs 1."),
+        ([torch.zeros(0, dtype=torch.float64), *BATCHES], "the first one 4 (shape (4,))"),
+    ],
+)
+def test_what_a_batch_weighs_is_said_where_the_first_tensor_does_not_tell(
+    batches: list[Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scaled(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.w * (batch["x"] if isinstance(batch, dict) else batch).sum()
+
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        quiet(max_epochs=1).fit(Scaled(), batches)
+    told = [message for message in caplog.messages if "ready-made" in message]
+    assert len(told) == 1
+    assert said in told[0]

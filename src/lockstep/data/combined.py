@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -170,7 +170,7 @@ def flatten(loaders: Any) -> tuple[list[Any], TreeSpec]:
     """The loaders of a nest in a list, and what it takes to build the nest again.
 
     A list of tensors, or of anything that cannot be iterated, is a loader (its items are batches), not a
-    nest.
+    nest; so is one of arrays, or of tuples or dicts that have nothing but tensors, arrays, strings and numbers.
     """
     return tree_flatten(loaders, is_leaf=_is_list_of_batches)
 
@@ -178,7 +178,15 @@ def flatten(loaders: Any) -> tuple[list[Any], TreeSpec]:
 def _is_list_of_batches(loaders: Any) -> bool:
     if not isinstance(loaders, list | tuple):
         return False
-    return any(isinstance(item, Tensor | str) or not hasattr(item, "__iter__") for item in loaders)
+    return any(not hasattr(item, "__iter__") or (not isinstance(item, list) and _is_batch(item)) for item in loaders)
+
+
+def _is_batch(item: Any) -> bool:
+    """Whether there is nothing in it that could be a loader."""
+    if isinstance(item, Mapping | list | tuple):
+        parts = list(item.values() if isinstance(item, Mapping) else item)
+        return bool(parts) and all(map(_is_batch, parts))
+    return isinstance(item, Tensor | str | bytes | int | float | None) or hasattr(item, "__array__")
 
 
 def end_workers(loader: Any) -> None:

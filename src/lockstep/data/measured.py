@@ -29,7 +29,7 @@ class Measure:
         tensor = first_tensor(batch)
         # one without rows is no reason for a rank to be left out
         size = float(len(tensor) or 1) if tensor is not None and tensor.ndim else 1.0
-        if not self._told and (tensor is None or tensor.ndim):
+        if not self._told and (tensor is None or (len(tensor) if tensor.ndim else tensor is not batch)):
             self._told = True
             self._tell(tensor, size)
         return size
@@ -44,6 +44,10 @@ class Measure:
             way_out += ' and return {"loss": loss, "weight": samples}'
         if tensor is None:
             rank_zero_info(f"{self.name} gives ready-made batches without a tensor: each weighs 1. Else {way_out}.")
+            return
+        if not tensor.ndim:
+            found = "the first tensor in them has no dimension"
+            rank_zero_info(f"{self.name} gives ready-made batches, and {found}: each weighs 1. Else {way_out}.")
             return
         rank_zero_info(
             f"{self.name} gives ready-made batches: each weighs as many samples as its first tensor is long, the "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from lockstep.ground.errors import MisconfigurationException
 
@@ -83,6 +85,52 @@ class StatesByLoader:
                 ) from error
 
 
+@contextmanager
+def lists_made_alike() -> Iterator[None]:
+    """While a call of the Trainer lasts: torchmetrics exchanges lists that are empty on some ranks, too.
+
+    That goes for each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`, in a
+    module or in a callback: a rank without samples is the rule here, where no sample is repeated to fill it.
+    """
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        yield
+        return
+    with _lock:
+        _sessions.append(None)
+        if len(_sessions) == 1:
+            _plain.append(torchmetrics.Metric._sync_dist)
+            torchmetrics.Metric._sync_dist = _sync_dist
+    try:
+        yield
+    finally:
+        with _lock:
+            _sessions.pop()
+            if not _sessions:
+                torchmetrics.Metric._sync_dist = _plain.pop()
+
+
+_lock = threading.Lock()
+_sessions: list[None] = []
+"""As many as there are calls of Trainers, of which one may be inside another."""
+_plain: list[Callable[..., None]] = []
+
+
+def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+    """Stands for `torchmetrics.Metric._sync_dist` while a call of the Trainer lasts."""
+    own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
+    if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange: it may need no process group
+        group = process_group or metric.process_group
+
+        def gather_objects(mine: Any) -> list[Any]:
+            found = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(found, mine, group=group)
+            return found
+
+        fill_empty_lists(metric, gather_objects)
+    _plain[0](metric, dist_sync_fn or own, process_group)
+
+
 def fill_empty_lists(metric: Any, gather_objects: Callable[[Any], list[Any]]) -> None:
     """Before a metric is reduced over the ranks: let one that collected nothing in a list take part. Collective.
 
@@ -96,30 +144,24 @@ def fill_empty_lists(metric: Any, gather_objects: Callable[[Any], list[Any]]) ->
     Raises:
         MisconfigurationException: lists that are not joined to one tensor are of other lengths.
     """
-    parts = [part for part in parts_of(metric) if _is_reduced(part) and _lists(part)]
-    if not parts:
+    names = _lists(metric)
+    if not names:
         return
-    mine = [[_described(getattr(part, name)) for name in _lists(part)] for part in parts]
-    for part, of_ranks in zip(parts, zip(*gather_objects(mine), strict=True), strict=True):
-        for name, each in zip(_lists(part), zip(*of_ranks, strict=True), strict=True):
-            joined = getattr(part._reductions[name], "__name__", "") == "dim_zero_cat"
-            lengths = [length for length, _ in each]
-            if not joined and len(set(lengths)) > 1:
-                raise MisconfigurationException(
-                    f"{type(part).__name__} keeps a list, {name!r}, that it does not join to one tensor (its "
-                    f"`dist_reduce_fx` is not 'cat'), and it has {lengths} entries by rank: the ranks cannot exchange "
-                    'them. Give the state dist_reduce_fx="cat", or evaluate on one device.'
-                )
-            example = next((kind for _, kind in each if kind is not None), None)
-            value = getattr(part, name)
-            if joined and isinstance(value, list) and not value and example is not None:
-                dtype, shape = example
-                setattr(part, name, [torch.zeros((0, *shape), dtype=dtype, device=part.device)])
-
-
-def _is_reduced(metric: Any) -> bool:
-    own = type(metric)._sync_dist is not sys.modules["torchmetrics"].Metric._sync_dist
-    return bool(getattr(metric, "sync_on_compute", True)) and not own
+    of_ranks = gather_objects([_described(getattr(metric, name)) for name in names])
+    for name, each in zip(names, zip(*of_ranks, strict=True), strict=True):
+        joined = getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat"
+        lengths = [length for length, _ in each]
+        if not joined and len(set(lengths)) > 1:
+            raise MisconfigurationException(
+                f"{type(metric).__name__} keeps a list, {name!r}, that it does not join to one tensor (its "
+                f"`dist_reduce_fx` is not 'cat'), and it has {lengths} entries by rank: the ranks cannot exchange "
+                'them. Give the state dist_reduce_fx="cat", or evaluate on one device.'
+            )
+        example = next((kind for _, kind in each if kind is not None), None)
+        value = getattr(metric, name)
+        if joined and isinstance(value, list) and not value and example is not None:
+            dtype, shape = example
+            setattr(metric, name, [torch.zeros((0, *shape), dtype=dtype, device=metric.device)])
 
 
 def _lists(metric: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from functools import partial, reduce
@@ -13,7 +14,7 @@ from torch import Tensor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.loop.entry import LOGGING, NEUTRAL, Entry, Key, Options, extreme
-from lockstep.loop.metrics import StatesByLoader, fill_empty_lists, is_metric
+from lockstep.loop.metrics import StatesByLoader, is_metric
 
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
 Part = tuple[float, float, float]  # the same of one rank, as it travels
@@ -95,7 +96,7 @@ class Results:
         if self._rank and entry.rank_zero_only:
             entry.epoch_fresh, entry.step_fresh = entry.on_epoch, self.micro_batch if entry.on_step else 0
             return
-        weight = self.weight if batch_size is None else batch_size
+        weight = self.weight if batch_size is None else checked_size(name, batch_size)
         if is_metric(value):
             self._add_metric(entry, value, weight)
         else:
@@ -238,8 +239,6 @@ class Results:
             metric = alike[0].metric
             if name is not None and self._by_loader is not None:
                 self._by_loader.show(metric, sorted({entry.key[1] for entry in alike}), name)
-            if self._world_size > 1:
-                fill_empty_lists(metric, self._gather_objects)
             value = metric.compute()
             found.update((entry.key, value) for entry in alike)
         return found
@@ -343,6 +342,24 @@ class Results:
             entry.epoch_fresh = saved.get("fresh", True)
             self._wants_each_step |= entry.each_step
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
+
+
+def checked_size(name: str, batch_size: Any) -> float:
+    """The weight that `self.log` was given.
+
+    Raises:
+        MisconfigurationException: it is no number of samples.
+    """
+    try:
+        size = float(batch_size)
+    except (TypeError, ValueError, RuntimeError):
+        size = -1.0
+    if not 0.0 <= size < math.inf:
+        raise MisconfigurationException(
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): it is the number of samples that the value stands "
+            "for, 0 or more; leave it out to have that of the batch."
+        )
+    return size
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

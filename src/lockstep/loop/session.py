@@ -25,6 +25,7 @@ from lockstep.launch.heed import ENDED
 from lockstep.launch.interrupt import interruptible
 from lockstep.loop import state
 from lockstep.loop.hooks import Hooks, is_overridden
+from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
 from lockstep.loop.removed import check_removed_hooks, check_uncalled
 from lockstep.loop.results import Published, Results
@@ -40,11 +41,11 @@ def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bo
     """One call of the Trainer; a fit, which has made ``trainer.signals``, heeds them from beginning to end."""
     signals = trainer.signals
     if signals is None:
-        with undisturbed(trainer), _session(trainer, fn, ckpt_path, weights_only):
+        with undisturbed(trainer), lists_made_alike(), _session(trainer, fn, ckpt_path, weights_only):
             yield
         return
     try:
-        with signals.heeded(), _session(trainer, fn, ckpt_path, weights_only):
+        with signals.heeded(), lists_made_alike(), _session(trainer, fn, ckpt_path, weights_only):
             yield
     finally:
         trainer.signals = trainer.fit_loop.signals = None

@@ -88,10 +88,7 @@ class Step:
         self._own_clipping = own["configure_gradient_clipping"]
         self._own_scheduler_step = own["lr_scheduler_step"]
         self._clips = self._own_clipping or self.config.gradient_clip_val is not None
-        optimizers, configs = self.strategy.optimizers, self.strategy.lr_scheduler_configs
-        self.wrapped = [
-            LightningOptimizer(opt, self._stepped_by_user, self.module, self.strategy.synchronize) for opt in optimizers
-        ]
+        configs = self.strategy.lr_scheduler_configs
         self.use_schedulers(configs)
         self.counted: Callable[[int], int] = int  # micro-batches of an epoch as the run's plan counts them
         self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
@@ -101,8 +98,7 @@ class Step:
         self._factor = 1.0
         self._share = 1.0
         automatic = self.module.automatic_optimization
-        self.optimizer = optimizers[0] if automatic else None
-        self._needs_closure = automatic and demands_closure(self.optimizer)
+        self._use_optimizers()
         self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
         self._losses: list[Tensor] = []
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
@@ -121,6 +117,26 @@ class Step:
                 'do not go together; use precision="bf16-mixed" or "32-true".'
             )
 
+    def _use_optimizers(self) -> None:
+        self._optimizers = [*self.strategy.optimizers]
+        self.wrapped = [
+            LightningOptimizer(optimizer, self._stepped_by_user, self.module, self.strategy.synchronize)
+            for optimizer in self._optimizers
+        ]
+        self.optimizer = self._optimizers[0] if self.module.automatic_optimization else None
+        self._needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
+
+    def _change_optimizers(self) -> None:
+        """The user has put others in their place (``trainer.optimizers = [...]``): step those from here on."""
+        if self.optimizer is not None and not self._by_closure_road and demands_closure(self.strategy.optimizers[0]):
+            raise MisconfigurationException(
+                f"trainer.optimizers: {type(self.strategy.optimizers[0]).__name__}, which needs a closure, takes the "
+                f"place of {type(self.optimizer).__name__} in the middle of a fit: begin with it in "
+                "`configure_optimizers`, or step both yourself (`self.automatic_optimization = False`)."
+            )
+        self.strategy.change_optimizers()
+        self._use_optimizers()
+
     # -- the roads -----------------------------------------------------------------------------------------
 
     def _plain(self, window: Any, batch_idx: int) -> Iterator[None]:
@@ -134,6 +150,8 @@ class Step:
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
+            if self.strategy.optimizers != self._optimizers:
+                self._change_optimizers()
             play = self._with_absent if self._absent else self._forward_backward
             outputs = play(batch, batch_idx, weight, share, i == 0 and not window.begun)
             if at_end:
@@ -167,6 +185,8 @@ class Step:
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
+            if self.strategy.optimizers != self._optimizers:
+                self._change_optimizers()
             micro_batches.append((self._absent, batch, batch_idx, weight, share))
             if not at_end:
                 outputs = self._play(micro_batches[-1], i == 0 and not window.begun)
@@ -239,6 +259,8 @@ class Step:
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
+            if self.strategy.optimizers != self._optimizers:
+                self._change_optimizers()
             if self.shared:
                 self._publish()
             arguments = (batch, batch_idx) if self.takes_idx else (batch,)

@@ -64,6 +64,11 @@ class LateTensors:
         self._points.reach()
         self._count()
 
+    def change_optimizers(self, optimizers: list[Any]) -> None:
+        """Others have taken the place of the optimizers in the middle of a fit. Collective."""
+        self._optimizers = optimizers
+        self._meet(used=False)
+
     # -- points. Each costs a call, some attributes and the length of a list or two.
 
     def forward_begins(self) -> None:
@@ -140,7 +145,7 @@ class LateTensors:
         for name, parameter in parameters.items():
             if parameter.requires_grad and any(parameter is frozen for frozen in self.frozen):
                 return f"parameter {name!r} was thawed (requires_grad)"
-        return "a submodule came after set-up, or an optimizer's groups have changed"
+        return "a submodule came after set-up, or an optimizer or its groups have changed"
 
     def _take_values(self, late: dict[str, Tensor], used: bool) -> None:
         """Give all ranks rank 0's values, but where a forward has used those that this rank has."""

@@ -91,6 +91,9 @@ class Strategy:
         """The flags that this run's ranks share."""
         return Agreement(mode="alone")
 
+    def change_optimizers(self) -> None:
+        """Others have taken the place of the optimizers in the middle of a fit."""
+
     def teardown(self) -> None:
         """The run is over; ranks stay connected, and the optimizers can still be saved."""
 

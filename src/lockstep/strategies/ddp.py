@@ -279,6 +279,18 @@ class DDPStrategy(Collectives, Sharding):
         if self._late is not None:
             self._reducer.finds_thawed, self._late.frozen = False, self._reducer.frozen
 
+    def change_optimizers(self) -> None:
+        """Take in what the new optimizers have that nobody has reduced so far. Collective."""
+        if self._shard_optimizer and self.world.size > 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(shard_optimizer=True): other optimizers were put in the place of those of "
+                "`configure_optimizers` in the middle of a fit, and the ranks have shared out the states of those. "
+                "Change their param_groups instead, or leave shard_optimizer out."
+            )
+        super().change_optimizers()
+        if self._late is not None:
+            self._late.change_optimizers(self.optimizers)
+
     def _make_reducer(self, named: dict[str, Any], sparse: list[str]) -> Reducer:
         if self._shard_optimizer:
             check_shardable(named.values(), self.optimizers, sparse)
