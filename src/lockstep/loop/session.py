@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -114,7 +115,17 @@ def _whereabouts(trainer: Any) -> tuple[str, int]:
 
 
 def name_ways_out(error: BaseException) -> None:
-    """Add to torch's complaint about a BatchNorm that sees one sample what to do about it."""
+    """Add to torch's complaint about a BatchNorm that sees one sample what to do about it, and to Python's about a
+    StopIteration where it comes from."""
+    ended = error.__cause__
+    if isinstance(error, RuntimeError) and isinstance(ended, StopIteration) and len(error.args) == 1:
+        if str(error) == "generator raised StopIteration":  # Python's words, from one of ours that a hook ran in
+            frame = traceback.extract_tb(ended.__traceback__)[-1]
+            error.args = (
+                f"{frame.name} raised StopIteration, {frame.filename}:{frame.lineno}: a `next()` whose iterator has "
+                "ended, say. Give it a default, `next(iterator, None)`, or begin the iterator anew.",
+            )
+        return
     if not isinstance(error, ValueError) or len(error.args) != 1:
         return
     text = str(error)
