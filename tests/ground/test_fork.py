@@ -119,7 +119,7 @@ begun = threading.Event()
 
 def run():
     ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)
-    block, until = bytes(1 << 22), time.monotonic() + 0.3
+    block, until = bytes(1 << 22), time.monotonic() + 1.5
     while time.monotonic() < until:
         hashlib.sha256(block)  # lets go of the interpreter, and wants it back
         begun.set()
@@ -135,6 +135,7 @@ begun.wait(10)
 @linux
 def test_a_process_does_not_end_while_a_thread_of_torchs_still_wants_the_interpreter() -> None:
     """A gloo group's thread that asks for the interpreter while it shuts down aborts the process: "terminate called
-    without an active exception" after a script's last step. Python's own threads just end there."""
+    without an active exception" after a script's last step. Python's own threads just end there. A busy machine can
+    keep the thread from it for seconds."""
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, timeout=60, check=True)
     assert ended.stdout == b"let go"

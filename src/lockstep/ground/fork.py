@@ -12,11 +12,13 @@ waits for ever. From 3.12 on the lock is made anew first.
 Nor may a child collect its parent's garbage: a process group among it would wait for threads that the child does not
 have, or break off over them.
 
-Exits: a thread of a gloo group that has finished a collective needs the interpreter's lock to let go of the tensors
-(``decref_pyobject``, which may not raise). Asked for while the interpreter shuts down, the lock ends the thread by an
-unwinding of its stack that C++ does not let pass: "terminate called without an active exception", SIGABRT. It is
-torch's race, of some microseconds between a script's last collective and its end; a busy machine makes them many. So
-whoever has a group here waits, before the interpreter shuts down, until these threads are done.
+Exits: a thread of a gloo group that has finished a collective needs the interpreter's lock where it is the last that
+lets go of a tensor that Python knows (``c10::TensorImpl::decref_pyobject``, which may not raise). Asked for while the
+interpreter shuts down, the lock ends the thread by an unwinding of its stack that C++ does not let pass: "terminate
+called without an active exception", SIGABRT. It is torch's race, open from the moment that the collective wakes who
+waits for it; a busy machine, which lets that one go on first, makes it long, and ``destroy_process_group`` does not end
+it, as containers and torch's own modules hold the group. So whoever has a group here waits, before the interpreter
+shuts down, until these threads are done.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ TORCH_THREADS = "pt_"
 """What torch's own threads are called: ``pt_gloo_runloop``, ``pt_nccl_watchdg``, ..."""
 PATIENCE = 1.0
 """Seconds that a fork waits at most; a thread is done within microseconds, unless the machine is busy."""
+LAST_PATIENCE = 10.0
+"""Seconds that the end of a process waits at most."""
 
 _protected = False
 
@@ -52,25 +56,36 @@ def protect_forks() -> None:
 @functools.cache
 def settle_at_exit() -> None:
     """Let the end of this process wait until torch's threads have let go of their last collective's tensors; once."""
-    atexit.register(wait_for_torch_threads)
+    atexit.register(settle)
 
 
-def wait_for_torch_threads() -> None:
-    """Wait until torch's threads of this process sleep, :data:`PATIENCE` seconds at most.
+def settle() -> None:
+    """Wait until none of torch's threads wants the interpreter any more, :data:`LAST_PATIENCE` seconds at most.
 
-    A thread that sleeps waits for work, for other ranks or for the interpreter; none of these holds the lock. Seen
-    asleep twice, with the interpreter given away between, and not woken meanwhile: it does not wait for that either.
+    One that wants it looks at it anew in each switch interval, and so counts as woken within two of them, also
+    where other threads of Python's get it first. One that sleeps all the time waits for work, or for other ranks: a
+    collective that nobody has waited for is not waited for here.
+    """
+    wait_for_torch_threads(2 * min(sys.getswitchinterval(), 0.1), LAST_PATIENCE)
+
+
+def wait_for_torch_threads(quiet: float = 0.0002, patience: float | None = None) -> None:
+    """Wait until torch's threads of this process sleep, ``patience`` seconds at most (:data:`PATIENCE`).
+
+    A thread that sleeps waits for work, for other ranks or for the interpreter; none of these holds the lock. All seen
+    asleep, and not woken for ``quiet`` seconds in which they could have the interpreter: they do not wait for that
+    either.
     """
     if sys.platform != "linux":
         time.sleep(0.1)  # the interpreter's lock is theirs meanwhile
         return
-    until, before = time.monotonic() + PATIENCE, None
+    until, before = time.monotonic() + (PATIENCE if patience is None else patience), None
     while time.monotonic() < until:
         now = _asleep()
-        if now is not None and now == before:
+        if now is not None and (now == before or not now):
             return
         before = now
-        time.sleep(0.0002)
+        time.sleep(quiet)
 
 
 def _asleep() -> dict[str, bytes] | None:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.snapshot import snapshot
 from lockstep.cluster.meeting import meet
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks, settle_at_exit, wait_for_torch_threads
+from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.rank import rank_zero_info
 from lockstep.launch.gate import put_up
 from lockstep.launch.script import side
@@ -638,6 +638,6 @@ def _leave_group() -> None:
         # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
         # waits for them and holds it, so they get a moment first
         with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
-            wait_for_torch_threads()
+            settle()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
