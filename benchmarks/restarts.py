@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.port import free_port
+from lockstep.launch.environment import free_port
 
 RANKS = 2
 

@@ -65,7 +65,7 @@ def make(method: str, model: nn.Module, start: int = 2) -> Method:
         return Method(TorchDDP(model, gradient_as_bucket_view=True), nothing, None, 1)
     from lockstep.parallel.averaging import ParameterAverager
     from lockstep.parallel.ddp import DistributedDataParallel
-    from lockstep.parallel.outer import OuterOptimizer
+    from lockstep.parallel.outer_optimizer import OuterOptimizer
 
     runner = DistributedDataParallel(model, shared_memory=False)
     state = register(runner, method, start)

@@ -61,7 +61,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
     if kind == "local":
         return model
     if kind == "dp":
-        from lockstep.parallel.dp import DataParallel
+        from lockstep.parallel.data_parallel import DataParallel
 
         return DataParallel(model, [next(model.parameters()).device] * dist.get_world_size())
     if kind.startswith("torch"):

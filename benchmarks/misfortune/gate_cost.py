@@ -30,7 +30,7 @@ def gate_cost() -> dict[str, float]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from lockstep.launch import gate
+    from lockstep.supervise import collective_trace as gate
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     tensor = torch.ones(64)

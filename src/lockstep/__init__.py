@@ -15,8 +15,8 @@ try:
     from lockstep.launch.inherit import inherit
     from lockstep.loop.fit import Result
     from lockstep.module import LightningModule
+    from lockstep.parallel.data_parallel import DataParallel
     from lockstep.parallel.ddp import DistributedDataParallel
-    from lockstep.parallel.dp import DataParallel
     from lockstep.trainer import Trainer
 finally:
     if collects:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.config.names import set_flag
+from lockstep.config.run import set_flag
 from lockstep.ground.states import RunningStage
 
 

@@ -12,10 +12,10 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, make, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
+from lockstep.ground.classmethods import restricted_classmethod
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
-from lockstep.ground.restricted import restricted_classmethod
 from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 if TYPE_CHECKING:

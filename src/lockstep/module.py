@@ -16,10 +16,10 @@ from typing_extensions import Self
 from lockstep.checkpoint.arguments import init_arguments, load_weights, make, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.export import ModuleExports
+from lockstep.ground.classmethods import restricted_classmethod
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import warn_once
-from lockstep.ground.restricted import restricted_classmethod
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, OptimizerLRScheduler
 from lockstep.ground.view import TrainerView

@@ -11,38 +11,48 @@ from typing import Any
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.detect import Placement
-from lockstep.config.barebones import strip
-from lockstep.config.callbacks import make_callbacks
-from lockstep.config.foreign import check_constructed, check_kind, check_not_lightnings
-from lockstep.config.loggers import make_loggers
-from lockstep.config.names import DEFAULTS, config_of, refuse_what_is_not_there, synchronizes_batchnorm, unknown_flags
+from lockstep.config.callbacks import make_callbacks, make_loggers
+from lockstep.config.devices import (
+    announce,
+    apply_to_process,
+    check_devices,
+    check_root,
+    device_of,
+    node_devices,
+    nodes,
+)
 from lockstep.config.old_flags import old_flags_of, translate
-from lockstep.config.place import check_devices, check_root, device_of, node_devices, nodes
-from lockstep.config.plugins import sort_plugins
-from lockstep.config.process import announce, apply_to_process
+from lockstep.config.plugins import check_constructed, check_kind, check_not_lightnings, sort_plugins
+from lockstep.config.run import (
+    DEFAULTS,
+    config_of,
+    refuse_what_is_not_there,
+    strip,
+    synchronizes_batchnorm,
+    unknown_flags,
+)
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.accelerator import Accelerator, find_accelerator
-from lockstep.ground.creation import creating
+from lockstep.ground.device import Accelerator, find_accelerator
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.init_context import creating
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
-from lockstep.launch.cuda import number_devices
-from lockstep.launch.place import dealt_out, directly, here, is_interactive, launcher
-from lockstep.launch.variables import flags_of
+from lockstep.launch.environment import flags_of, number_devices
+from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
-from lockstep.loop import handover, state
+from lockstep.loop import spawn_results, state
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.loaders import Loaders
-from lockstep.loop.results import Published
+from lockstep.loop.logging import Published
 from lockstep.module import LightningModule
 from lockstep.precision.names import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 from lockstep.profilers.choose import make_profiler
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.names import drives_all_devices, make_strategy
+from lockstep.strategies.table import drives_all_devices, make_strategy
 
 
 class Trainer(Attributes):
@@ -54,7 +64,7 @@ class Trainer(Attributes):
         accelerator: "auto" (a GPU if there is one), "cpu", "gpu", "cuda", or an Accelerator.
         strategy: "auto" (one device: as it is; several: "ddp", in a notebook "ddp_notebook"), "ddp" (this script once
             per device), "ddp_spawn" and "ddp_notebook" (the call, in fresh processes), "ddp_fork" (the call, in copies
-            of this process), "dp" (one process for all devices), or a Strategy object; all: ``strategies/names.py``.
+            of this process), "dp" (one process for all devices), or a Strategy object; all: ``strategies/table.py``.
         devices: how many (an int; on the CPU: processes), which (a list or "0,1"), -1 for all, or "auto".
         num_nodes: number of machines.
         precision: "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or the number alone.
@@ -438,8 +448,8 @@ class Trainer(Attributes):
 
     def _hand_over(self, loop: Any, *args: Any) -> Any:
         """Run a loop in spawned or forked processes, and go on here as if it had run here."""
-        call = handover.call if self.strategy.launcher == "spawn" else handover.call_in_copy(self)
-        return handover.take_over(self, self._launch(call, self, loop, *args))
+        call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(self)
+        return spawn_results.take_over(self, self._launch(call, self, loop, *args))
 
     def __setstate__(self, kept: dict[str, Any]) -> None:  # in a spawned rank, a process of its own
         self.__dict__.update(kept)

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from lockstep.callbacks import model_checkpoint
-from lockstep.callbacks.checkpoint_name import fill, pattern
-from lockstep.callbacks.model_checkpoint import ModelCheckpoint
+from lockstep.callbacks.model_checkpoint import ModelCheckpoint, fill, name_pattern
 from lockstep.checkpoint.format import load, save
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -433,11 +432,11 @@ class TestNames:
             fill("{loss:d}", {"loss": torch.tensor(0.5)})
 
     def test_pattern(self) -> None:
-        last = pattern("{epoch}-last", ".ckpt")
+        last = name_pattern("{epoch}-last", ".ckpt")
         assert last.fullmatch("epoch=1-last.ckpt")
         assert last.fullmatch("epoch=1-last-v3.ckpt")
         assert not last.fullmatch("epoch=1-last-v3xckpt")
-        assert not pattern("last", ".ckpt").fullmatch("lasting.ckpt")
+        assert not name_pattern("last", ".ckpt").fullmatch("lasting.ckpt")
 
     def test_format_checkpoint_name(self) -> None:
         callback = ModelCheckpoint(filename="{epoch}")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.callbacks.layer_table import LayerSummary, ModelSummary, parse_batch_shape, readable_count, summarize
 from lockstep.callbacks.model_summary import ModelSummary as SummaryCallback
+from lockstep.callbacks.model_summary import RichModelSummary
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
-from lockstep.callbacks.rich_model_summary import RichModelSummary
 from lockstep.ground.errors import MisconfigurationException
 from tests.callbacks.fake_trainer import FakeTrainer
 
@@ -265,7 +265,7 @@ def test_rich_draws_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rich_that_is_not_installed_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.callbacks.rich_model_summary.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.callbacks.model_summary.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"torch-lockstep\[rich\]"):
         RichModelSummary()
 

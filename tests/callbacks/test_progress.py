@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.progress import choose, meter
-from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.callbacks.progress.meter import Meter, clock, number, speed
+from lockstep.callbacks.progress import base, plain
+from lockstep.callbacks.progress.base import Meter, ProgressBar, clock, number, speed
 from lockstep.callbacks.progress.plain import PlainProgressBar
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
@@ -31,7 +30,7 @@ from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that meters see, in a list of one."""
     time = [100.0]
-    monkeypatch.setattr(meter, "monotonic", lambda: time[0])
+    monkeypatch.setattr(base, "monotonic", lambda: time[0])
     return time
 
 
@@ -607,12 +606,12 @@ def test_which_bar_is_chosen(
     monkeypatch.setenv("TERM", term)
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert type(choose.choose_progress_bar()) is kind
+    assert type(plain.choose_progress_bar()) is kind
 
 
 def test_a_notebook_gets_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", io)
-    assert type(choose.choose_progress_bar()) is TQDMProgressBar
+    assert type(plain.choose_progress_bar()) is TQDMProgressBar
 
 
 def test_rich_that_is_not_installed_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import pytest
 
 from lockstep import LightningDataModule, LightningModule
-from lockstep.checkpoint.annotated import rebuilt
+from lockstep.checkpoint.arguments import rebuilt
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 from lockstep import Callback
 from lockstep.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lockstep.checkpoint import format
-from lockstep.checkpoint.async_io import AsyncCheckpointIO
-from lockstep.checkpoint.io import TorchCheckpointIO
+from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO
 from lockstep.testing.pool import RankPool
 from tests.loop import pieces
 from tests.loop.pieces import Recorder, Slope, numbers
@@ -176,7 +175,7 @@ def test_what_it_writes_by_is_an_instance() -> None:
 KILLED = """
 import os, sys, torch
 from lockstep.checkpoint import storage
-from lockstep.checkpoint.async_io import AsyncCheckpointIO
+from lockstep.checkpoint.io import AsyncCheckpointIO
 
 def says_and_hangs(file):
     print("writing", flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.snapshot import snapshot
+from lockstep.checkpoint.io import snapshot
 
 
 def file_of(checkpoint: Any) -> int:

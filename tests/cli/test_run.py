@@ -18,8 +18,8 @@ import pytest
 
 from lockstep.cli.run import Wrong, main, name_of, planned
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.agent import Plan, refuse_nested, start
-from lockstep.launch.port import free_port
+from lockstep.launch.elastic_run import Plan, refuse_nested, start
+from lockstep.launch.environment import free_port
 from lockstep.testing.crash import Kill
 from lockstep.testing.pool import RankPool
 from tests.cli.kept import train

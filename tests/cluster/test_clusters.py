@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cluster import kubeflow, lsf, mpi, slurm
-from lockstep.cluster.base import World
-from lockstep.cluster.detect import Placement, detect, early_rank, is_placed
-from lockstep.cluster.given import node_of
-from lockstep.cluster.table import CLUSTERS, cluster_named
+from lockstep.cluster.detect import CLUSTERS, Placement, cluster_named, detect, early_rank, is_placed
+from lockstep.cluster.world import World, node_of
 from lockstep.ground.errors import MisconfigurationException
 
 Environ = dict[str, str]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.cluster.described import describes_ranks
 from lockstep.cluster.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -17,9 +16,10 @@ from lockstep.cluster.environments import (
     MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
+    describes_ranks,
     environment_named,
 )
-from lockstep.config.place import device_of, node_devices
+from lockstep.config.devices import device_of, node_devices
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.ddp import DDPStrategy
 from tests.loop.pieces import Slope, numbers, quiet

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.port import free_port
+from lockstep.launch.environment import free_port
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lockstep.cluster.base import World
 from lockstep.cluster.meeting import meet
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.port import free_port
+from lockstep.launch.environment import free_port
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.5)
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.cluster.detect import detect
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
-from lockstep.config.place import device_of
+from lockstep.config.devices import device_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import launcher_environment
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cluster.base import World, read_number
 from lockstep.cluster.detect import Placement, detect, early_rank
 from lockstep.cluster.local import local_world, rank_variables
+from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
 
 TORCHRUN = {

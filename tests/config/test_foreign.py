@@ -9,7 +9,7 @@ import pytest
 from lockstep import Callback, LightningDataModule, LightningModule
 from lockstep.callbacks import EarlyStopping
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.strategies.single import SingleDeviceStrategy
+from lockstep.strategies.base import SingleDeviceStrategy
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep import Trainer
-from lockstep.config.names import DEFAULTS
-from lockstep.config.run import RunConfig
+from lockstep.config.run import DEFAULTS, RunConfig
 from lockstep.ground.errors import MisconfigurationException
 from tests.loop.pieces import QUIET, quiet
 

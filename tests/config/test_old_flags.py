@@ -11,9 +11,9 @@ from lockstep import Trainer
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, TQDMProgressBar
 from lockstep.config.old_flags import OLD_FLAGS, ROWS
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.dp import DataParallelStrategy
-from lockstep.strategies.single import SingleDeviceStrategy
 from tests.loop.pieces import QUIET, Slope, numbers
 
 BARE = {name: value for name, value in QUIET.items() if name != "accelerator"}

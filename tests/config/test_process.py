@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.process import apply_to_process
+from lockstep.config.devices import apply_to_process
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.cuda import VARIABLE, fix_cublas_workspaces
+from lockstep.launch.environment import VARIABLE, fix_cublas_workspaces
 from tests.loop.pieces import Slope, numbers, quiet
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from lockstep.loop.data import Feed
+from lockstep.loop.feed import Feed
 
 
 @dataclass(frozen=True)

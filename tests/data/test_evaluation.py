@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.combined import CombinedLoader
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.data import EvaluationFeed
+from lockstep.loop.feed import EvaluationFeed
 from tests.data.loaders import Augmented, Rank, Stream, alike, indices, loader
 
 

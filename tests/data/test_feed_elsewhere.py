@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.data import Feed
-from lockstep.loop.elastic import Accumulation, Course, Given, Plan, accumulation, course
+from lockstep.loop.batch_counting import Accumulation, Course, Given, Plan, accumulation, course
+from lockstep.loop.feed import Feed
 from tests.data.loaders import Rank, SizedStream, Stream, alike, by_sampler, feed_of, indices, loader, numbers
 
 Make = Callable[[], Any]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.ground import rank
-from lockstep.loop.data import Feed
+from lockstep.loop.feed import Feed
 from tests.data.loaders import Rank, Stream, drawn, epoch, loader
 
 pytestmark = pytest.mark.timeout(60)

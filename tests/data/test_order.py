@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.order import SMALL, Feistel, Shuffled, WithReplacement, make_key, mix, table
-from lockstep.loop.data import Feed
+from lockstep.loop.feed import Feed
 
 
 def cells(values: Tensor, count: int, bins: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data.combined import CombinedLoader
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.data import Feed
+from lockstep.loop.feed import Feed
 from tests.data.loaders import Rank, by_sampler, epoch, feed_of, indices, loader
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lockstep.data.stream import fingerprint
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.data import Feed
+from lockstep.loop.feed import Feed
 from tests.data.loaders import Rank, SizedStream, Stream, drawn, epoch, feed_of, indices
 
 

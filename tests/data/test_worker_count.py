@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lockstep.data.worker_count import suggested_max_num_workers
+from lockstep.data.workers import suggested_max_num_workers
 from lockstep.ground.errors import MisconfigurationException
 
 

@@ -17,7 +17,7 @@ from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
 from lockstep.data.workers import opened
-from lockstep.launch.heed import heeding
+from lockstep.supervise.signals import heeding
 from tests.data.loaders import epoch, feed_of
 
 WORKERS = 2

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from lockstep import LightningModule
-from lockstep.parallel.buckets import ALIGNMENT
-from lockstep.parallel.hooks.local_steps import PostLocalSGDState, post_local_sgd
-from lockstep.parallel.hooks.mean import allreduce
+from lockstep.parallel.bucket import ALIGNMENT
+from lockstep.parallel.hooks.compress import allreduce
+from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Idle, Normed, Plain, Sometimes, Weighted, rows

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.loop import data
-from lockstep.loop.data import Window
+from lockstep.loop import feed
+from lockstep.loop.feed import Window
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.shared import SharedReduction
+from lockstep.parallel.shared_memory import SharedReduction
 from lockstep.strategies import DDPStrategy, buffers, ddp, dp
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Running, Sometimes, Weighted, rows
@@ -99,7 +99,7 @@ def ranks_weigh_the_same() -> AbstractContextManager[Any]:
     def shares(mine: Any, total: float, size: int) -> list[tuple[float, float]]:
         return [(float(weight), 1 / len(mine)) for weight in mine]
 
-    return patch.object(data, "shares", shares)
+    return patch.object(feed, "shares", shares)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.testing import check_equivalence
-from lockstep.testing.verdict import BUFFER, GRADIENT, PARAMETER, STEPS, Finding, Witness, digest, judge
+from lockstep.testing.equivalence import BUFFER, GRADIENT, PARAMETER, STEPS, Finding, Witness, digest, judge
 from tests.equivalence.models import Plain, rows
 
 pytestmark = pytest.mark.timeout(60)

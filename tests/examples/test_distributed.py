@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.port import free_port
+from lockstep.launch.environment import free_port
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "distributed.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.ground.accelerator import ACCELERATORS, REFUSED, Accelerator
-from lockstep.ground.device import move_data_to_device, resolve_accelerator
+from lockstep.ground.device import ACCELERATORS, REFUSED, Accelerator, move_data_to_device, resolve_accelerator
 from lockstep.ground.errors import MisconfigurationException
 
 META = torch.device("meta")

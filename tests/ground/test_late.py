@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.ground.late import late
+from lockstep.ground.lazy_imports import late
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ FLOORS = {
     "callbacks": 2,
     "loggers": 2,
     "launch": 2,
+    "supervise": 2,
     "module": 2,
     "hooks": 2,
     "datamodule": 2,
@@ -55,7 +56,7 @@ FACES = {
 }
 ENGINES = ("parallel", "planner", "precision", "data", "hpc")
 ABOVE_ENGINES = ("trainer", "loop", "strategies", "callbacks")
-READS_ENVIRONMENT = ("cluster", "launch", "testing")
+READS_ENVIRONMENT = ("cluster", "launch", "supervise", "testing")
 FORBIDDEN_NAMES = {
     "utils",
     "util",

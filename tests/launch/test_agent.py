@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError, RendezvousStoreInfo
 
-from lockstep.launch.agent import FRESH, InOrder, Plan, _first, _not_met, _take, _variables, clear_away
+from lockstep.launch.elastic_run import FRESH, InOrder, Plan, _first, _not_met, _take, _variables, clear_away
 
 ONE = Plan(("train.py",), "train-1", 2)
 

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from lockstep.launch.causes import Cause, Stand, Stray, cause_of, first_cause, strayed
-from lockstep.launch.children import Ended
-from lockstep.launch.notes import Notes, leave_note
-from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.launch.processes import Ended
+from lockstep.supervise.causes import Cause, Stand, Stray, cause_of, first_cause, strayed
+from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.status import Notes, leave_note
 
 
 def caught(error: Exception) -> Exception:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.launch.children import Children
+from lockstep.launch.processes import Children
 
 SLEEP = "import time; time.sleep(60)"
 

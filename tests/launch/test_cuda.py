@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.launch.cuda import number_devices
+from lockstep.launch.environment import number_devices
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.cluster.base import World
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch import fork
-from lockstep.launch.fork import Forked, ForkLauncher, obstacle
+from lockstep.launch import spawn
+from lockstep.launch.spawn import Forked, ForkLauncher, obstacle
 from lockstep.testing.pool import RankPool
 from tests.launch.forks import Net, data, trained, weights_of_a_rank
 
@@ -99,7 +99,7 @@ def test_where_a_pool_of_threads_cannot_be_ended_ranks_compute_on_one(monkeypatc
     torch.set_num_threads(2)
     try:
         assert ForkLauncher(TWO).launch(lambda: (os.environ["LOCAL_RANK"], torch.get_num_threads())) == ("0", 2)
-        monkeypatch.setattr(fork, "end_openmp_pools", lambda: False)
+        monkeypatch.setattr(spawn, "end_openmp_pools", lambda: False)
         assert ForkLauncher(TWO).launch(torch.get_num_threads) == 1
     finally:
         torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def test_what_cannot_be_copied_is_refused(wrong: dict[str, Any], says: str, monk
     fine: dict[str, Any] = {"can_fork": True, "cuda": False, "group": False, "threads": ["python", "pt_gloo_runloop"]}
     assert obstacle(**fine) is None
     reason = obstacle(**{**fine, **wrong})
-    monkeypatch.setattr(fork, "why_not", lambda: reason)
+    monkeypatch.setattr(spawn, "why_not", lambda: reason)
     with pytest.raises(MisconfigurationException, match=f"strategy='ddp_fork' copies .*process, but .*{says}"):
         ForkLauncher(TWO).launch(print)
 
@@ -152,13 +152,13 @@ def test_cuda_that_only_a_copy_finds_broken_is_said_too(monkeypatch: pytest.Monk
 
 
 def test_a_copy_is_waited_for_like_a_started_process() -> None:
-    ends, stays = fork._fork(lambda: os._exit(3), "ends"), fork._fork(lambda: time.sleep(60), "stays")
+    ends, stays = spawn._fork(lambda: os._exit(3), "ends"), spawn._fork(lambda: time.sleep(60), "stays")
     assert ends.wait() == ends.wait() == 3
     os.kill(stays.pid, signal.SIGTERM)
     assert stays.wait() == -signal.SIGTERM
 
 
 def test_a_copy_that_somebody_else_has_waited_for_has_ended() -> None:
-    copy = fork._fork(lambda: os._exit(0), "ends")
+    copy = spawn._fork(lambda: os._exit(0), "ends")
     os.waitpid(copy.pid, 0)
     assert Forked.wait(copy) == 0

@@ -10,10 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.launch import gate
-from lockstep.launch.gate import CollectiveMismatch, compared, put_up, take_down, told_by
-from lockstep.launch.ledger import Reading, own
-from lockstep.launch.noting import COLLECTIVES, MESSAGES
+from lockstep.supervise import collective_trace
+from lockstep.supervise.collective_trace import (
+    COLLECTIVES,
+    MESSAGES,
+    CollectiveMismatch,
+    compared,
+    put_up,
+    take_down,
+    told_by,
+)
+from lockstep.supervise.trace_memory import Reading, own
 from lockstep.testing.pool import RankPool
 
 
@@ -105,8 +112,8 @@ def _noted() -> list[tuple[Any, ...]]:
     from torch.distributed import irecv, isend  # before the gate is put up, as a module's own import
 
     put_up()
-    assert gate._noting is not None
-    reading, rank = Reading(gate._noting.ledger.address), dist.get_rank()
+    assert collective_trace._noting is not None
+    reading, rank = Reading(collective_trace._noting.ledger.address), dist.get_rank()
     before = reading.count
     told_by(lambda: ("on_validation_epoch_end", 7))
     try:
@@ -165,8 +172,8 @@ def _past_the_gate() -> list[tuple[str, bool]]:
     take_down()
     before = dist.all_reduce
     put_up()
-    assert gate._noting is not None
-    reading = Reading(gate._noting.ledger.address)
+    assert collective_trace._noting is not None
+    reading = Reading(collective_trace._noting.ledger.address)
     count = reading.count
     try:
         dist.barrier()
@@ -188,8 +195,8 @@ def _compiled() -> tuple[list[float], int, int]:
 
     take_down()
     put_up()
-    assert gate._noting is not None
-    reading = Reading(gate._noting.ledger.address)
+    assert collective_trace._noting is not None
+    reading = Reading(collective_trace._noting.ledger.address)
     count = reading.count
 
     def both(value: torch.Tensor) -> torch.Tensor:
@@ -230,20 +237,22 @@ def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
     """It once wrote words between those of the process that it was forked from, which then were read as one another."""
     put_up()
     try:
-        assert gate._noting is not None
-        mine, kept = gate._noting.ledger, dist.all_reduce
+        assert collective_trace._noting is not None
+        mine, kept = collective_trace._noting.ledger, dist.all_reduce
         reading = Reading(mine.address)
         before = reading.count
         child = os.fork()
         if child == 0:
-            passed = not gate._replaced
+            passed = not collective_trace._replaced
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             kept(torch.ones(3))
             put_up()
             dist.all_reduce(torch.ones(3))
-            os._exit(0 if passed and gate._noting.ledger is not mine and Reading(own().address).count == 1 else 1)
+            os._exit(
+                0 if passed and collective_trace._noting.ledger is not mine and Reading(own().address).count == 1 else 1
+            )
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert gate._replaced
+        assert collective_trace._replaced
         assert reading.count == before
     finally:
         take_down()

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.causes import Stand
-from lockstep.launch.hang import GONE, RUNS, STOPPED, TRACED, Sight, brief, compare, overdue
-from lockstep.launch.ledger import Note
-from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.causes import Stand
+from lockstep.supervise.hang import GONE, RUNS, STOPPED, TRACED, Sight, brief, compare, overdue
+from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.trace_memory import Note
 
 NOW = 100.0
 REDUCING = Stack(
     (
-        Frame(f"{LOCKSTEP}parallel/shared.py", 1, "wait"),
+        Frame(f"{LOCKSTEP}parallel/shared_memory.py", 1, "wait"),
         Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"),
         Frame(f"{LOCKSTEP}loop/fit.py", 3, "epoch"),
         Frame("/me/fit.py", 7, "<module>"),
@@ -169,7 +169,7 @@ def test_ranks_alike_are_told_once() -> None:
         "for 5 s, rank 3 is in its own code, /me/train.py:31; "
         "ranks 0, 1, 2 wait in reducing gradients in backward, /me/fit.py:7"
     )
-    assert found.trace.count("shared.py") == 1
+    assert found.trace.count("shared_memory.py") == 1
 
 
 def test_a_long_stack_is_told_in_a_few_lines() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.heed import ENDED, heeding, is_under_lockstep, unheeded
+from lockstep.supervise.signals import ENDED, heeding, is_under_lockstep, unheeded
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 
@@ -50,7 +50,7 @@ def test_what_is_not_heeded_does_what_the_system_does(ranks: RankPool, tmp_path:
     script = tmp_path / "unheeded.py"
     script.write_text("""
 import os, signal
-from lockstep.launch.heed import heeding, unheeded
+from lockstep.supervise.signals import heeding, unheeded
 with heeding([signal.SIGTERM], lambda number: print("noted", flush=True)):
     with unheeded(signal.SIGTERM):
         pass

@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import current_seed, hand_down_seed
-from lockstep.launch.bond import end_with
 from lockstep.launch.inherit import inherit
+from lockstep.launch.parent_death import end_with
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from lockstep.launch.interrupt import PASS, Ear, hear, interruptible, pass_on
+from lockstep.supervise.signals import PASS, Ear, hear, interruptible, pass_on
 
 
 class Loop:

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.causes import cause_of
-from lockstep.launch.judge import judgement
-from lockstep.launch.stack import REASON, one_line, printable, reason_of
-from lockstep.launch.tracebacks import MOST, shortened
+from lockstep.supervise.causes import cause_of, judgement
+from lockstep.supervise.stack import MOST, REASON, one_line, printable, reason_of, shortened
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.ledger import ENTRIES, WHOLE, WORDS, Ledger, Reading
+from lockstep.supervise.trace_memory import ENTRIES, WHOLE, WORDS, Ledger, Reading
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -95,7 +95,7 @@ def test_a_rank_that_is_asked_says_where_it_is() -> None:
 RANK = """
 import sys, time, types
 package = types.ModuleType("lockstep"); package.__path__ = [sys.argv[1]]; sys.modules["lockstep"] = package
-from lockstep.launch.ledger import own
+from lockstep.supervise.trace_memory import own
 own().enter(7, 0, 0, own().word("operation", "barrier"), 0, 0, 0, -1, -1)
 assert "torch" not in sys.modules
 print(own().address, flush=True)

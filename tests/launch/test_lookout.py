@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch import lookout
-from lockstep.launch.causes import Stand, Stray
-from lockstep.launch.ledger import WHOLE, Ledger
-from lockstep.launch.lookout import MOST, Lookout
-from lockstep.launch.stack import LOCKSTEP, Frame, Stack
+from lockstep.supervise import monitor
+from lockstep.supervise.causes import Stand, Stray
+from lockstep.supervise.monitor import MOST, Lookout
+from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
+from lockstep.supervise.trace_memory import WHOLE, Ledger
 
 REDUCING = Stack((Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
 WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
@@ -65,8 +65,8 @@ class Scene:
 def scene(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scene]:
     def play(*args: Any, **kwargs: Any) -> Scene:
         made = Scene(*args, **kwargs)
-        monkeypatch.setattr(lookout, "ask", made.ask)
-        monkeypatch.setattr(lookout, "speak", lambda process: None)
+        monkeypatch.setattr(monitor, "ask", made.ask)
+        monkeypatch.setattr(monitor, "speak", lambda process: None)
         return made
 
     return play
@@ -190,7 +190,7 @@ def test_ranks_of_two_nodes_are_compared(scene: Callable[..., Scene], monkeypatc
     there.ranks.pop(0)
     here.ranks[0].enter("all_reduce")
     there.ranks[0].enter("barrier")
-    monkeypatch.setattr(lookout, "ask", lambda process, answers: WORKING)
+    monkeypatch.setattr(monitor, "ask", lambda process, answers: WORKING)
     assert here.look(1.0) is None
     assert there.look(1.0) is None
     assert here.look(2.0) is None

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.causes import Cause
-from lockstep.launch.line import Line
-from lockstep.launch.nodes import SILENCE, Hub, Nodes
+from lockstep.supervise.causes import Cause
+from lockstep.supervise.channel import SILENCE, Hub, Line, Nodes
 
 SECONDS = 20
 

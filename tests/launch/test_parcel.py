@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.launch import parcel
+from lockstep.launch import spawn
 
 
 def there_and_back(obj: Any) -> Any:
     file = io.BytesIO()
-    parcel.pack(obj, file)
+    spawn.pack(obj, file)
     file.seek(0)
-    return parcel.unpack(file)
+    return spawn.unpack(file)
 
 
 def test_what_a_script_defines_goes_by_value() -> None:
@@ -34,23 +34,23 @@ def test_what_a_script_defines_goes_by_value() -> None:
 
 def test_several_objects_in_one_file() -> None:
     file = io.BytesIO()
-    parcel.pack(1, file)
-    parcel.pack([2], file)
+    spawn.pack(1, file)
+    spawn.pack([2], file)
     file.seek(0)
-    assert (parcel.unpack(file), parcel.unpack(file)) == (1, [2])
+    assert (spawn.unpack(file), spawn.unpack(file)) == (1, [2])
 
 
 def test_tensors_come_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: every tensor is taken for one of another device, and counted where it is brought over."""
     brought: list[torch.Tensor] = []
-    on_cpu = parcel._on_cpu
+    on_cpu = spawn._on_cpu
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         brought.append(tensor)
         return on_cpu(tensor)
 
-    monkeypatch.setattr(parcel, "STAYS", ())
-    monkeypatch.setattr(parcel, "_on_cpu", count)
+    monkeypatch.setattr(spawn, "STAYS", ())
+    monkeypatch.setattr(spawn, "_on_cpu", count)
     parameter = nn.Parameter(torch.ones(2), requires_grad=False)
     same = there_and_back([parameter, torch.ones(1), parameter])
     assert [tensor is parameter for tensor in brought].count(True) == 1  # though it is in the list twice

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.environments import SLURMEnvironment
-from lockstep.launch.requeue import Job, Superseded, job_here
+from lockstep.launch.attempts import Job, Superseded, job_here
 
 TASK = {
     "SLURM_JOB_ID": "7",

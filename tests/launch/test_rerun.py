@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import rerun
-from lockstep.launch.attempts import Superseded
-from lockstep.launch.requeue import Job
-from lockstep.launch.rerun import Run, attempts_here, leave_nothing
+from lockstep.launch import attempts
+from lockstep.launch.attempts import Job, Run, Superseded, attempts_here, leave_nothing
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -24,14 +22,14 @@ SLURM = {
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    rerun._entered.clear()
+    attempts._entered.clear()
     yield
-    rerun._entered.clear()
+    attempts._entered.clear()
 
 
 def attempt(folder: Path, agents: list[str], **environ: str) -> Run:
     """Rank 0 of another attempt, in a process of its own."""
-    rerun._entered.clear()
+    attempts._entered.clear()
     run = Run(str(folder), None, {"LOCKSTEP_RUN": "train-1", "LOCKSTEP_AGENT": agents[0], **environ})
     run.enter(agents)
     return run
@@ -101,7 +99,7 @@ def test_an_earlier_attempt_is_refused(tmp_path: Path) -> None:
 
 def test_the_other_ranks_are_told(tmp_path: Path) -> None:
     first = attempt(tmp_path, ["a", "b"])
-    rerun._entered.clear()
+    attempts._entered.clear()
     other = Run(str(tmp_path), None, {"LOCKSTEP_RUN": "train-1", "LOCKSTEP_AGENT": "b"})
     assert other.check() == {}
     other.join(first.claim())

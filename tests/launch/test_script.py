@@ -15,12 +15,12 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.cluster.base import World
 from lockstep.cluster.local import rank_variables
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.inherit import started_in
-from lockstep.launch.notes import Notes
 from lockstep.launch.script import NOTES, RANK_OF, ScriptLauncher, check_not_nested, command_line
+from lockstep.supervise.status import Notes
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 

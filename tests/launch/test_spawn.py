@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.cluster.base import World
 from lockstep.cluster.detect import Placement
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed
-from lockstep.launch.causes import Stray
-from lockstep.launch.children import Children
-from lockstep.launch.notes import Notes
-from lockstep.launch.place import launcher
+from lockstep.launch.processes import Children
 from lockstep.launch.spawn import SpawnLauncher, _failure
-from lockstep.launch.watch import Verdict, Watch
+from lockstep.launch.topology import launcher
+from lockstep.supervise.causes import Stray
+from lockstep.supervise.monitor import Verdict, Watch
+from lockstep.supervise.status import Notes
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.launch import sample
-from lockstep.launch.stack import (
+from lockstep.supervise import stack as sample
+from lockstep.supervise.stack import (
     DOINGS,
     LOCKSTEP,
     TORCH,
@@ -106,7 +106,7 @@ def test_calling_begins_with_the_caller() -> None:
 
 WAITS = """
 import threading
-from lockstep.launch import sample
+from lockstep.supervise import stack as sample
 print(sample.offer(), flush=True)
 lock = threading.Lock(); lock.acquire()
 def waits(): lock.acquire()
@@ -132,7 +132,7 @@ def test_a_process_that_runs_no_python_answers() -> None:
 
 SLEEPS = """
 import ctypes, time
-from lockstep.launch import sample
+from lockstep.supervise import stack as sample
 print(sample.offer(), flush=True)
 def sleeps(library):
     began = time.monotonic()

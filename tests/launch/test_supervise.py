@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.ground.errors import RankFailed
-from lockstep.launch import attendance, supervised
-from lockstep.launch.causes import Cause, Stand
-from lockstep.launch.children import Ended, Foreign, is_stopped
-from lockstep.launch.judge import concluded, judgement, settled
-from lockstep.launch.line import Line
-from lockstep.launch.notes import Notes
-from lockstep.launch.port import free_port
-from lockstep.launch.tracebacks import shortened
+from lockstep.launch.environment import free_port
+from lockstep.launch.processes import Ended, Foreign, is_stopped
+from lockstep.supervise import client, status
+from lockstep.supervise.causes import Cause, Stand, concluded, judgement, settled
+from lockstep.supervise.channel import Line
+from lockstep.supervise.stack import shortened
+from lockstep.supervise.status import Notes
 from tests.launch.sessions import members
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -239,10 +238,10 @@ def test_it_starts_without_torch() -> None:
     order = {
         "prefixes": [sys.prefix, sys.exec_prefix],
         "paths": sys.path,
-        "folder": os.path.dirname(os.path.dirname(supervised.__file__)),
+        "folder": os.path.dirname(os.path.dirname(client.__file__)),
         "descriptors": [],
     }
-    boot = supervised._BOOT.replace("main(*", "print(sorted({'torch', 'numpy', 'asyncio'} & sys.modules.keys()), *")
+    boot = client._BOOT.replace("main(*", "print(sorted({'torch', 'numpy', 'asyncio'} & sys.modules.keys()), *")
     words = [sys.executable, "-I", "-S", "-c", boot, json.dumps(order)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
@@ -300,9 +299,9 @@ def test_a_rank_that_lost_another_is_told_why() -> None:
     with pytest.raises(
         RankFailed, match=r"rank 1 .* was killed by SIGKILL \(this is rank 0, which lost it in"
     ) as raised:
-        with attendance.attended(0, notes.address):
+        with status.attended(0, notes.address):
             lose()
-    attendance.attended(0, "").__enter__()
+    status.attended(0, "").__enter__()
     notes.close()
     assert raised.value.rank == 1
     assert isinstance(raised.value, RuntimeError)
@@ -312,9 +311,9 @@ def test_a_rank_that_lost_another_is_told_why() -> None:
 def test_errors_of_its_own_stay() -> None:
     notes = Notes()
     notes.leave({"first": "rank 1 failed", "rank": 1})
-    with pytest.raises(RuntimeError, match="mine"), attendance.attended(0, notes.address):
+    with pytest.raises(RuntimeError, match="mine"), status.attended(0, notes.address):
         raise RuntimeError("mine")
-    attendance.attended(0, "").__enter__()
+    status.attended(0, "").__enter__()
     notes.close()
 
 
@@ -323,14 +322,14 @@ def test_the_line_with_the_first_cause_stays_the_last(
     first: list[dict[str, object]], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
-    monkeypatch.setattr(attendance, "PATIENCE", 0.05)
+    monkeypatch.setattr(status, "PATIENCE", 0.05)
     notes = Notes()
     for note in first:
         notes.leave(note)
-    with pytest.raises(RuntimeError) as raised, attendance.attended(0, notes.address):
+    with pytest.raises(RuntimeError) as raised, status.attended(0, notes.address):
         lose()
     sys.excepthook(type(raised.value), raised.value, None)
-    attendance.attended(0, "").__enter__()
+    status.attended(0, "").__enter__()
     notes.close()
     error = capsys.readouterr().err
     assert said in error
@@ -340,13 +339,13 @@ def test_the_line_with_the_first_cause_stays_the_last(
 def test_a_run_whose_ranks_went_different_ways_is_given_up() -> None:
     """A rank that was stopped, and went on to tell where it was, trained on and said last how its fit had ended."""
     notes = Notes()
-    with attendance.attended(0, notes.address):
+    with status.attended(0, notes.address):
         notes.leave({"first": "rank 1 failed", "rank": 1})
-        assert not attendance.is_given_up()
+        assert not status.is_given_up()
         notes.leave({"first": "rank 1 is stopped", "rank": -1})
-        assert attendance.is_given_up()
-    attendance.attended(0, "").__enter__()
-    assert not attendance.is_given_up()
+        assert status.is_given_up()
+    status.attended(0, "").__enter__()
+    assert not status.is_given_up()
     notes.close()
 
 

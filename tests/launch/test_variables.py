@@ -8,7 +8,7 @@ import pytest
 
 from lockstep import Trainer
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.variables import flags_of
+from lockstep.launch.environment import flags_of
 from tests.loop.pieces import QUIET
 
 

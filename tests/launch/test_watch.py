@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.launch import sample, watch
-from lockstep.launch.causes import Cause, Stand, Stray
-from lockstep.launch.notes import Notes, leave_note
-from lockstep.launch.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.launch.watch import Verdict, Watch
+from lockstep.supervise import monitor, stack
+from lockstep.supervise.causes import Cause, Stand, Stray
+from lockstep.supervise.monitor import Verdict, Watch
+from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.status import Notes, leave_note
 
 IN_BARRIER = Stack(
     (
@@ -22,7 +22,7 @@ IN_BARRIER = Stack(
 )
 WORKING = Stack((Frame("train.py", 3, "training_step"),))
 
-pytestmark = pytest.mark.skipif(sample.ASK is None, reason="needs /proc")
+pytestmark = pytest.mark.skipif(stack.ASK is None, reason="needs /proc")
 
 
 class Scene:
@@ -35,11 +35,11 @@ class Scene:
         self.still = {0, 1}
         self.ended: dict[int, float] = {}
         self.watch = Watch(self.notes, True, self.verdicts.append, lambda: self.ended)
-        monkeypatch.setattr(watch, "ask", lambda process, answers: self.answers[process])
-        monkeypatch.setattr(watch, "_runs", lambda process: process not in self.still)
+        monkeypatch.setattr(monitor, "ask", lambda process, answers: self.answers[process])
+        monkeypatch.setattr(monitor, "_runs", lambda process: process not in self.still)
         monkeypatch.setattr(self.watch, "_is_still", lambda stand, now: stand.rank in self.still)
         for name in ("PERIOD", "QUIET", "FAREWELL", "AT_ONCE"):
-            monkeypatch.setattr(watch, name, 0.05)
+            monkeypatch.setattr(monitor, name, 0.05)
 
     def stand(self, rank: int, call: int = 1, inside: bool = True) -> None:
         leave_note(self.notes.address, Stand(rank, time.monotonic(), call, inside, f"fit.py:{call}", rank))
@@ -55,7 +55,7 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(monkeypatch)
-    monkeypatch.setattr(watch.interrupt, "pass_on", lambda process: None)
+    monkeypatch.setattr(monitor.signals, "pass_on", lambda process: None)
     made.stand(0)
     made.stand(1)
     made.watch.start()
@@ -129,6 +129,6 @@ def test_an_exception_that_was_caught_is_why_another_waits(scene: Scene) -> None
 
 
 def test_this_process_works_and_one_that_is_gone_cannot_be_told() -> None:
-    stillness = watch._Stillness()
+    stillness = monitor._Stillness()
     assert stillness.seconds(os.getpid(), time.monotonic()) == 0
-    assert watch._Stillness().seconds(2**22 + 1, 5.0) == 0
+    assert monitor._Stillness().seconds(2**22 + 1, 5.0) == 0

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.loop.results import Results
+from lockstep.loop.logging import Results
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
 

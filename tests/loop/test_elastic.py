@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import GradientAccumulationScheduler
-from lockstep.loop.results import Results, merged
+from lockstep.loop.logging import Results, merged
 from lockstep.loop.state import load_metric
 from lockstep.parallel.hooks import Int8State, int8
 from lockstep.strategies import DDPStrategy

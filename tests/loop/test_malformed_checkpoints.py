@@ -19,7 +19,7 @@ from lockstep import Callback, LightningModule
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
 from lockstep.checkpoint import format, storage
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
-from lockstep.loggers.checkpoints import Uploads
+from lockstep.loggers.base import Uploads
 from tests.loop.pieces import quiet
 
 NAMED = (CorruptCheckpoint, MisconfigurationException)

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 
 from lockstep import Callback
-from lockstep.loop.entry import Entry, extreme
-from lockstep.loop.results import Results, merged
+from lockstep.loop.logging import Entry, Results, extreme, merged
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 

@@ -9,10 +9,10 @@ import pytest
 from lockstep import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import _warned
-from lockstep.loop.removed import OF_PRECISIONS, OF_STRATEGIES
+from lockstep.loop.hooks import OF_PRECISIONS, OF_STRATEGIES
 from lockstep.precision.base import Precision
+from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.single import SingleDeviceStrategy
 from tests.loop.pieces import Slope, numbers, quiet
 
 

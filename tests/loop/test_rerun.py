@@ -14,8 +14,8 @@ import torch
 
 from lockstep import Callback
 from lockstep.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
-from lockstep.checkpoint.async_io import AsyncCheckpointIO
-from lockstep.launch import rerun
+from lockstep.checkpoint.io import AsyncCheckpointIO
+from lockstep.launch import attempts
 from lockstep.loop import signals
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
@@ -29,14 +29,14 @@ def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Called, it makes of this process one in which no fit has been yet, of a run that may be started anew."""
 
     def begin() -> None:
-        rerun._entered.clear()
+        attempts._entered.clear()
         monkeypatch.setattr(signals, "_fits", itertools.count(1))
 
     for name, value in RUN.items():
         monkeypatch.setenv(name, value)
     begin()
     yield begin
-    rerun._entered.clear()
+    attempts._entered.clear()
 
 
 class Die(Callback):
@@ -127,7 +127,7 @@ def test_in_a_long_epoch_it_is_saved_from_time_to_time(
 
 def saved_in_time(folder: Path) -> tuple[int, list[str], float]:
     signals.OFTEN = 0.05
-    rerun._entered.clear()
+    attempts._entered.clear()
     signals._fits = itertools.count(1)
     os.environ.update(RUN)
     seen: list[str] = []
@@ -142,7 +142,7 @@ def saved_in_time(folder: Path) -> tuple[int, list[str], float]:
         result = on_ranks(max_epochs=1, callbacks=[Look()], default_root_dir=folder).fit(module, numbers(60))
     finally:
         signals.OFTEN = 600.0
-        rerun._entered.clear()
+        attempts._entered.clear()
         for name in RUN:
             del os.environ[name]
     return result.global_step, seen, round(module.w.item(), 9)

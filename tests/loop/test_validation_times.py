@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop import timing
+from lockstep.loop import fit
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import QUIET, Stream, Validated, numbers, on_ranks, quiet
 
@@ -147,7 +147,7 @@ class Ticks(Validated):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(timing, "time", made)
+    monkeypatch.setattr(fit, "time", made)
     monkeypatch.setattr(Ticks, "clock", made, raising=False)
     return made
 

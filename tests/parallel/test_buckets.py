@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.parallel.buckets import ALIGNMENT, ParameterInfo, fit_plan, offsets, plan_buckets
+from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, fit_plan, offsets, plan_buckets
 
 CPU = torch.device("cpu")
 parameters = st.lists(

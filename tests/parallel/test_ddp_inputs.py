@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lockstep.parallel.caps import plan_by_caps
+from lockstep.parallel.bucket import plan_by_caps
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.pool import RankPool
 

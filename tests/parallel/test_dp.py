@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.parallel import dp
-from lockstep.parallel.dp import DataParallel, cut, gather, in_threads, replicate, rows_of, scatter
+from lockstep.parallel import data_parallel
+from lockstep.parallel.data_parallel import DataParallel, cut, gather, in_threads, replicate, rows_of, scatter
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "a b")
@@ -145,7 +145,7 @@ def test_each_part_has_its_device_for_the_current_one(monkeypatch: pytest.Monkey
         yield
         del here.device
 
-    monkeypatch.setattr(dp, "place_on", place)
+    monkeypatch.setattr(data_parallel, "place_on", place)
     devices = [CPU, torch.device("cpu", 0), torch.device("cpu", 1)]
     assert in_threads([lambda: here.device] * 2, devices) == devices[:2]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.torch_names import buffers_in_forwards
+from lockstep.parallel.torch_compat import buffers_in_forwards
 from lockstep.testing.pool import RankPool
 
 RANGE = "DistributedDataParallel.forward"

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.parallel import hooks
+from lockstep.parallel.data_parallel import DataParallel, in_threads
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.dp import DataParallel, in_threads
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.transport import AllReduce
 from lockstep.testing.pool import RankPool

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.parallel import hooks, rollcall
+from lockstep.parallel import consistency, hooks
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.testing.pool import RankPool
@@ -170,7 +170,7 @@ def _fails(broken: str) -> str:
     model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
     model.register_comm_hook(None, hook)
     try:
-        with patch.object(rollcall, "PATIENCE", 0.5):
+        with patch.object(consistency, "PATIENCE", 0.5):
             for _ in range(4):
                 model(torch.ones(2, 6)).sum().backward()
     except (RuntimeError, TypeError, ArithmeticError) as error:

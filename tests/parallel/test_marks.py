@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.parallel.marks import Marks
+from lockstep.parallel.used_parameters import Marks
 from lockstep.testing.pool import RankPool
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.averaging import ParameterAverager
-from lockstep.parallel.outer import OuterOptimizer
+from lockstep.parallel.outer_optimizer import OuterOptimizer
 from lockstep.testing.pool import RankPool
 
 SHAPES = [(6, 4), (5,), ()]

@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import Parameter
 
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.record import turn_of
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.static_graph import turn_of
 from lockstep.parallel.transport import AllReduce
 
 

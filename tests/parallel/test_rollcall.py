@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.parallel import rollcall
+from lockstep.parallel import consistency
+from lockstep.parallel.consistency import checksum, named_failure
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.rollcall import checksum, named_failure
 from lockstep.testing.pool import RankPool
 
 
@@ -171,7 +171,7 @@ def _leaving(shared: bool) -> str:
             model.reducer.detach()
             return ""
         try:
-            with patch.object(rollcall, "PATIENCE", 1.0):  # the seconds that a rank waits for what the others say
+            with patch.object(consistency, "PATIENCE", 1.0):  # the seconds that a rank waits for what the others say
                 model(_batch(step, dist.get_rank())).square().mean().backward()
         except RuntimeError as error:
             return str(error)

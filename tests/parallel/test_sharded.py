@@ -16,13 +16,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.elementwise import check_elementwise, elementwise
-from lockstep.parallel.pieces import SlicedGradient
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.scatter import SharedScatter
-from lockstep.parallel.sharded import ShardedReducer, shard_optimizers
-from lockstep.parallel.staging import Stage
-from lockstep.precision.scaler import LossScaler
+from lockstep.parallel.zero.flat_parameters import SlicedGradient
+from lockstep.parallel.zero.optimizers import check_elementwise, elementwise
+from lockstep.parallel.zero.reduce_scatter import SharedScatter
+from lockstep.parallel.zero.reducer import ShardedReducer, shard_optimizers
+from lockstep.parallel.zero.shared_buffer import Stage
+from lockstep.precision.base import LossScaler
 from lockstep.testing.pool import RankPool
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.parallel.buckets import offsets
-from lockstep.parallel.shards import STEP, Fragment, fragments, padded
+from lockstep.parallel.bucket import offsets
+from lockstep.parallel.zero.shard_layout import STEP, Fragment, fragments, padded
 
 
 @given(

@@ -23,11 +23,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.ground import comm, pages
-from lockstep.launch.causes import cause_of
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.shared import SMALL, SharedReduction
-from lockstep.testing.failure import RankFailure
-from lockstep.testing.pool import RankPool
+from lockstep.parallel.shared_memory import SMALL, SharedReduction
+from lockstep.supervise.causes import cause_of
+from lockstep.testing.pool import RankFailure, RankPool
 from lockstep.testing.threads import run_threads
 
 CPU = torch.device("cpu")
@@ -311,17 +310,17 @@ def _files() -> list[str]:
 
 def _kind(what: str) -> tuple[bool, list[str]]:
     """Whether there is a reduction, where rank 1 is on another host, or the library has no such semaphores."""
-    from lockstep.parallel import semaphores, shared
+    from lockstep.parallel import shared_memory
 
-    host, function = shared.host, semaphores._function
+    host, function = shared_memory.host, shared_memory._function
     if what == "host" and dist.get_rank() == 1:
-        shared.host = lambda: "elsewhere"
+        shared_memory.host = lambda: "elsewhere"
     if what == "library" and dist.get_rank() == 0:
-        semaphores._function = lambda name, *types: lambda *arguments: -1 if name == "sem_init" else 0
+        shared_memory._function = lambda name, *types: lambda *arguments: -1 if name == "sem_init" else 0
     try:
         opened = SharedReduction.open(None)
     finally:
-        shared.host, semaphores._function = host, function
+        shared_memory.host, shared_memory._function = host, function
     if opened is not None:
         opened.close()
     return opened is not None, _files()

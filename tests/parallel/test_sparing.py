@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.shared import SharedReduction
+from lockstep.parallel.shared_memory import SharedReduction
 from lockstep.testing.pool import RankPool
 
 LARGE = 4 * 80 * 80

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.parallel.staging import Stage
+from lockstep.parallel.zero.shared_buffer import Stage
 from lockstep.testing.pool import RankPool
 
 SIZES = [48, 0, 120]

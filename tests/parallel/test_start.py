@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.start import (
+from lockstep.parallel.consistency import (
     broadcast_module_state,
     check_same_module,
     find_unusable,
     state_tensors,
     sync_buffers,
 )
+from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.pool import RankPool
 
 
@@ -119,7 +119,7 @@ def test_every_tensor_of_the_state_dict_is_rank_zeros_at_construction(
 
 def _pieces() -> tuple[int, list[bool]]:
     """Broadcasts, with pieces as small as one layer."""
-    from lockstep.parallel import start
+    from lockstep.parallel import consistency
 
     torch.manual_seed(dist.get_rank())
     net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)])
@@ -129,12 +129,12 @@ def _pieces() -> tuple[int, list[bool]]:
         calls.append(args)
         return own(*args, **kwargs)
 
-    start.PIECE_BYTES, before = 2 * 64, start.PIECE_BYTES
+    consistency.PIECE_BYTES, before = 2 * 64, consistency.PIECE_BYTES
     dist.broadcast = counted
     try:
         broadcast_module_state(net)
     finally:
-        dist.broadcast, start.PIECE_BYTES = own, before
+        dist.broadcast, consistency.PIECE_BYTES = own, before
     return len(calls), [bool(p.abs().sum()) for p in net.parameters()]
 
 

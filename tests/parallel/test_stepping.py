@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.stepping import update_within
+from lockstep.parallel.zero.optimizers import update_within
 
 
 class _Noted(torch.optim.SGD):

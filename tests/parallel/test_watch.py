@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.parallel.backward_watcher import Watch, find_tensors
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.watch import Watch, find_tensors
 from lockstep.testing.pool import RankPool
 
 

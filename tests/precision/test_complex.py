@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.parallel.hooks.mean import allreduce
+from lockstep.parallel.hooks.compress import allreduce
 from lockstep.precision.names import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool, check_equivalence
-from lockstep.testing.failure import RankFailure
+from lockstep.testing.pool import RankFailure
 from tests.loop.pieces import quiet
 
 

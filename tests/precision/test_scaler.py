@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.precision.scaler import LossScaler
+from lockstep.precision.base import LossScaler
 
 
 def one_weight(value: float = 1.0) -> tuple[nn.Parameter, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.apart import Apart, gathered
+from lockstep.strategies.comm_hooks import Apart, gathered
 from lockstep.testing.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)

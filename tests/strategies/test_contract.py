@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.single import SingleDeviceStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
-from lockstep.cluster.base import World
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.testing.equivalence import check_equivalence

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
-from lockstep.parallel.hooks.local_steps import PostLocalSGDState, post_local_sgd
-from lockstep.parallel.hooks.mean import allreduce
+from lockstep.parallel.hooks.compress import allreduce
+from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool, check_equivalence
-from lockstep.testing.failure import RankFailure
+from lockstep.testing.pool import RankFailure
 from tests.loop.pieces import quiet
 
 pytestmark = pytest.mark.timeout(90)

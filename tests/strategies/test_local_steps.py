@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.ground import comm
-from lockstep.parallel.hooks.local_steps import PostLocalSGDState, post_local_sgd
-from lockstep.parallel.hooks.nodes import group_of
+from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, group_of, post_local_sgd
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet

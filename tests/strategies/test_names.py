@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.strategies.ddp import DDPStrategy
-from lockstep.strategies.names import NAMES, REFUSED, drives_all_devices, make_strategy
-from lockstep.strategies.single import SingleDeviceStrategy
+from lockstep.strategies.table import NAMES, REFUSED, drives_all_devices, make_strategy
 
 
 def test_auto_is_plain_on_one_process_and_ddp_on_several() -> None:

@@ -16,9 +16,8 @@ from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.ddp import DDPStrategy
-from lockstep.testing.equivalence import check_equivalence
+from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
 from lockstep.testing.pool import RankPool
-from lockstep.testing.verdict import EquivalenceReport
 from tests.loop.pieces import quiet
 
 

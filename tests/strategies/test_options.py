@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint.io import TorchCheckpointIO
-from lockstep.cluster.base import World
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.precision.base import Precision

@@ -17,11 +17,9 @@ from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.callbacks.weight_averaging import EMAWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.ddp import DDPStrategy
-from lockstep.testing.datasets import RandomDataset
-from lockstep.testing.equivalence import check_equivalence
-from lockstep.testing.failure import RankFailure
-from lockstep.testing.pool import RankPool
-from lockstep.testing.verdict import EquivalenceReport
+from lockstep.testing.equivalence import EquivalenceReport, check_equivalence
+from lockstep.testing.models import RandomDataset
+from lockstep.testing.pool import RankFailure, RankPool
 from tests.equivalence.models import Weighted, rows
 from tests.loop.pieces import QUIET
 

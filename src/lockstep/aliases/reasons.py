@@ -17,7 +17,7 @@ TPU = Refused("lockstep runs on CPUs and CUDA GPUs, not on TPUs (XLA): use accel
 MPS = Refused("lockstep runs on CPUs and CUDA GPUs, not on Apple's (MPS): use accelerator='cpu'.")
 HPU = Refused("lockstep runs on CPUs and CUDA GPUs, not on Intel's Gaudi (HPU): use accelerator='auto'.")
 ACCELERATOR = Refused(
-    "lockstep names its accelerators in one table, lockstep.ground.accelerator.ACCELERATORS: give "
+    "lockstep names its accelerators in one table, lockstep.ground.device.ACCELERATORS: give "
     "Trainer(accelerator=...) a name, or an instance of a class derived from lockstep.accelerators.Accelerator."
 )
 DEVICES = Refused("give Trainer(devices=...) a number or a list; torch.cuda.device_count() says how many there are.")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.late import late
+from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
     from lockstep.callbacks.base import Callback
-    from lockstep.callbacks.checkpoint import Checkpoint
     from lockstep.callbacks.device_stats_monitor import DeviceStatsMonitor
     from lockstep.callbacks.early_stopping import EarlyStopping
     from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from lockstep.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from lockstep.callbacks.lambda_function import LambdaCallback
     from lockstep.callbacks.lr_monitor import LearningRateMonitor
-    from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-    from lockstep.callbacks.model_summary import ModelSummary
+    from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
+    from lockstep.callbacks.model_summary import ModelSummary, RichModelSummary
     from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from lockstep.callbacks.prediction_writer import BasePredictionWriter
     from lockstep.callbacks.progress.base import ProgressBar
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from lockstep.callbacks.progress.theme import RichProgressBarTheme
     from lockstep.callbacks.progress.tqdm import TQDMProgressBar
     from lockstep.callbacks.pruning import ModelPruning
-    from lockstep.callbacks.rich_model_summary import RichModelSummary
     from lockstep.callbacks.spike import SpikeDetection, TrainingSpikeException
     from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
     from lockstep.callbacks.throughput_monitor import ThroughputMonitor
@@ -39,7 +37,7 @@ _FILES = {
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": ".tuner.callbacks",  # of the floor above: a face may re-export from any
     "Callback": "base",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "model_checkpoint",
     "DeviceStatsMonitor": "device_stats_monitor",
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
@@ -53,7 +51,7 @@ _FILES = {
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PlainProgressBar": "progress.plain",
     "ProgressBar": "progress.base",
-    "RichModelSummary": "rich_model_summary",
+    "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich",
     "RichProgressBarTheme": "progress.theme",
     "SpikeDetection": "spike",

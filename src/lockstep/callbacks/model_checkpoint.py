@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Mapping
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -12,15 +14,69 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.callbacks import checkpoint_name
-from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.callbacks.base import Callback
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
 from lockstep.ground.view import ModuleView, TrainerView
-from lockstep.loggers.base import as_yaml
-from lockstep.loggers.checkpoints import announce
+from lockstep.loggers.base import announce, as_yaml
+
+# -- the base class ------------------------------------------------------------------------------------------
+
+
+class Checkpoint(Callback):
+    """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
+
+    def find_last(self, trainer: TrainerView) -> set[str]:
+        """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
+        return set()
+
+
+# -- names of files ------------------------------------------------------------------------------------------
+
+
+_FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+
+
+def fill(template: str, metrics: Mapping[str, Any], equals: str | None = "=") -> str:
+    """`template` with each ``{name}`` or ``{name:format}`` replaced by the metric of that name, or 0.
+
+    Args:
+        template: such as ``"{epoch:02d}-{val/loss:.2f}"``.
+        metrics: numbers or tensors of one element, by name.
+        equals: what stands between a name and its value; None leaves the name out.
+
+    Raises:
+        MisconfigurationException: a format does not fit its value.
+
+    Example::
+
+        >>> fill("{epoch:02d}-{loss:.2f}", {"epoch": 5, "loss": 0.123})
+        'epoch=05-loss=0.12'
+    """
+
+    def value(field: re.Match[str]) -> str:
+        name, form = field[1], field[2] or ""
+        try:
+            text = format(metrics.get(name, 0), form)
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"The file name {template!r} writes {name!r} as {form!r}, which does not fit its value "
+                f"{metrics.get(name, 0)} ({error}): change the part after the colon."
+            ) from error
+        return text if equals is None else f"{name}{equals}{text}"
+
+    return _FIELD.sub(value, template)
+
+
+def name_pattern(template: str, extension: str) -> re.Pattern[str]:
+    """What matches all names that `template` can give, with or without a version at their end."""
+    literal = re.split(r"\{[^{}]*\}", template)
+    return re.compile(".*".join(map(re.escape, literal)) + r"(-v\d+)?" + re.escape(extension))
+
+
+# -- ModelCheckpoint -----------------------------------------------------------------------------------------
 
 
 class ModelCheckpoint(Checkpoint):
@@ -443,7 +499,7 @@ class ModelCheckpoint(Checkpoint):
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         version = None if ver is None else f"v{ver}"
-        parts = [part for part in (prefix, checkpoint_name.fill(template, metrics, equals), version) if part]
+        parts = [part for part in (prefix, fill(template, metrics, equals), version) if part]
         name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
@@ -466,7 +522,7 @@ class ModelCheckpoint(Checkpoint):
     def find_last(self, trainer: TrainerView) -> set[str]:
         """Paths in the folder that are named as ``last.ckpt`` is; where none is, all checkpoints that are there."""
         folder = self._choose_folder(trainer)
-        pattern = checkpoint_name.pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
+        pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
         names = [name for name in storage.names(folder) if name.endswith(self.FILE_EXTENSION)]
         return {os.path.join(folder, name) for name in [n for n in names if pattern.fullmatch(n)] or names}
 

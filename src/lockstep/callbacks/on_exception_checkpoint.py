@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Any
 
-from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.rank import log, rank_prefixed_message
 from lockstep.ground.view import ModuleView, TrainerView

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.flops import get_available_flops
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.states import RunningStage
-from lockstep.ground.throughput import Throughput
+from lockstep.ground.throughput import Throughput, get_available_flops
 from lockstep.ground.view import ModuleView, TrainerView
 
 _STAGE_OF = {
@@ -50,7 +49,7 @@ class ThroughputMonitor(Callback):
     for, since there is no measuring time otherwise.
 
     If the module has an attribute or property ``flops_per_batch`` (see
-    :func:`~lockstep.ground.flops.measure_flops`), operations per second are measured too, and on devices that
+    :func:`~lockstep.ground.throughput.measure_flops`), operations per second are measured too, and on devices that
     are known what part of the device's peak that is.
 
     Args:

@@ -1,12 +1,78 @@
-"""The seam through which a Trainer writes, reads and removes its checkpoints, and what stands there by default."""
+"""The seam through which a Trainer writes, reads and removes its checkpoints: at once, or while training goes on."""
 
 from __future__ import annotations
 
+import copy
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lockstep.checkpoint import format, storage
+from lockstep.checkpoint.storage import PathLike
+
+# -- a copy that the run cannot change -----------------------------------------------------------------------
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Copy a checkpoint, its tensors to the CPU.
+
+    What shares memory in the checkpoint shares it in the copy (tied weights, views), so that files get no larger.
+    Tensors inside of objects of other classes stay on their devices.
+    """
+    copies: dict[int, Any] = {}
+    _copy_tensors(checkpoint, copies)
+    return copy.deepcopy(checkpoint, copies)
+
+
+def _copy_tensors(checkpoint: Any, copies: dict[int, Any]) -> None:
+    """Put a copy of each tensor in dicts, lists and tuples where ``deepcopy`` looks for what it has copied."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    waiting, seen = [checkpoint], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                if _is_plain(value):
+                    copies[id(value)] = _copied(value, storages)
+                elif not value.is_leaf:  # which deepcopy refuses
+                    copies[id(value)] = copy.deepcopy(value.detach())
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but a view of bytes."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+    )
+
+
+def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    source = tensor.untyped_storage()
+    if source._cdata not in storages:
+        # to the CPU: a second copy of model and optimizer may be more than a GPU holds
+        storages[source._cdata] = source.clone() if source.device.type == "cpu" else source.cpu()
+    copied = torch.empty(0, dtype=tensor.dtype)
+    copied.set_(storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+# -- the seam ------------------------------------------------------------------------------------------------
 
 
 class CheckpointIO(ABC):
@@ -102,3 +168,162 @@ class TorchCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: storage.PathLike) -> None:
         """Delete a file or link; nothing happens if there is none."""
         storage.remove(path)
+
+
+# -- asynchronous writing ------------------------------------------------------------------------------------
+
+
+COPIES = 2
+"""Checkpoints that are in memory at most: one that is being written, one that waits."""
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Writes by another CheckpointIO, in a thread; training waits only while the run's state is copied to the CPU.
+
+    Files are written, linked and removed one after the other, in the order asked for: what a new checkpoint displaces
+    goes when the new one is there. A third checkpoint waits until the first of two is written, so that a slow disk
+    costs time and not memory. The thread lives while there is something to write, and the process does not end before.
+
+    The Trainer waits for it when a call ends (a save outside of its calls is waited for at once), so that
+    ``ckpt_path="best"`` and ``"last"`` find what the fit has saved. What could not be written is raised by the next
+    save or load, or else by :meth:`teardown`, once; what was to be removed after it is kept.
+
+    Inside of a call, in a hook say, a path may be known before its file is there; rank 0, which writes, can read it by
+    :meth:`load_checkpoint`, which waits. The copies are on the CPU, and so are the tensors in the file.
+
+    Args:
+        checkpoint_io: what writes; by default :class:`~lockstep.checkpoint.io.TorchCheckpointIO`.
+
+    Raises:
+        TypeError: it is no CheckpointIO.
+
+    Example::
+
+        trainer = Trainer(plugins=[AsyncCheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=500)])
+    """
+
+    writes_later = True
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        if checkpoint_io is not None and not isinstance(checkpoint_io, CheckpointIO):
+            raise TypeError(
+                f"AsyncCheckpointIO(checkpoint_io={checkpoint_io!r:.100}): give an instance of a class derived from "
+                "lockstep.plugins.io.CheckpointIO."
+            )
+        self.checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
+        self._begin()
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Callable[[], Any], bool]] = deque()  # what to do, and whether it is a save
+        self._thread: threading.Thread | None = None
+        self._is_working = False
+        self._error: BaseException | None = None
+
+    # -- what the Trainer asks -----------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Copy a checkpoint, and have it written later.
+
+        Raises:
+            Exception: an earlier one could not be written; this one is not begun then.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
+        self._raise_error()
+        write = partial(self.checkpoint_io.save_checkpoint, snapshot(checkpoint), path, storage_options=storage_options)
+        self._append(partial(_explaining, write, path), is_save=True)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, when all that was to be written is there."""
+        self._wait()
+        self._raise_error()
+        if weights_only is None:
+            return self.checkpoint_io.load_checkpoint(path, map_location=map_location)
+        return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Delete a checkpoint, when all that was saved before is there."""
+        self.then(partial(self.checkpoint_io.remove_checkpoint, path))
+
+    def then(self, action: Callable[[], Any]) -> None:
+        """Do something when all that was saved before is there; not at all if something could not be saved."""
+        self._append(partial(self.checkpoint_io.then, action), is_save=False)
+
+    def teardown(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            Exception: something could not be written.
+        """
+        self._wait()
+        try:
+            self._raise_error()
+        finally:
+            self.checkpoint_io.teardown()
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _append(self, action: Callable[[], Any], is_save: bool) -> None:
+        with self._changed:
+            if self._error is not None and not is_save:
+                return
+            if is_save and not self._is_working:
+                # no daemon: the process ends when the file is whole
+                self._thread = threading.Thread(target=self._work, name="lockstep-checkpoint")
+                self._thread.start()
+                self._is_working = True
+            if self._is_working:
+                self._queue.append((action, is_save))
+                return
+        action()  # nothing is under way: no need for a thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._is_working = False
+                    return
+                action = self._queue[0][0]
+            failed = None
+            try:
+                action()
+            except BaseException as error:  # raised where the Trainer can act on it
+                failed = error
+            del action
+            with self._changed:
+                self._queue.popleft()  # and with it the copy
+                if failed is not None:
+                    self._error = self._error or failed
+                    # nothing is removed or linked in favour of what is not there
+                    self._queue = deque(entry for entry in self._queue if entry[1])
+                self._changed.notify_all()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_changed", "_queue", "_thread", "_is_working", "_error")  # of one process
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        self._begin()
+
+
+def _explaining(write: Callable[[], Any], path: PathLike) -> None:
+    try:
+        write()
+    except BaseException as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"AsyncCheckpointIO was writing {str(path)!r}, in the background.")
+        raise

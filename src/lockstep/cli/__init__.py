@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.late import late
+from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.cli.lightning import LightningCLI
-    from lockstep.cli.made import instantiate_class, instantiate_module
+    from lockstep.cli.lightning import LightningCLI, SaveConfigCallback, instantiate_class, instantiate_module
     from lockstep.cli.parser import (
         ArgsType,
         LightningArgumentParser,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
         OptimizerCallable,
         ReduceLROnPlateau,
     )
-    from lockstep.cli.save_config import SaveConfigCallback
 
 # Imported when they are asked for: the command needs no extra.
 _FILES = {
@@ -32,9 +30,9 @@ _FILES = {
     "LightningCLI": "lightning",
     "OptimizerCallable": "parser",
     "ReduceLROnPlateau": "parser",
-    "SaveConfigCallback": "save_config",
-    "instantiate_class": "made",
-    "instantiate_module": "made",
+    "SaveConfigCallback": "lightning",
+    "instantiate_class": "lightning",
+    "instantiate_module": "lightning",
 }
 
 __all__ = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from importlib import import_module
 from importlib.metadata import version
 from os.path import isfile
 from types import MethodType
@@ -12,9 +15,8 @@ from typing import Any, Union
 
 from torch.optim import Optimizer
 
+from lockstep.callbacks.base import Callback
 from lockstep.checkpoint.format import load as load_checkpoint
-from lockstep.cli.made import Noting, class_of, instantiate_class
-from lockstep.cli.needed import jsonargparse, yaml
 from lockstep.cli.parser import (
     ArgsType,
     LightningArgumentParser,
@@ -22,15 +24,188 @@ from lockstep.cli.parser import (
     LRSchedulerTypeUnion,
     ReduceLROnPlateau,
     first_line,
+    jsonargparse,
+    yaml,
 )
-from lockstep.cli.save_config import SaveConfigCallback
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import given_hyperparameters
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed, seed_everything
 from lockstep.loop.hooks import is_overridden
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
+
+# -- objects made from what was parsed -----------------------------------------------------------------------
+
+
+NOTE = "lockstep.cli.instantiate_module"
+"""What hyperparameters of the command line have under ``_instantiator``: who makes a module from them."""
+
+
+def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
+    """Make an object from ``{"class_path": ..., "init_args": ...}``.
+
+    Args:
+        args: the first positional argument, or a tuple of several.
+        init: the class and its keyword arguments.
+    """
+    module, _, name = init["class_path"].rpartition(".")
+    positional = args if isinstance(args, tuple) else (args,)
+    return getattr(import_module(module), name)(*positional, **init.get("init_args", {}))
+
+
+def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
+    """Make a module or data module from hyperparameters that the command line has saved, nested classes too.
+
+    Args:
+        class_type: the class, or a base of the one that ``_class_path`` names.
+        config: what ``hparams`` of a checkpoint holds.
+
+    ``MyModel.load_from_checkpoint`` does so by itself, and refuses classes that are not imported; this imports them.
+    """
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    values = {key: value for key, value in config.items() if key not in ("_class_path", "_instantiator")}
+    if "_class_path" in config:
+        parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
+        values = {"class_path": config["_class_path"], "dict_kwargs": values}
+    else:
+        parser.add_class_arguments(class_type, "module", fail_untyped=False)
+    return parser.instantiate(parser.parse_object({"module": values})).module
+
+
+def class_of(builder: Any) -> Any:
+    """A class, or what a function is annotated to return."""
+    if isinstance(builder, type):
+        return builder
+    return inspect.signature(builder, eval_str=True).return_annotation
+
+
+def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> dict[str, Any]:
+    """What ``save_hyperparameters`` is to keep of one class of the config.
+
+    Args:
+        dumped: the config as plain values.
+        links: values that links gave when classes were made, by dotted key.
+        key: "model" or "data".
+    """
+    found = dict(dumped.get(key) or {})
+    if "class_path" in found:
+        whole = {**(found.get("init_args") or {}), **(found.get("dict_kwargs") or {})}
+        found = {"_class_path": found["class_path"], **whole}
+    for name, value in links.items():
+        if name.startswith(f"{key}."):
+            *parents, last = name.removeprefix(f"{key}.").removeprefix("init_args.").split(".")
+            place = found
+            for parent in parents:
+                place = place[parent]
+            place[last] = value
+    return {**found, "_instantiator": NOTE}
+
+
+class Noting:
+    """Makes the objects of one class of the config for jsonargparse, their hyperparameters being what was parsed.
+
+    Args:
+        cli: the LightningCLI, whose config is dumped when the first object is made.
+        key: "model" or "data".
+    """
+
+    def __init__(self, cli: Any, key: str) -> None:
+        self.cli = cli
+        self.key = key
+
+    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
+        noted = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
+        token = given_hyperparameters.set(noted)
+        try:
+            return class_type(*args, **kwargs)
+        finally:
+            given_hyperparameters.reset(token)
+
+
+# -- the config beside the logs ------------------------------------------------------------------------------
+
+
+class SaveConfigCallback(Callback):
+    """Writes the config into the folder of the logs when a run is set up.
+
+    Args:
+        parser: what parsed it.
+        config: what was parsed.
+        config_filename: the file's name.
+        overwrite: replace a file that is there.
+        multifile: several files, as it was given in several.
+        save_to_log_dir: False where a subclass saves it elsewhere, by ``save_config``.
+
+    Raises:
+        ValueError: nothing would be saved.
+        RuntimeError: (in a run) there is such a file already.
+    """
+
+    def __init__(
+        self,
+        parser: LightningArgumentParser,
+        config: Any,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        self.parser = parser
+        self.config = config
+        self.config_filename = config_filename
+        self.overwrite = overwrite
+        self.multifile = multifile
+        self.save_to_log_dir = save_to_log_dir
+        self.already_saved = False
+        if not save_to_log_dir and not is_overridden("save_config", self, SaveConfigCallback):
+            raise ValueError(
+                "SaveConfigCallback(save_to_log_dir=False) saves nothing: define `save_config` in a subclass, or give "
+                "LightningCLI(save_config_callback=None)."
+            )
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.already_saved:
+            return
+        folder = trainer.log_dir or trainer.default_root_dir if self.save_to_log_dir else None
+        problem: BaseException | None = None
+        if trainer.is_global_zero:
+            try:
+                if folder is not None:
+                    self._write(folder)
+                self.save_config(trainer, pl_module, stage)
+            except Exception as error:  # the other ranks wait to hear of it
+                problem = error
+        said = trainer.strategy.broadcast(None if problem is None else f"rank 0: {type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        if said is not None:
+            raise RuntimeError(said)
+        self.already_saved = True
+
+    def _write(self, folder: str) -> None:
+        path = os.path.join(folder, self.config_filename)
+        if not self.overwrite and os.path.isfile(path):
+            raise RuntimeError(
+                f"{type(self).__name__}: {path} is there already, of an earlier run. Move it away, or give "
+                'LightningCLI(save_config_kwargs={"overwrite": True}) to replace it, or '
+                "LightningCLI(save_config_callback=None) to save none."
+            )
+        os.makedirs(folder, exist_ok=True)
+        self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
+
+    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Override it to save the config elsewhere too; called on rank 0 only, so no collectives in it.
+
+        Example::
+
+            def save_config(self, trainer, pl_module, stage):
+                trainer.logger.log_hyperparams({"config": self.parser.dump(self.config, skip_unset=False)})
+        """
+
+
+# -- the command line ----------------------------------------------------------------------------------------
 
 
 class LightningCLI:

@@ -12,11 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.callbacks.base import Callback
-from lockstep.cli.needed import docstring_parser, jsonargparse
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
+
+__all__ = ["docstring_parser", "jsonargparse", "yaml"]
+
+
+try:
+    import docstring_parser
+    import jsonargparse
+    import yaml  # type: ignore[import-untyped]
+except ModuleNotFoundError as error:
+    raise missing_extra(str(error.name or "jsonargparse"), "cli", "lockstep.cli") from None
+
 
 # torch's classes are written in other modules than those that they are imported from
 jsonargparse.register_unresolvable_import_paths(torch)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 if TYPE_CHECKING:
-    from lockstep.launch.agent import Plan
+    from lockstep.launch.elastic_run import Plan
 
 USAGE = "lockstep run [options] script.py [options] [arguments of the script]"
 ABOUT = """\
@@ -70,7 +70,7 @@ def run(words: Sequence[str]) -> int:
         MisconfigurationException: this process is a rank itself, or a port is taken.
     """
     plan = planned(words)
-    from lockstep.launch.agent import start  # torch's agent costs 0.3 s, and --help needs none
+    from lockstep.launch.elastic_run import start  # torch's agent costs 0.3 s, and --help needs none
 
     return start(plan)
 
@@ -90,7 +90,7 @@ def planned(words: Sequence[str]) -> Plan:
             raise Wrong(f"lockstep run: --{name.replace('_', '-')} {getattr(options, name)}: give a number from 0")
     command = ("-m", options.module, *script) if options.module else tuple(script)
     _check_script(options.module, script)
-    from lockstep.launch.agent import Plan
+    from lockstep.launch.elastic_run import Plan
 
     return Plan(
         words=command,

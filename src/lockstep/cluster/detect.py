@@ -1,14 +1,192 @@
-"""Find out, from environment and flags, which rank this process is and whether others must be started."""
+"""Finds out, from environment and flags, which rank this process is and whether others must be started."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.cluster import local, slurm
-from lockstep.cluster.base import World, read_number
-from lockstep.cluster.flags import compare, compare_allocation
-from lockstep.cluster.table import CLUSTERS, LOCAL, find
+from lockstep.cluster import kubeflow, local, lsf, mpi, slurm, torchelastic
+from lockstep.cluster.slurm import Allocation
+from lockstep.cluster.torchelastic import STARTED
+from lockstep.cluster.world import World, read_number
+from lockstep.ground.errors import MisconfigurationException
+
+# -- the clusters that lockstep knows ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One of them."""
+
+    name: str  #: as in ``DDPStrategy(cluster_environment=...)``
+    started: str  #: who has started the ranks, as a sentence says it
+    given_world: Callable[[Mapping[str, str]], World | None]
+    rank: tuple[str, ...]  #: variables with the rank, for the lines of a script before its Trainer
+    needs: str  #: what has to be set where it is asked for by name
+
+
+CLUSTERS = (
+    # RANK and WORLD_SIZE say what somebody wanted; what a scheduler set around them may speak of other processes:
+    # under torchrun in a SLURM job, SLURM_PROCID is the number of the agent.
+    Cluster("torchelastic", "torchrun", torchelastic.given_world, ("RANK",), "RANK, LOCAL_RANK and WORLD_SIZE"),
+    Cluster(
+        "kubeflow", "Kubeflow", kubeflow.given_world, ("RANK",), "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone"
+    ),
+    # jsrun sets Open MPI's variables, too, and knows the hosts
+    Cluster("lsf", "jsrun", lsf.given_world, ("JSM_NAMESPACE_RANK",), "JSM_NAMESPACE_RANK"),
+    # mpirun in a SLURM job starts one task of srun's on each node, and the ranks below it
+    Cluster(
+        "mpi", "mpirun", mpi.given_world, tuple(names[0] for names in mpi.FAMILIES), "OMPI_COMM_WORLD_RANK or PMI_RANK"
+    ),
+    Cluster("slurm", "srun", slurm.given_world, ("SLURM_PROCID",), "SLURM_PROCID and SLURM_STEP_ID"),
+)
+"""The first whose variables are there wins; behind them all come the ranks that lockstep starts by itself."""
+
+LOCAL = "local"
+NAMES = {
+    **{cluster.name: cluster.name for cluster in CLUSTERS},
+    "local": LOCAL,
+    "lightning": LOCAL,
+    "torchrun": "torchelastic",
+    "openmpi": "mpi",
+}
+"""What ``cluster_environment=`` may say, in small letters."""
+SPELLED = "'TorchElastic', 'SLURM', 'LSF', 'Kubeflow', 'MPI' or 'Local'"
+
+
+def cluster_named(name: str) -> str:
+    """The cluster that a user named, in any letters.
+
+    Raises:
+        MisconfigurationException: there is none of this name.
+
+    Example:
+        >>> cluster_named("TorchElastic")
+        'torchelastic'
+    """
+    plain = name.strip().lower().removesuffix("environment") if isinstance(name, str) else ""
+    if plain in NAMES:
+        return NAMES[plain]
+    near = difflib.get_close_matches(plain, NAMES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise MisconfigurationException(
+        f"cluster_environment={name!r}: choose {SPELLED}, or give a ClusterEnvironment object.{hint}"
+    )
+
+
+def find(environ: Mapping[str, str], named: str | None = None) -> tuple[Cluster, World] | None:
+    """The cluster that started this process, and its world; None where none did.
+
+    Args:
+        environ: the environment.
+        named: look at this one only.
+
+    Raises:
+        MisconfigurationException: its variables are incomplete or contradict each other, or the one that was named did
+            not start this process.
+    """
+    for cluster in CLUSTERS:
+        if named in (None, cluster.name):
+            world = cluster.given_world(environ)
+            if world is not None:
+                return cluster, world
+            if named is not None and not (named == "slurm" and slurm.is_batch(environ)):
+                raise MisconfigurationException(
+                    f"cluster_environment={named!r}: {cluster.started} did not start this process, which needs "
+                    f"{cluster.needs}: start the script that way, or leave cluster_environment and plugins out"
+                )
+    return None
+
+
+# -- the flags against the cluster ---------------------------------------------------------------------------
+
+
+def compare(cluster: Cluster, given: World, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
+    """Refuse flags that ask for another world than the one that was started.
+
+    Args:
+        cluster: who started it.
+        given: the world.
+        devices: ranks on each node; None: as many as there are, and ``num_nodes`` of 1 is no wish then either.
+        num_nodes: how many nodes.
+        environ: the environment.
+
+    Raises:
+        MisconfigurationException: with the flags that fit, and for SLURM the batch script's lines that fit the flags.
+    """
+    who = _who(cluster, environ)
+    fits = f"devices={given.local_size}, num_nodes={given.num_nodes}, or devices='auto'"
+    if devices is None:
+        if num_nodes not in (1, given.num_nodes):
+            raise MisconfigurationException(
+                f"num_nodes={num_nodes}, but {who} started {given.num_nodes}: use "
+                f"num_nodes={given.num_nodes}" + _lines(cluster, None, num_nodes, environ)
+            )
+        return
+    if devices * num_nodes != given.size:
+        count = "WORLD_SIZE=" if cluster.name in ("torchelastic", "kubeflow") else "world size "
+        raise MisconfigurationException(
+            f"devices={devices}, num_nodes={num_nodes} make {devices * num_nodes} rank(s), but {who} "
+            f"started {given.size} ({count}{given.size}): use {fits}, or start the script "
+            + _otherwise(cluster, devices, num_nodes, environ)
+            + _lines(cluster, devices, num_nodes, environ)
+        )
+    if cluster.name != "torchelastic" and num_nodes != given.num_nodes:
+        raise MisconfigurationException(
+            f"devices={devices}, num_nodes={num_nodes}, but {cluster.started} put the {given.size} ranks on "
+            f"{given.num_nodes} node(s): use {fits}" + _lines(cluster, devices, num_nodes, environ)
+        )
+
+
+def compare_allocation(job: Allocation, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> None:
+    """Refuse flags that ask for other ranks than the tasks of the SLURM job in whose batch script this process is.
+
+    Raises:
+        MisconfigurationException: with the lines of a batch script that fit the flags.
+    """
+    even = len(set(job.counts)) == 1
+    if devices is None and num_nodes in (1, job.nodes):
+        return
+    if devices is not None and num_nodes == job.nodes and even and job.counts[0] == devices:
+        return
+    wanted = f"num_nodes={num_nodes}" if devices is None else f"devices={devices}, num_nodes={num_nodes}"
+    tasks = f"{job.counts[0]} task(s) on each" if even else f"{', '.join(map(str, job.counts))} tasks"
+    flags = f"devices={job.counts[0]}, num_nodes={job.nodes}" if even else "devices='auto'"
+    raise MisconfigurationException(
+        f"{wanted}, but the SLURM job {job.job} has {job.nodes} node(s) with {tasks}: use {flags}; for one process "
+        "that is no rank of the job, start the script by `srun --ntasks=1`" + lines_for(devices, num_nodes, environ)
+    )
+
+
+def lines_for(devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> str:
+    """The lines of a batch script for these flags, as the end of a sentence."""
+    lines = [f"#SBATCH --nodes={num_nodes}"]
+    if devices is not None:
+        lines.append(f"#SBATCH --ntasks-per-node={devices}")
+        if any(environ.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")):
+            lines.append(f"#SBATCH --gres=gpu:{devices}")
+    return "; or submit the job with\n" + "\n".join(lines)
+
+
+def _lines(cluster: Cluster, devices: int | None, num_nodes: int, environ: Mapping[str, str]) -> str:
+    return lines_for(devices, num_nodes, environ) if cluster.name == "slurm" else ""
+
+
+def _who(cluster: Cluster, environ: Mapping[str, str]) -> str:
+    words = environ.get(STARTED) if cluster.name == "torchelastic" else None
+    return cluster.started if words is None else f"`lockstep run {words}`"
+
+
+def _otherwise(cluster: Cluster, devices: int, num_nodes: int, environ: Mapping[str, str]) -> str:
+    if cluster.name == "torchelastic" and STARTED in environ:
+        return f"by `lockstep run --devices {devices}{f' --nodes {num_nodes}' if num_nodes > 1 else ''}`"
+    if cluster.name == "kubeflow":
+        return "by torchrun in each pod (PyTorchJob's nprocPerNode)"
+    return f"without {cluster.started}" if cluster.name != "slurm" else "in another job"
+
+
+# -- detection -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,7 +208,7 @@ def detect(
         environ: the environment.
         devices: ranks on each node; None for ``devices="auto"``: as many as a launcher started, else 1.
         num_nodes: how many nodes.
-        named: the only cluster to look for, a name of `lockstep.cluster.table.NAMES`; None: all, and the table says
+        named: the only cluster to look for, a name of `lockstep.cluster.detect.NAMES`; None: all, and the table says
             which of them wins.
 
     Raises:

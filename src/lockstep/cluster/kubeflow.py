@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.cluster.base import World, read_number
-from lockstep.cluster.given import missing, world_of
+from lockstep.cluster.world import World, missing, read_number, world_of
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _WAY_OUT = "Each pod has one process: give them RANK=0 to WORLD_SIZE - 1, or remove the variables"

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.cluster.base import World, read_number
-from lockstep.cluster.given import world_of
+from lockstep.cluster.world import World, read_number, world_of
 from lockstep.ground.errors import MisconfigurationException
 
 

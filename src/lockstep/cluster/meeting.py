@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.cluster.base import World, read_number
 from lockstep.cluster.slurm import attempt
+from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
 
 PATIENCE = timedelta(minutes=5)

@@ -6,8 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from lockstep.cluster.base import World, read_number
-from lockstep.cluster.given import world_of
+from lockstep.cluster.world import World, read_number, world_of
 
 STARTED = "LOCKSTEP_STARTED"
 """The variable with the words of ``lockstep run`` that chose the number of ranks: ``--devices 4 --nodes 2``."""

@@ -1,21 +1,23 @@
-"""The callbacks of a Trainer: the user's, and the default ones where none of their kind is given."""
+"""The callbacks and loggers of a Trainer: the user's, and the default ones where none of their kind is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.checkpoint import Checkpoint
-from lockstep.callbacks.model_checkpoint import ModelCheckpoint
-from lockstep.callbacks.model_summary import ModelSummary
+from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
+from lockstep.callbacks.model_summary import ModelSummary, choose_model_summary
 from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.callbacks.progress.choose import choose_progress_bar
-from lockstep.callbacks.rich_model_summary import choose_model_summary
-from lockstep.config.foreign import check_kind
+from lockstep.callbacks.progress.plain import choose_progress_bar
+from lockstep.config.plugins import check_kind, check_not_lightnings
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.loggers.base import DummyLogger
+from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.state import checkpoints_last
+
+# -- callbacks -----------------------------------------------------------------------------------------------
 
 
 def make_callbacks(
@@ -60,3 +62,31 @@ def make_callbacks(
         if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
             callbacks.append(make())
     return checkpoints_last(callbacks)
+
+
+# -- loggers -------------------------------------------------------------------------------------------------
+
+
+def make_loggers(asked: Any, config: Any) -> list[Any]:
+    """The loggers of a Trainer.
+
+    Args:
+        asked: True or None for the default one, False for none, a Logger or several.
+        config: the RunConfig.
+
+    Raises:
+        MisconfigurationException: something that cannot log.
+    """
+    if asked is False:
+        return []
+    if asked is None or asked is True:
+        loggers = [default_logger(config.default_root_dir)] if not config.fast_dev_run else [DummyLogger()]
+    else:
+        loggers = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    for logger in loggers:
+        if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
+            check_not_lightnings("Trainer(logger=...)", logger)
+            raise MisconfigurationException(
+                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
+            )
+    return [DummyLogger()] if config.fast_dev_run and loggers else loggers

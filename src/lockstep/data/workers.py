@@ -1,4 +1,4 @@
-"""Loader workers: signals are not for them, and one that is killed does not hold up the end of its pass."""
+"""Loader workers: how many there are, which signals they get, and how a pass ends when one is killed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
+
+from lockstep.ground.errors import MisconfigurationException
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """A bound for ``num_workers``: the cores that this process may use, shared by the ranks, less one for the rank.
+
+    Args:
+        local_world_size: ranks on this machine.
+
+    Raises:
+        MisconfigurationException: fewer than one rank.
+    """
+    if local_world_size < 1:
+        raise MisconfigurationException(
+            f"suggested_max_num_workers(local_world_size={local_world_size}): give the number of ranks, 1 or more."
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size - 1)
+
 
 SECONDS_FOR_LOCK = 1.0
 """A worker that lives holds the lock for microseconds."""

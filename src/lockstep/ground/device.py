@@ -1,4 +1,4 @@
-"""Which devices a run uses, and how a batch gets there."""
+"""Devices: the kinds that a run can use, which of them it uses, and how a batch gets there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,197 @@ from typing import Any
 
 import torch
 
-from lockstep.ground.accelerator import Accelerator, Devices, find_accelerator
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
+
+# -- accelerators --------------------------------------------------------------------------------------------
+
+
+Devices = int | str | list[int] | tuple[int, ...]
+
+
+class Accelerator:
+    """A kind of device: whether it is here, and which of them ``Trainer(devices=...)`` stands for.
+
+    One that is to come derives from this class and gets a row in ``ACCELERATORS``.
+    """
+
+    name: str = ""
+    """As in ``Trainer(accelerator=...)``."""
+    device_type: str = ""
+    """As in ``torch.device(type)``."""
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether this machine has such a device."""
+        raise NotImplementedError
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """How many devices ``devices="auto"`` takes."""
+        raise NotImplementedError
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """This node's devices, one for each rank.
+
+        Args:
+            devices: as in ``Trainer(devices=...)``.
+
+        Raises:
+            MisconfigurationException: devices that are not there, or a value that names none.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class CPUAccelerator(Accelerator):
+    """The processor; ``devices`` is the number of processes."""
+
+    name = device_type = "cpu"
+
+    @staticmethod
+    def is_available() -> bool:
+        """Always."""
+        return True
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """One process."""
+        return 1
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """The processor, once for each process."""
+        count = 1 if devices == "auto" else _number(devices)
+        if count is None or count < 1:
+            raise MisconfigurationException(
+                f"devices={devices!r} with accelerator='cpu': give the number of processes, 1 or more, or 'auto'"
+            )
+        return [torch.device("cpu")] * count
+
+
+class CUDAAccelerator(Accelerator):
+    """NVIDIA's GPUs, and AMD's under a ROCm build of torch, which has the same name there."""
+
+    name = device_type = "cuda"
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether torch finds one."""
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """All that torch sees, which ``CUDA_VISIBLE_DEVICES`` may limit."""
+        return torch.cuda.device_count()
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """The GPUs of these numbers, in the order given."""
+        return [torch.device("cuda", index) for index in _indices(devices, self.auto_device_count(), "cuda")]
+
+
+ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator}
+"""Name to class; ``"auto"`` is the last one that is available, ``"gpu"`` the first of ``GPUS`` that is."""
+GPUS = ("cuda",)
+
+REFUSED = {
+    "mps": "its sums and its random numbers are untried there (there is no float64), so the promise of equal numbers "
+    "cannot be kept",
+    "tpu": "it needs torch_xla, whose collectives and compiled steps lockstep's engine does not have",
+    "xla": "it needs torch_xla, whose collectives and compiled steps lockstep's engine does not have",
+    "hpu": "it needs Intel's own build of torch; Lightning 2.6 has it in another package, too",
+    "ipu": "Lightning has dropped it, too: the maker's build of torch ended",
+}
+"""Lightning's other names, and why lockstep does not have them."""
+
+
+def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
+    """The accelerator for a name or an object.
+
+    Args:
+        asked: ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"gpu"``, ``"cuda"``, or an Accelerator.
+
+    Raises:
+        MisconfigurationException: one that is not known, refused, or not here.
+    """
+    if isinstance(asked, Accelerator):
+        found = asked
+    elif asked == "auto":
+        return next(made for made in map(_make, reversed(ACCELERATORS)) if made.is_available())
+    elif asked == "gpu":
+        found = next((made for made in map(_make, GPUS) if made.is_available()), CUDAAccelerator())
+    elif isinstance(asked, str) and asked in ACCELERATORS:
+        found = _make(asked)
+    elif isinstance(asked, str) and asked in REFUSED:
+        raise MisconfigurationException(
+            f"accelerator={asked!r}: lockstep does not run there: {REFUSED[asked]}; use accelerator='auto' or 'cpu'"
+        )
+    else:
+        raise MisconfigurationException(
+            f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))} or 'gpu'"
+        )
+    if not found.is_available():
+        raise MisconfigurationException(
+            f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here{_old_driver()}: "
+            "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
+        )
+    return found
+
+
+def _old_driver() -> str:
+    """What to add where the driver is older than the CUDA that torch was built for."""
+    built = torch.version.cuda
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # 12040 is CUDA 12.4; 0: there is none
+    if built is None or not 0 < driver < 1000 * int(built.partition(".")[0]):
+        return ""
+    known = f"{driver // 1000}.{driver % 1000 // 10}"
+    return f" (it was built for CUDA {built}, and the driver of this machine knows CUDA {known}: update the driver)"
+
+
+def _make(name: str) -> Accelerator:
+    return ACCELERATORS[name]()
+
+
+def _indices(devices: Devices, present: int, kind: str) -> list[int]:
+    """Which of the devices 0 .. present - 1 were asked for."""
+    count = -1 if devices == "auto" else _number(devices)
+    if count is not None:
+        indices = list(range(present if count == -1 else count))
+    elif isinstance(devices, str):
+        try:
+            indices = [int(part) for part in devices.split(",") if part.strip()]
+        except ValueError:
+            indices = []
+    else:
+        indices = list(devices) if isinstance(devices, list | tuple) else []
+    if not indices or any(type(index) is not int or index < 0 for index in indices):
+        raise MisconfigurationException(
+            f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"
+        )
+    if len(set(indices)) < len(indices):
+        raise MisconfigurationException(f"devices={devices!r} names a device twice: give each one once")
+    if max(indices) >= present:
+        raise MisconfigurationException(
+            f"devices={devices!r}, but this machine has {present} {kind} device(s), numbered from 0: "
+            f"use devices={present} or less, or -1 for all"
+        )
+    return indices
+
+
+def _number(devices: Any) -> int | None:
+    """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
+    if isinstance(devices, bool):
+        return None
+    if isinstance(devices, str):
+        try:
+            return int(devices)
+        except ValueError:
+            return None
+    return devices if isinstance(devices, int) else None
+
+
+# -- devices and batches -------------------------------------------------------------------------------------
 
 
 class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` asks for a method

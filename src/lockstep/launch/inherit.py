@@ -14,13 +14,11 @@ import torch.utils.data.dataloader
 from lockstep.cluster.detect import early_rank
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import hand_down_seed
-from lockstep.launch.attendance import note_early
-from lockstep.launch.bond import bind, end_with, prctl
+from lockstep.launch.parent_death import PARENT, bind, end_with, prctl
+from lockstep.supervise.status import note_early
 
 SEED = "PL_GLOBAL_SEED"
 """The variable with the seed, by the name that Lightning gave it."""
-PARENT = "LOCKSTEP_PARENT"
-"""The variable with the process that a rank must not outlive."""
 
 _LOADER = torch.utils.data.dataloader.__file__
 

@@ -11,18 +11,15 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
-from lockstep.cluster.base import World
-from lockstep.cluster.detect import detect
+from lockstep.cluster.detect import LOCAL, detect
 from lockstep.cluster.local import is_started, rank_variables
-from lockstep.cluster.table import LOCAL
+from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed
-from lockstep.launch.attendance import attended
+from lockstep.launch.environment import free_port, share_cores
 from lockstep.launch.inherit import SEED, bind_loader_workers
-from lockstep.launch.notes import NOTES
-from lockstep.launch.port import free_port
-from lockstep.launch.supervised import Side, Supervised, at_launcher
-from lockstep.launch.threads import share_cores
+from lockstep.supervise.client import Side, Supervised, at_launcher
+from lockstep.supervise.status import NOTES, attended
 
 T = TypeVar("T")
 

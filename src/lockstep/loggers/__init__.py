@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.late import late
+from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
     from lockstep.loggers.base import DummyLogger, Logger

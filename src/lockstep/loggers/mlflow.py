@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_only, warn_once
-from lockstep.loggers.base import Logger, as_dict, as_yaml, flattened, prefixed, rank_zero_experiment
-from lockstep.loggers.checkpoints import Upload, Uploads
+from lockstep.loggers.base import Logger, Upload, Uploads, as_dict, as_yaml, flattened, prefixed, rank_zero_experiment
 
 _FILE = "file:"
 #: what MLflow takes at most in one message

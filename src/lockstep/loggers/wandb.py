@@ -12,8 +12,7 @@ from torch.nn import Module
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import Logger, as_dict, as_json, prefixed, rank_zero_experiment
-from lockstep.loggers.checkpoints import Upload, Uploads
+from lockstep.loggers.base import Logger, Upload, Uploads, as_dict, as_json, prefixed, rank_zero_experiment
 
 #: the x axis of all metrics
 STEP = "trainer/global_step"

@@ -15,11 +15,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
-from lockstep.loop import report
-from lockstep.loop.data import EvaluationFeed
+from lockstep.loop import logging
+from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.logging import Results
 from lockstep.loop.progress import VALIDATED
-from lockstep.loop.results import Results
 from lockstep.loop.session import session
 from lockstep.loop.transfer import Transfer
 
@@ -79,7 +79,7 @@ class EvaluationLoop:
                 return self.predict(return_predictions) if self.feed is not None else None
             values = self.evaluate()
             if verbose and trainer.is_global_zero:
-                trainer.print(report.table(values, self.name))
+                trainer.print(logging.table(values, self.name))
             return values
         raise AssertionError("an interrupted evaluation raises")
 

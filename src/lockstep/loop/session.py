@@ -20,19 +20,17 @@ from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
-from lockstep.launch import attendance
-from lockstep.launch.gate import compared, told_by
-from lockstep.launch.heed import ENDED
-from lockstep.launch.interrupt import interruptible
 from lockstep.loop import state
-from lockstep.loop.hooks import Hooks, is_overridden
+from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
+from lockstep.loop.logging import Published, Results
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
-from lockstep.loop.removed import check_removed_hooks, check_uncalled
-from lockstep.loop.results import Published, Results
 from lockstep.loop.signals import TERMINATED, undisturbed
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
+from lockstep.supervise import status
+from lockstep.supervise.collective_trace import compared, told_by
+from lockstep.supervise.signals import ENDED, interruptible
 
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
 
@@ -82,8 +80,8 @@ def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | N
         name_ways_out(error)
         if trainer.signals is not None:
             trainer.signals.failing = True
-        attendance.failed(error)  # the others need not wait for what follows
-        reason = attendance.named(error)
+        status.failed(error)  # the others need not wait for what follows
+        reason = status.named(error)
         _failed(trainer, reason)
         if reason is not error:
             raise reason from error
@@ -104,7 +102,7 @@ def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | N
 
 def _be_watched(trainer: Any) -> None:
     """Say how long this rank may wait, and who knows where it is, to those who look for hangs."""
-    attendance.expect(trainer.config.hang_timeout, trainer.config.hang_kill)
+    status.expect(trainer.config.hang_timeout, trainer.config.hang_kill)
     told_by(partial(_whereabouts, trainer))
 
 

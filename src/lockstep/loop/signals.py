@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.launch.attempts import Attempts
-from lockstep.launch.attendance import is_given_up
-from lockstep.launch.heed import end_at_once, heeding, is_under_lockstep, send_again, unheeded
-from lockstep.launch.requeue import await_end
-from lockstep.launch.rerun import attempts_here
+from lockstep.launch.attempts import Attempts, attempts_here, await_end
 from lockstep.loop import state
-from lockstep.loop.mismatch import load_weights
+from lockstep.loop.state import load_weights
+from lockstep.supervise.signals import end_at_once, heeding, is_under_lockstep, send_again, unheeded
+from lockstep.supervise.status import is_given_up
 
 TERMINATED = "SIGTERM"
 """What ``trainer.interruption`` says of a fit that SIGTERM has ended."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
-from lockstep.loop.feeding import Share
+from lockstep.loop.feed import Share
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure
 from lockstep.loop.padding import without_trace

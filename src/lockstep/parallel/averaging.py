@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks.exchange import Code, Halves, coded_mean, mean
-from lockstep.parallel.hooks.nodes import group_of
+from lockstep.parallel.hooks.compress import Code, Halves, coded_mean, mean
+from lockstep.parallel.hooks.local_sgd import group_of
 
 PIECE = 64 * 2**20
 """At most this many bytes of tensors are copied together for one message (a larger tensor goes alone)."""
@@ -189,7 +189,7 @@ def average(tensors: Sequence[Tensor], group: comm.Group = None, code: Code | No
         tensors: floating point or complex, with the same shapes and dtypes in the same order on all ranks; strided ones
             are fine.
         group: the ranks; ``None`` is the default group.
-        code: how they travel (`lockstep.parallel.hooks.exchange`); by default in their dtype, 16-bit ones summed in
+        code: how they travel (`lockstep.parallel.hooks.compress`); by default in their dtype, 16-bit ones summed in
             float32.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import weakref
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -19,21 +21,78 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle_at_exit
 from lockstep.ground.rank import warn_once
-from lockstep.parallel.buckets import Plan
-from lockstep.parallel.caps import plan_by_caps
-from lockstep.parallel.copies import Copies
-from lockstep.parallel.devices import Device, OnDevices
-from lockstep.parallel.join import JoinsUneven
+from lockstep.parallel.backward_watcher import Watch, hear_steps, waiting_for_steps
+from lockstep.parallel.bucket import Plan, plan_by_caps
+from lockstep.parallel.consistency import (
+    RollCall,
+    check_alike,
+    describe,
+    find_group,
+    find_unusable,
+    leave_word,
+    named_failure,
+    sparse_names,
+    told_to_all,
+)
+from lockstep.parallel.consistency import broadcast_module_state as broadcast_module_state
+from lockstep.parallel.consistency import check_same_module as check_same_module
+from lockstep.parallel.consistency import sync_buffers as sync_buffers
+from lockstep.parallel.data_parallel import Device, OnDevices
 from lockstep.parallel.late_parameters import LateParameters, find_cast, find_changed
 from lockstep.parallel.reducer import MIB, Reducer
-from lockstep.parallel.rollcall import RollCall, leave_word, named_failure
-from lockstep.parallel.start import broadcast_module_state as broadcast_module_state
-from lockstep.parallel.start import check_alike, describe, find_group, find_unusable, sparse_names, told_to_all
-from lockstep.parallel.start import check_same_module as check_same_module
-from lockstep.parallel.start import sync_buffers as sync_buffers
-from lockstep.parallel.torch_names import IGNORED, TorchNames, buffers_in_forwards
-from lockstep.parallel.watch import Watch, hear_steps, waiting_for_steps
-from lockstep.parallel.weight import Weight, check_weight
+from lockstep.parallel.torch_compat import IGNORED, TorchNames, buffers_in_forwards
+from lockstep.parallel.uneven import JoinsUneven, Weight, check_weight
+
+# -- copies of a container -----------------------------------------------------------------------------------
+
+
+MADE_ANEW = (
+    "process_group",
+    "_reducer",
+    "_make_reducer",
+    "_watch",
+    "_checks",
+    "_late",
+    "_release",
+    "_world",
+    "_holders",
+)
+
+
+class Copies(nn.Module):
+    """The part of `lockstep.parallel.ddp.DistributedDataParallel` that lets it be copied."""
+
+    process_group: Any
+    _reducer: Any
+
+    def _kept(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in MADE_ANEW}
+
+    def _restore(self, state: dict[str, Any], group: Any) -> None:
+        self.process_group, self._reducer = group, None
+        super().__setstate__(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
+                "another group cannot be found again; pickle model.module, or its state dict"
+            )
+        return self._kept()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, find_group(None, None, state["_modules"]["module"]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copies:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        memo[id(self.process_group)] = self.process_group  # a communication hook's state may hold it
+        made._restore(copy.deepcopy(self._kept(), memo), self.process_group)
+        return made
+
+
+# -- the container -------------------------------------------------------------------------------------------
+
 
 WHOLE = (
     "{name} is compiled as a whole: its gradients come all at once, when its backward has ended, so no reduction "
@@ -64,7 +123,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         module: on the device where it is to run; at least one parameter requires a gradient.
         device_ids: ``None`` leaves inputs and module where they are; ``[device]`` moves tensors among the inputs
             there; several devices (CPUs too: ``["cpu", "cpu"]``) or ``"all"`` cut the batch up among them, with a
-            replica on each (`lockstep.parallel.dp.DataParallel`) and the module on the first.
+            replica on each (`lockstep.parallel.data_parallel.DataParallel`) and the module on the first.
         output_device: where outputs of several devices are put together; default: the first of them.
         dim: along which a batch is cut up.
         broadcast_buffers: deprecated name of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
@@ -211,7 +270,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             and self._make_reducer is Reducer
             and comm.world_size(self.process_group) > 1
         ):
-            from lockstep.parallel.sparing import Sparing
+            from lockstep.parallel.used_parameters import Sparing
 
             options["transport"] = Sparing.open(self.process_group, (p for _, p in named), self.shared_memory)
         self._reducer = reducer = self._make_reducer(
@@ -279,7 +338,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             RuntimeError: there is one already, or a backward has been.
         """
         from lockstep.parallel.hooks.check import check_hook, prepare_state
-        from lockstep.parallel.hooks.local_steps import marks_of
+        from lockstep.parallel.hooks.local_sgd import marks_of
 
         try:
             check_hook(state, hook, self._watch.parameters, self.process_group)

@@ -1,18 +1,30 @@
-"""Parameters and buffers that come into a model after it was set up, or take the place of others there."""
+"""Parameters and buffers that come into a model after it was set up: noticed, and taken in by all ranks together."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import secrets
+import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
-from torch.nn.parameter import Parameter
+from torch.nn.parameter import Parameter, UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.pages import common_pages, on_one_host
 from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.consistency import check_alike, checksum, described
+from lockstep.parallel.shared_memory import timeout_of
+
+# -- what comes ----------------------------------------------------------------------------------------------
 
 
 class LateParameters:
@@ -162,3 +174,250 @@ def _tell_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
 def _tell_module(module: nn.Module, name: str, part: nn.Module | None) -> None:
     for late in list(_watching):
         late._module_comes(module, name, part)
+
+
+# -- where ranks meet ----------------------------------------------------------------------------------------
+
+
+WAIT = 0.002
+"""Seconds between two looks at whether the others have come."""
+
+
+class Rendezvous:
+    """Counts points that every rank of a group passes in the same order, and lets all ranks meet at one of them.
+
+    A rank that has found something calls `meet` in the place of `reach`. If all of them have, they go on to their
+    collectives together. If another rank has gone past the point, the one who waits raises: there the other's next
+    collective would be another one than here, and both would hang.
+
+    On one host each rank writes the number of its last point into memory that all of them see. Across hosts nobody
+    sees how far another rank is; a rank that meets alone then waits as long as a collective of the group would.
+
+    The constructor is collective.
+
+    Args:
+        group: the ranks; ``None`` is the default group.
+    """
+
+    def __init__(self, group: comm.Group = None) -> None:
+        self._group = group
+        self._rank, self._world = comm.rank(group), comm.world_size(group)
+        self._number = 0  # of the last point
+        self._page: mmap.mmap | None = None
+        self._cells: memoryview | list[int] = [0] * self._world
+        if self._world > 1:
+            self._key = "lockstep/rendezvous/" + comm.broadcast_object(secrets.token_hex(8), 0, group)
+            if on_one_host(group):
+                self._share_cells()
+
+    def _share_cells(self) -> None:
+        size = -(-8 * self._world // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = common_pages(self._group, size, on_disk=True)
+        if pages is not None:
+            os.close(pages.handle)
+            self._page, self._cells = pages.memory, memoryview(pages.memory).cast("q")
+
+    def reach(self) -> None:
+        """Pass the next point; 0.1 us."""
+        self._number = number = self._number + 1
+        self._cells[self._rank] = number
+
+    def meet(self, found: str) -> None:
+        """Wait at the next point until all ranks have come there to meet, then pass it.
+
+        Args:
+            found: what this rank has found, for the error.
+
+        Raises:
+            MisconfigurationException: another rank has passed the point, or did not come within the group's timeout.
+        """
+        number = self._number + 1
+        if self._world > 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{self._key}/{number}/{self._rank}", "1")
+            until = time.monotonic() + timeout_of(self._group)
+            for other in range(self._world):
+                self._await(store, number, other, found, until)
+            comm.barrier(self._group)  # nobody passes while another still looks
+        self.reach()
+
+    def _await(self, store: dist.Store, number: int, other: int, found: str, until: float) -> None:
+        key = f"{self._key}/{number}/{other}"
+        while not store.check([key]):
+            passed = self._cells[other] >= number and not store.check([key])
+            if passed or time.monotonic() > until:
+                how = "came to the same point without" if passed else "did not come to the same point in time"
+                raise MisconfigurationException(
+                    f"rank {self._rank}: {found}, and rank {other} {how}: do it on every rank, at the same point of "
+                    "the program; nothing in it may depend on the rank"
+                )
+            time.sleep(WAIT)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._page is not None:
+            self._cells.release()  # type: ignore[union-attr]
+            self._page.close()
+            self._page, self._cells = None, [0] * self._world
+
+
+# -- taken in together ---------------------------------------------------------------------------------------
+
+
+Take = Callable[["dict[str, Tensor]", "list[Tensor]"], None]
+
+
+class LateTensors:
+    """Finds what comes into the module or its optimizers after set-up, and lets all ranks take it in together.
+
+    A module may get a parameter at any time: a new head, ``weight_norm``, ``load_state_dict(assign=True)``; and so may
+    an optimizer (``add_param_group``), also one that no module has. What a rank notices waits for the next *point*:
+    the beginning of a forward that trains, of a backward that reduces, or of an evaluation, which all ranks pass alike.
+    There they compare what has come, take rank 0's values, and go on with it. A rank that comes there alone raises.
+
+    After a forward its values can no longer be replaced: what came within a training step has to be alike by itself.
+
+    The constructor is collective.
+
+    Args:
+        module: of the run.
+        align: whether rank 0's values are taken; else the caller answers for their being alike.
+        take: called, on all ranks together, with all parameters by name and the late buffers.
+
+    Attributes:
+        frozen: parameters that are not reduced, as they required no gradients so far.
+    """
+
+    def __init__(self, module: nn.Module, align: bool, take: Take) -> None:
+        self._module, self._align, self._take = module, align, take
+        self._optimizers: list[Any] = []
+        self._watch = LateParameters(module)
+        self._points = Rendezvous()
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> True
+        self._buffers: set[str] = set()
+        self._sizes: list[tuple[Any, int, int, int]] = []
+        self.frozen: Sequence[Tensor] = ()
+        self._remember(self.parameters())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The module's parameters by name, and those that the optimizers alone have."""
+        return {**dict(self._module.named_parameters()), **beside(self._module, self._optimizers)}
+
+    def use_optimizers(self, optimizers: list[Any]) -> None:
+        """Look at these optimizers from now on; take in what they have and the module has got since."""
+        self._optimizers = optimizers
+        late = [name for name, parameter in self.parameters().items() if parameter not in self._known]
+        if late or self._watch.noticed:
+            self._meet(used=False, first=True)
+        self._points.reach()
+        self._count()
+
+    def change_optimizers(self, optimizers: list[Any]) -> None:
+        """Others have taken the place of the optimizers in the middle of a fit. Collective."""
+        self._optimizers = optimizers
+        self._meet(used=False)
+
+    # -- points. Each costs a call, some attributes and the length of a list or two.
+
+    def forward_begins(self) -> None:
+        """Before a forward that trains."""
+        for optimizer, count, first, last in self._sizes:  # whether it has got a group, or its first or last one more
+            groups = optimizer.param_groups
+            if len(groups) != count or len(groups[0]["params"]) != first or len(groups[-1]["params"]) != last:
+                self._watch.noticed = True
+        if self._watch.noticed:
+            self._meet(used=False)
+        self._points.reach()
+
+    def backward_begins(self) -> None:
+        """Before a backward that reduces."""
+        if self._watch.noticed or (self.frozen and any(parameter.requires_grad for parameter in self.frozen)):
+            self._meet(used=True)
+        self._points.reach()
+
+    def look(self) -> None:
+        """Where there is time, between epochs and before an evaluation: also for what torch does not tell of."""
+        late = any(parameter not in self._known for parameter in self.parameters().values())
+        if late or self._watch.noticed or not self._buffers.issuperset(dict(self._module.named_buffers())):
+            self._meet(used=False)
+        self._points.reach()
+
+    def _count(self) -> None:
+        self._sizes = [
+            (optimizer, len(groups), len(groups[0]["params"]), len(groups[-1]["params"]))
+            for optimizer, groups in ((optimizer, optimizer.param_groups) for optimizer in self._optimizers)
+            if groups
+        ]
+
+    # -- all ranks together
+
+    def _meet(self, used: bool, first: bool = False) -> None:
+        """Compare what has come, take rank 0's values, and hand it over. Collective, of ranks that came here alike.
+
+        Args:
+            used: whether a forward may have used it.
+            first: whether the optimizers are those of a fit's beginning, which nobody has taken in so far.
+
+        Raises:
+            MisconfigurationException: another rank has passed this point, or has something else, or other values.
+        """
+        parameters, buffers = self.parameters(), dict(self._module.named_buffers())
+        known = self._known
+        late = {name: parameter for name, parameter in parameters.items() if parameter not in known}
+        late_buffers = {name: buffer for name, buffer in buffers.items() if name not in self._buffers}
+        self._points.meet(self._told(late, late_buffers, parameters))
+        lines = [described("parameter", name, tensor, ", late" * (name in late)) for name, tensor in parameters.items()]
+        lines += [described("buffer", name, tensor, ", late") for name, tensor in late_buffers.items()]
+        for optimizer in self._optimizers:
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            lines.append(f"{type(optimizer).__name__} with groups of {sizes} parameters")
+        check_alike(type(self._module).__name__, lines, None)
+        for name, tensor in late.items():
+            if isinstance(tensor, UninitializedParameter):
+                raise MisconfigurationException(
+                    f"parameter {name!r} came after set-up and belongs to a lazy module without a shape yet: run a "
+                    "batch through the layer before it is given to the module"
+                )
+        if self._align:
+            self._take_values({**late, **late_buffers}, used)
+        self._remember(parameters)
+        self._count()
+        if not first:
+            self._take(parameters, list(late_buffers.values()))
+
+    def _told(self, late: dict[str, Tensor], late_buffers: dict[str, Tensor], parameters: dict[str, Tensor]) -> str:
+        """What this rank has found, as a sentence's beginning."""
+        for kind, found in (("parameter", late), ("buffer", late_buffers)):
+            for name in found:
+                return f"{kind} {name!r} came after set-up"
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and any(parameter is frozen for frozen in self.frozen):
+                return f"parameter {name!r} was thawed (requires_grad)"
+        return "a submodule came after set-up, or an optimizer or its groups have changed"
+
+    def _take_values(self, late: dict[str, Tensor], used: bool) -> None:
+        """Give all ranks rank 0's values, but where a forward has used those that this rank has."""
+        mine = {name: checksum(tensor) for name, tensor in late.items() if used or tensor.grad is not None}
+        of_ranks: list[dict[str, int]] = comm.all_gather_object(mine)
+        touched = sorted({name for theirs in of_ranks for name in theirs})
+        if touched:
+            sums = comm.all_gather_object([checksum(late[name]) for name in touched])
+            for name, *values in zip(touched, *sums, strict=True):
+                if len(set(values)) > 1:
+                    raise MisconfigurationException(
+                        f"{name!r} came after set-up, was used in a training step at once, and has not the same values "
+                        "on all ranks: add it before the step (in on_train_batch_start, say), where all ranks take "
+                        "rank 0's, or make it alike on all ranks (zeros, or drawn from a generator with a seed)"
+                    )
+        comm.broadcast_tensors([late[name] for name in late if name not in touched])
+
+    def _remember(self, parameters: dict[str, Tensor]) -> None:
+        self._watch.renew(self._module)
+        self._buffers = {name for name, _ in self._module.named_buffers()}
+        for parameter in parameters.values():
+            self._known[parameter] = True
+
+    def close(self) -> None:
+        """The run is over."""
+        self._watch.close()
+        self._points.close()

@@ -22,8 +22,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
-from lockstep.parallel.hooks.mean import bf16, fp16
-from lockstep.parallel.watch import find_tensors
+from lockstep.parallel.backward_watcher import find_tensors
+from lockstep.parallel.hooks.compress import bf16, fp16
 
 MIXED = (
     "mixed_precision: layer {name!r} ({kind}) would have parameters of {parameters} and statistics of {statistics}, "

@@ -38,12 +38,20 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
-from lockstep.parallel.bucket import Bucket, SparseBucket
-from lockstep.parallel.buckets import Plan, distinct, fit_plan, in_order_of_arrival, infos_of, plan_buckets
-from lockstep.parallel.marks import Marks
-from lockstep.parallel.record import PassingHook, Record, come_last, in_turn, turn_of
-from lockstep.parallel.shared import SharedReduction
+from lockstep.parallel.bucket import (
+    Bucket,
+    Plan,
+    SparseBucket,
+    distinct,
+    fit_plan,
+    in_order_of_arrival,
+    infos_of,
+    plan_buckets,
+)
+from lockstep.parallel.shared_memory import SharedReduction
+from lockstep.parallel.static_graph import PassingHook, Record, come_last, in_turn, turn_of
 from lockstep.parallel.transport import AllReduce, Transport
+from lockstep.parallel.used_parameters import Marks
 
 MIB = 2**20
 
@@ -187,7 +195,7 @@ class Reducer:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
         if self._started:
             raise RuntimeError("register_comm_hook: register the hook before the first backward")
-        from lockstep.parallel.hooked import Hooked  # with all hooks behind it: most runs have none
+        from lockstep.parallel.hook_transport import Hooked  # with all hooks behind it: most runs have none
 
         self._transport.close()
         self._idle = False

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.buckets import ALIGNMENT
+from lockstep.parallel.bucket import ALIGNMENT, Bucket
 
 Size = tuple[int, torch.dtype, torch.device]
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.precision.base import Precision
-from lockstep.precision.scaler import LossScaler
+from lockstep.precision.base import LossScaler, Precision
 
 
 class MixedPrecision(Precision):

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
-from lockstep.cluster.base import World
+from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import Agreement
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.elementwise import clip_by_value
 from lockstep.parallel.late_parameters import beside
+from lockstep.parallel.zero.optimizers import clip_by_value
 from lockstep.precision.base import Precision
+
+# -- the seam ------------------------------------------------------------------------------------------------
 
 
 class Strategy:
@@ -425,3 +427,10 @@ class Strategy:
             for name, value in state.get("other parameters", {}).items():
                 if name in others:
                     others[name].copy_(value)
+
+
+# -- one process ---------------------------------------------------------------------------------------------
+
+
+class SingleDeviceStrategy(Strategy):
+    """Everything on one device; the base class does it all."""

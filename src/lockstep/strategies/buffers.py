@@ -1,15 +1,124 @@
-"""Buffers (BatchNorm statistics, say) over the ranks: a window begins, and an evaluation runs, with those of rank 0."""
+"""Buffers and BatchNorm layers over the ranks: whose statistics a window begins with, and an evaluation runs with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.start import sync_buffers
+from lockstep.ground import comm
+from lockstep.parallel.consistency import sync_buffers
+from lockstep.parallel.sync_batchnorm import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    synchronized_layers,
+)
+
+# -- synchronized BatchNorm ----------------------------------------------------------------------------------
+
+
+class SynchronizedNorms:
+    """For the length of a fit, the synchronized layers of its module: converted, and in a group of their own.
+
+    They need one because a rank sends its buckets of gradients as they fill, which may be before or after a layer's
+    message, while ranks may differ in what they use. On one group those messages would meet each other.
+
+    Args:
+        module: of the fit, alike on all ranks.
+        convert: convert its BatchNorm layers; else only those that the user made synchronized count.
+        group: the layers' group of an earlier fit of this run, if there was one.
+        timeout: how long a layer waits for the other ranks.
+
+    Attributes:
+        layers: all synchronized layers.
+        group: where they meet, unless the user gave them a group.
+    """
+
+    def __init__(self, module: Any, convert: bool, group: Any, timeout: timedelta) -> None:
+        self._convert, self._timeout = convert, timeout
+        self.group = group
+        self.layers: list[SyncBatchNorm] = []
+        self._converted: list[SyncBatchNorm] = []
+        self._lent: list[SyncBatchNorm] = []
+        self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
+        self.take_in(module)
+
+    def take_in(self, module: Any) -> None:
+        """Synchronize the layers that ``module`` has now; the others no longer count. Collective."""
+        known = {id(layer) for layer in self.layers}
+        own = {id(layer) for layer in synchronized_layers(module)}
+        if self._convert:
+            convert_sync_batchnorm(module)
+        self.layers = list(synchronized_layers(module))
+        self._present = {}
+        late = [layer for layer in self.layers if id(layer) not in known]
+        self._converted += [layer for layer in late if id(layer) not in own]
+        lent = [layer for layer in late if layer.sync_group is None]
+        if lent and self.group is None:
+            self.group = dist.new_group(timeout=self._timeout)
+            comm.barrier(self.group)  # who ends at once must not be gone while another still connects to it
+        for layer in lent:
+            layer.sync_group = self.group
+        self._lent += lent
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Inside, the layers meet without some ranks, which get the running statistics afterwards. Collective."""
+        groups = [layer.sync_group for layer in self.layers]
+        present = self._without(absent, groups)
+        for layer, group in zip(self.layers, groups, strict=True):
+            layer.sync_group, layer.partial = present[id(group)], True
+        try:
+            yield
+        finally:
+            for layer, group in zip(self.layers, groups, strict=True):
+                layer.sync_group, layer.partial = group, False
+        for group in {id(group): group for group in groups}.values():
+            ranks = comm.ranks_of(group)
+            first = next((place for place, rank in enumerate(ranks) if rank not in absent), None)
+            if first is not None and not set(absent).isdisjoint(ranks):
+                layers = [layer for layer in self.layers if layer.sync_group is group]
+                comm.broadcast_tensors([buffer for layer in layers for buffer in layer.buffers()], first, group)
+
+    def _without(self, absent: tuple[int, ...], groups: list[comm.Group]) -> dict[int, comm.Group]:
+        """For each of the layers' groups (by its id) one without some ranks. Collective."""
+        if absent not in self._present:
+            wanted = {id(group): [r for r in comm.ranks_of(group) if r not in absent] for group in groups}
+            # all ranks make all groups, in one order: a backend may need it
+            of_all = sorted({tuple(ranks) for each in comm.all_gather_object(list(wanted.values())) for ranks in each})
+            made = {ranks: dist.new_group(list(ranks), timeout=self._timeout) for ranks in of_all if ranks}
+            mine = comm.rank()
+            self._present[absent] = {
+                id(group): made[tuple(wanted[id(group)])] if mine in wanted[id(group)] else group for group in groups
+            }
+        return self._present[absent]
+
+    def mute(self, muted: bool) -> None:
+        """Leave this rank's samples out of the statistics: they are a padding batch's."""
+        for layer in self.layers:
+            layer.muted = muted
+
+    def others_buffers(self, module: Any) -> list[Tensor]:
+        """The buffers of ``module`` that no synchronized layer keeps alike on all ranks."""
+        alike = {id(buffer) for layer in self.layers for buffer in layer.buffers()}
+        return [buffer for buffer in module.buffers() if id(buffer) not in alike]
+
+    def put_back(self) -> None:
+        """Make the layers what they were."""
+        self.mute(False)
+        for layer in self._lent:
+            layer.sync_group = None
+        for layer in self._converted:
+            revert_sync_batchnorm(layer)
+
+
+# -- buffers of a window -------------------------------------------------------------------------------------
 
 
 class WindowBuffers:

@@ -15,24 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint.io import CheckpointIO
-from lockstep.checkpoint.snapshot import snapshot
+from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.cluster.meeting import meet
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.rank import rank_zero_info
-from lockstep.launch.gate import put_up
 from lockstep.launch.script import side
-from lockstep.launch.supervised import meet_nodes
-from lockstep.parallel.caps import plan_by_caps
-from lockstep.parallel.late_tensors import LateTensors
+from lockstep.parallel.bucket import plan_by_caps
+from lockstep.parallel.consistency import (
+    RollCall,
+    broadcast_module_state,
+    check_same_module,
+    sparse_names,
+    sync_buffers,
+)
+from lockstep.parallel.late_parameters import LateTensors
 from lockstep.parallel.reducer import MIB, Reducer
-from lockstep.parallel.rollcall import RollCall
-from lockstep.parallel.start import broadcast_module_state, check_same_module, sparse_names, sync_buffers
-from lockstep.strategies.buffers import WindowBuffers
+from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.collectives import Collectives
-from lockstep.strategies.norms import SynchronizedNorms
 from lockstep.strategies.options import (
     check_others,
     check_switches,
@@ -43,13 +44,14 @@ from lockstep.strategies.options import (
     checked_timeout,
 )
 from lockstep.strategies.sharded import Sharding, check_options, check_shardable
+from lockstep.supervise.client import meet_nodes
+from lockstep.supervise.collective_trace import put_up
 
 if TYPE_CHECKING:
-    from lockstep.cluster.base import World
     from lockstep.cluster.nccl import NcclVariables
+    from lockstep.cluster.world import World
     from lockstep.precision.base import Precision
-    from lockstep.strategies.hooked import CommunicationHook
-    from lockstep.strategies.local_steps import LocalSteps
+    from lockstep.strategies.comm_hooks import CommunicationHook, LocalSteps
 
 HALF_AN_HOUR = timedelta(minutes=30)
 
@@ -81,7 +83,7 @@ class DDPStrategy(Collectives, Sharding):
         model_averaging_period: under post-local SGD, the steps from one average of the parameters to the next, the
             first of them after the first local step. Or a mapping of such to numbers of ranks.
         outer_optimizer: let an outer optimizer step from average to average (local SGD, DiLoCo): a dict of arguments
-            of `lockstep.parallel.outer.OuterOptimizer`, ``{}`` for DiLoCo's.
+            of `lockstep.parallel.outer_optimizer.OuterOptimizer`, ``{}`` for DiLoCo's.
         process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
@@ -627,7 +629,7 @@ def _check_nccl(device_type: str) -> None:
 def _communication_hook(hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> CommunicationHook | None:
     if all(given is None for given in (hook, state, wrapper, period, outer)):
         return None
-    from lockstep.strategies.hooked import CommunicationHook
+    from lockstep.strategies.comm_hooks import CommunicationHook
 
     made = CommunicationHook(hook, state, wrapper, period, outer)
     return made if made.is_there else None

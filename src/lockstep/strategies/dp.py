@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.dp import cut, gather, in_threads, join, replicate, rows_of, scatter
+from lockstep.parallel.data_parallel import cut, gather, in_threads, join, replicate, rows_of, scatter
 from lockstep.strategies.base import Strategy
 
 

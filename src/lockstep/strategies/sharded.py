@@ -15,7 +15,7 @@ from lockstep.precision.base import Precision
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:  # the engine is imported by runs that use it
-    from lockstep.parallel.sharded import ShardedReducer
+    from lockstep.parallel.zero.reducer import ShardedReducer
 
 START = "DDPStrategy(shard_optimizer=True)"
 PATIENCE = timedelta(seconds=10)
@@ -61,7 +61,7 @@ def check_shardable(parameters: Iterable[Tensor], optimizers: list[Any], sparse:
     Raises:
         MisconfigurationException: with the parameter or the optimizer's class, and the way out.
     """
-    from lockstep.parallel.elementwise import check_elementwise, concerned
+    from lockstep.parallel.zero.optimizers import check_elementwise, concerned
 
     if sparse:
         raise MisconfigurationException(
@@ -166,7 +166,7 @@ class _Sharded:
     """The sharded optimizers of one fit."""
 
     def __init__(self, module: nn.Module, optimizers: list[Any], precision: Precision, options: dict[str, Any]) -> None:
-        from lockstep.parallel.sharded import ShardedReducer
+        from lockstep.parallel.zero.reducer import ShardedReducer
 
         self.reducer = ShardedReducer(module, optimizers, **options)
         self.shards = self.reducer.shards

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.ground.late import late
+from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.testing.datasets import RandomDataset as RandomDataset
-    from lockstep.testing.datasets import RandomDictDataset as RandomDictDataset
-    from lockstep.testing.datasets import RandomIterableDataset as RandomIterableDataset
-    from lockstep.testing.datasets import RandomIterableDatasetWithLen as RandomIterableDatasetWithLen
+    from lockstep.testing.equivalence import EquivalenceReport as EquivalenceReport
     from lockstep.testing.equivalence import check_equivalence as check_equivalence
-    from lockstep.testing.failure import RankFailure as RankFailure
-    from lockstep.testing.failure import RankTimeout as RankTimeout
     from lockstep.testing.models import BoringDataModule as BoringDataModule
     from lockstep.testing.models import BoringDataModuleNoLen as BoringDataModuleNoLen
     from lockstep.testing.models import BoringModel as BoringModel
     from lockstep.testing.models import ManualOptimBoringModel as ManualOptimBoringModel
+    from lockstep.testing.models import RandomDataset as RandomDataset
+    from lockstep.testing.models import RandomDictDataset as RandomDictDataset
+    from lockstep.testing.models import RandomIterableDataset as RandomIterableDataset
+    from lockstep.testing.models import RandomIterableDatasetWithLen as RandomIterableDatasetWithLen
+    from lockstep.testing.pool import RankFailure as RankFailure
     from lockstep.testing.pool import RankPool as RankPool
+    from lockstep.testing.pool import RankTimeout as RankTimeout
     from lockstep.testing.threads import run_threads as run_threads
-    from lockstep.testing.verdict import EquivalenceReport as EquivalenceReport
 
 # Name -> the file that it lives in: imported when it is first asked for.
 _WHERE = {
     "BoringDataModule": "models",
     "BoringDataModuleNoLen": "models",
     "BoringModel": "models",
-    "EquivalenceReport": "verdict",
+    "EquivalenceReport": "equivalence",
     "ManualOptimBoringModel": "models",
-    "RandomDataset": "datasets",
-    "RandomDictDataset": "datasets",
-    "RandomIterableDataset": "datasets",
-    "RandomIterableDatasetWithLen": "datasets",
-    "RankFailure": "failure",
+    "RandomDataset": "models",
+    "RandomDictDataset": "models",
+    "RandomIterableDataset": "models",
+    "RandomIterableDatasetWithLen": "models",
+    "RankFailure": "pool",
     "RankPool": "pool",
-    "RankTimeout": "failure",
+    "RankTimeout": "pool",
     "check_equivalence": "equivalence",
     "run_threads": "threads",
 }

@@ -24,7 +24,7 @@ from typing import IO, NoReturn
 
 import torch
 
-from lockstep.launch.port import free_port
+from lockstep.launch.environment import free_port
 from lockstep.testing import crash_training
 from lockstep.testing.crash import Kill, Life, Moment, lived
 from lockstep.testing.crash_training import DATA, EPOCHS, EVERY, STRATEGIES, Setting, seen

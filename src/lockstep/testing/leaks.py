@@ -29,7 +29,7 @@ UNWATCHED_VARIABLES = frozenset(
 )
 
 SAMPLED = "lockstep-sample"
-"""A process that has been a rank keeps this thread, which tells others where it is (`lockstep.launch.sample`)."""
+"""A process that has been a rank keeps this thread, which tells others where it is (`lockstep.supervise.stack`)."""
 
 
 @dataclass(frozen=True)

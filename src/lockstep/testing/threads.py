@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lockstep.testing.failure import RankFailure, rank_failure, rank_timeout
+from lockstep.testing.pool import RankFailure, rank_failure, rank_timeout
 
 _one_at_a_time = threading.Lock()
 

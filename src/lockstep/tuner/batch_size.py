@@ -16,9 +16,8 @@ from lockstep.ground.memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.states import TrainerFn
 from lockstep.tuner import attribute
-from lockstep.tuner.kept import Kept
 from lockstep.tuner.lr_finder import limited
-from lockstep.tuner.trial import alone, configure_again, evaluate, has_begun, train, trial
+from lockstep.tuner.trial import Kept, alone, configure_again, evaluate, has_begun, train, trial
 
 MODES = ("power", "binsearch")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}

@@ -16,8 +16,7 @@ from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.tuner import attribute
-from lockstep.tuner.kept import Kept
-from lockstep.tuner.trial import alone, configure_again, has_begun, train, trial
+from lockstep.tuner.trial import Kept, alone, configure_again, has_begun, train, trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

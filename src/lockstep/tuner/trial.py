@@ -2,24 +2,178 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from lockstep.callbacks.base import Callback
+from lockstep.data.combined import flatten
+from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
+from lockstep.ground.tree import tree_map
 from lockstep.loggers.base import DummyLogger
+from lockstep.loop import state
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks, is_overridden
+from lockstep.loop.logging import Published, Results, is_metric
 from lockstep.loop.optimizers import parse
 from lockstep.loop.progress import EPOCH_START
-from lockstep.loop.results import Published, Results
 from lockstep.module import LightningModule
-from lockstep.tuner.kept import Kept
+
+# -- what a trial may change ---------------------------------------------------------------------------------
+
+
+class _KeptTensor:
+    """A tensor and a copy of its values; on the CPU, so that a search for memory has the whole device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.values = tensor.detach().to("cpu", copy=True)
+
+    def put_back(self) -> Tensor:
+        with torch.no_grad():
+            self.tensor.copy_(self.values)
+        return self.tensor
+
+
+def _keep(value: Any) -> Any:
+    return tree_map(_KeptTensor, value, Tensor)
+
+
+def _given_back(value: Any) -> Any:
+    return tree_map(lambda kept: kept.put_back(), value, _KeptTensor)
+
+
+class Kept:
+    """Weights, buffers, gradients, modes and metrics of the module, its optimizers and schedulers, the gradient
+    scaler, all global random states, and what the user's own ``on_save_checkpoint`` hooks save.
+
+    Plain Python attributes of the module are not among them: what is to survive a trial belongs into buffers or
+    into ``on_save_checkpoint``.
+
+    Args:
+        trainer: inside a call, its module set up.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        module, strategy = trainer.lightning_module, trainer.strategy
+        self._parts = [(part, part.training, _tensors(part)) for part in module.modules()]
+        self._trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self._metrics = [
+            (part, _keep({name: getattr(part, name) for name in part._defaults}), part._update_count, part._computed)
+            for part in module.modules()
+            if is_metric(part)
+        ]
+        self._optimizers = [(optimizer, _optimizer_state(optimizer)) for optimizer in strategy.optimizers]
+        self._schedulers = [
+            (config.scheduler, copy.deepcopy(config.scheduler.state_dict())) for config in strategy.lr_scheduler_configs
+        ]
+        scaler = strategy.precision.scaler
+        self._scaler = None if scaler is None else scaler.state_dict()
+        self._random = random_states()
+        self._generators = [(each, each.get_state()) for each in _generators(trainer.loaders.given)]
+        self._checkpoint = _keep(state.collect(trainer)) if _saves_more(trainer) else None
+
+    def drop_gradients(self) -> None:
+        """Leave the gradients that are there alone: a trial makes its own."""
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """Make everything what it was when it was kept; may be called again."""
+        trainer = self._trainer
+        if self._checkpoint is not None:
+            checkpoint = _given_back(self._checkpoint)
+            saved = checkpoint.get(type(trainer.datamodule).__qualname__)
+            if saved is not None:
+                trainer.datamodule.load_state_dict(saved)
+            trainer.hooks.call("on_load_checkpoint", checkpoint)
+        for part, training, (parameters, buffers) in self._parts:
+            part.training = training
+            vars(part)["_parameters"] = _given_back(parameters)
+            vars(part)["_buffers"] = _given_back(buffers)
+        for parameter, requires_grad in self._trainable:
+            parameter.requires_grad_(requires_grad)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for metric, states, count, computed in self._metrics:
+            for name, value in _given_back(states).items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, computed
+        for optimizer, saved in self._optimizers:
+            _restore_optimizer(optimizer, saved)
+        for scheduler, saved in self._schedulers:
+            scheduler.load_state_dict(copy.deepcopy(saved))
+        if self._scaler is not None:
+            trainer.strategy.precision.scaler.load_state_dict(self._scaler)
+        for generator, saved in self._generators:
+            generator.set_state(saved)
+        set_random_states(self._random)
+
+
+def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _keep(dict(part._parameters)), _keep(dict(part._buffers))
+
+
+def _optimizer_state(optimizer: Any) -> Any:
+    """Of torch's own optimizers their attributes, without a conversion; of others what they say is their state."""
+    if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return _keep(copy.deepcopy(optimizer.state_dict()))
+    groups = [{**_keep({k: v for k, v in group.items() if k != "params"})} for group in optimizer.param_groups]
+    return dict(vars(optimizer)), groups, {parameter: _keep(value) for parameter, value in optimizer.state.items()}
+
+
+def _restore_optimizer(optimizer: Any, saved: Any) -> None:
+    if isinstance(saved, dict):
+        optimizer.load_state_dict(_given_back(saved))
+        return
+    attributes, groups, states = saved
+    vars(optimizer).clear()
+    vars(optimizer).update(attributes)
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        parameters = group["params"]
+        group.clear()
+        group.update(params=parameters, **_given_back(values))
+    optimizer.state.clear()
+    for parameter, value in states.items():
+        optimizer.state[parameter] = _given_back(value)
+
+
+def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
+    """The generators of loaders that the user made: a trial draws from them."""
+    for loaders in given.values():
+        for loader in flatten(loaders)[0] if loaders is not None else ():
+            for holder in (loader, getattr(loader, "sampler", None)):
+                generator = getattr(holder, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    yield generator
+
+
+def _saves_more(trainer: Any) -> bool:
+    """Whether somebody has a state of his own in checkpoints, which a trial may change."""
+    module, datamodule = trainer.lightning_module, trainer.datamodule
+    hooks = ("on_save_checkpoint", "on_load_checkpoint")
+    return (
+        any(is_overridden(name, module, LightningModule) for name in hooks)
+        or any(is_overridden(name, callback, Callback) for name in hooks for callback in trainer.callbacks)
+        or (datamodule is not None and is_overridden("state_dict", datamodule, LightningDataModule))
+    )
+
+
+# -- trials --------------------------------------------------------------------------------------------------
+
 
 LOOPS = {
     "validate_loop": RunningStage.VALIDATING,

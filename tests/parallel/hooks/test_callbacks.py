@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.strategies import DDPStrategy
-from lockstep.testing.failure import RankFailure
-from lockstep.testing.pool import RankPool
+from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 
 

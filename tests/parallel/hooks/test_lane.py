@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.parallel.hooks import lane as lane_file
-from lockstep.parallel.hooks.lane import THREAD, ThreadLane, end_threads, open_lane, submit
+from lockstep.parallel.hooks import ordering as lane_file
+from lockstep.parallel.hooks.ordering import THREAD, ThreadLane, end_threads, open_lane, submit
 from lockstep.testing.pool import RankPool
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks import PostLocalSGDState, fp16_wrapper, marks_of, nodes, post_local_sgd, prepare_state
-from lockstep.parallel.hooks.nodes import group_of, node_group
+from lockstep.parallel.hooks import PostLocalSGDState, fp16_wrapper, local_sgd, marks_of, post_local_sgd, prepare_state
+from lockstep.parallel.hooks.local_sgd import group_of, node_group
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import Model, as_checkpoint, counted, play
 
@@ -63,7 +63,7 @@ def test_all_ranks_average_and_then_those_of_a_group(ranks: RankPool, kind: str)
 
 def _made(kind: str, hosts: list[str]) -> tuple[list[int], bool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes, "this_node", lambda: (hosts[dist.get_rank()], "", ""))
+        patch.setattr(local_sgd, "this_node", lambda: (hosts[dist.get_rank()], "", ""))
         hook, state = _state(kind, 0, None)
         assert prepare_state(state, None, hook) is state
     marks = marks_of(hook, state)

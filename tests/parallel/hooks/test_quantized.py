@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.parallel.hooks import Int8State, PowerSGDState, allreduce, int8
-from lockstep.parallel.hooks.exchange import Bytes
+from lockstep.parallel.hooks.compress import Bytes
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import SHAPES, Model, Shape, as_checkpoint, counted, play, same_on_all
 

@@ -1,14 +1,219 @@
-"""The base class of progress bars: what there is to show, without how to show it."""
+"""The base class of progress bars: what there is to show, how far a loop has come, and when to draw again."""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
+from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.view import ModuleView, TrainerView
+
+# -- meters --------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Counts the batches of one loop and the seconds spent on them.
+
+    Args:
+        every: draw at every n-th batch only (and at the last).
+        interval: least number of seconds between two drawings.
+    """
+
+    def __init__(self, every: int = 1, interval: float = 0.1) -> None:
+        self.every = max(1, every)
+        self.interval = interval
+        self.begin(math.inf)
+
+    def begin(self, total: int | float) -> None:
+        """A new loop of ``total`` batches (inf if that is not known) starts now."""
+        self.total = total
+        self.done = 0
+        self._first: int | None = None
+        self._started = monotonic()
+        self._paused_at: float | None = None
+        self._next = self._started
+
+    def due(self, done: int) -> bool:
+        """Whether to draw now that ``done`` batches are behind us; called in each step, so it is brief."""
+        if self._first is None:
+            # a resumed epoch begins in its middle: what it skipped was not done in this time
+            self._first = done - 1
+        if done != self.total and (done % self.every or monotonic() < self._next):
+            return False
+        self._next = monotonic() + self.interval
+        self.done = done
+        return True
+
+    def pause(self) -> None:
+        """Time that passes from now on is not this loop's (validation in the middle of an epoch)."""
+        self._paused_at = monotonic()
+
+    def resume(self) -> float:
+        """Count time again; returns the seconds that were left out."""
+        if self._paused_at is None:
+            return 0.0
+        away = monotonic() - self._paused_at
+        self._started += away
+        self._paused_at = None
+        return away
+
+    @property
+    def first(self) -> int:
+        """Batches that were behind us when this loop began: not 0 in a resumed epoch."""
+        return self._first or 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent so far."""
+        return (self._paused_at or monotonic()) - self._started
+
+    @property
+    def rate(self) -> float:
+        """Batches per second so far; 0 before the first one."""
+        return (self.done - self.first) / max(self.seconds, 1e-9)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to the end at this rate; inf if there is no telling."""
+        return (self.total - self.done) / self.rate if self.rate else math.inf
+
+
+def clock(seconds: float) -> str:
+    """Seconds as people write them.
+
+    >>> clock(7.9), clock(754), clock(3_700_000), clock(float("inf"))
+    ('0:07', '12:34', '1027:46:40', '-:--')
+    """
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def number(value: Any, spec: str = "#.4g") -> str:
+    """A metric; a float keeps its digits, zeros too, so that what stands beside it does not move.
+
+    >>> number(0.5), number(1250.0), number(3), number("v1")
+    ('0.5000', '1250', '3', 'v1')
+    """
+    return format(value, spec).rstrip(".") if isinstance(value, float) else str(value)
+
+
+def speed(rate: float) -> str:
+    """Batches per second as people write them.
+
+    >>> speed(0.02), speed(3.14159), speed(1234.5)
+    ('50.0s/it', '3.14it/s', '1234it/s')
+    """
+    if 0 < rate < 0.1:
+        return f"{1 / rate:.1f}s/it"
+    return f"{rate:.0f}it/s" if rate >= 100 else f"{rate:.2f}it/s"
+
+
+# -- what is printed beside bars -----------------------------------------------------------------------------
+
+
+class Screen:
+    """Keeps bars of tqdm and printed text apart.
+
+    While it is open, ``sys.stdout`` and ``sys.stderr``, where they are terminals, take whole lines, clear the
+    bars, write the lines, and draw the bars again below: ``print``, warnings and lockstep's own messages.
+
+    Args:
+        bars: gives the bars that are on the screen now.
+    """
+
+    def __init__(self, bars: Callable[[], list[Any]]) -> None:
+        self._bars = bars
+        self._streams: dict[str, _Above] = {}
+
+    def open(self) -> None:
+        """Stand in for the streams; does nothing if it does so already, or where stdout is no terminal."""
+        if self._streams or not _is_terminal(sys.stdout):
+            return
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if _is_terminal(stream):
+                self._streams[name] = _Above(stream, self)
+                setattr(sys, name, self._streams[name])
+
+    def close(self) -> None:
+        """Give the streams back."""
+        for name, stand_in in self._streams.items():
+            stand_in.end()
+            if getattr(sys, name) is stand_in:  # else somebody has put another one over it, and it passes text on
+                setattr(sys, name, stand_in.stream)
+        self._streams = {}
+
+    def write(self, text: str, stream: Any) -> None:
+        """Write text above the bars.
+
+        Args:
+            text: whole lines.
+            stream: where to; a stand-in stands for the stream behind it.
+        """
+        stream = behind(stream)
+        bars = self._bars() if _is_terminal(stream) or stream is behind(sys.stdout) else []
+        for bar in bars:
+            bar.clear()
+            bar.fp.flush()
+        stream.write(text)
+        stream.flush()
+        for bar in bars:
+            bar.refresh()
+
+
+class _Above:
+    """Stands in for a stream while bars are on the screen."""
+
+    def __init__(self, stream: Any, screen: Screen) -> None:
+        self.stream = stream
+        self._screen: Screen | None = screen
+        self._process = os.getpid()
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Take text; what makes whole lines is shown."""
+        if self._screen is None or os.getpid() != self._process:  # a loader's worker has no bars
+            return int(self.stream.write(text))
+        # What moves the cursor draws a bar of its own. So may a newline alone, which takes it a line down.
+        if "\r" in text or "\x1b[A" in text or (text == "\n" and not self._line):
+            self.stream.write(text)
+            return len(text)
+        lines, newline, rest = (self._line + text).rpartition("\n")
+        self._line = rest
+        if newline:
+            self._screen.write(lines + newline, self.stream)
+        return len(text)
+
+    def end(self) -> None:
+        """From now on text is passed on as it comes."""
+        self._screen = None
+        if self._line:
+            self.stream.write(self._line)
+            self._line = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def behind(stream: Any) -> Any:
+    """The stream that a stand-in stands for; any other stream as it is."""
+    return stream.stream if isinstance(stream, _Above) else stream
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and not stream.closed and bool(stream.isatty())
+
+
+# -- the base class ------------------------------------------------------------------------------------------
 
 
 class ProgressBar(Callback):

@@ -1,12 +1,13 @@
-"""PlainProgressBar: now and then a line of text, for logs and pipes."""
+"""PlainProgressBar: now and then a line of text, for logs and pipes; and which bar suits what is written to."""
 
 from __future__ import annotations
 
 import sys
 from time import monotonic
 
-from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.callbacks.progress.meter import clock, number
+from lockstep.callbacks.progress.base import ProgressBar, clock, in_notebook, number
+from lockstep.callbacks.progress.rich import RichProgressBar
+from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.view import ModuleView, TrainerView
 
@@ -66,3 +67,27 @@ class PlainProgressBar(ProgressBar):
         shown = [f"step {trainer.global_step}", clock(monotonic() - self._epoch_began)]
         shown += [f"{name}={number(value)}" for name, value in self.get_metrics(trainer, pl_module).items()]
         print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)
+
+
+def choose_progress_bar() -> ProgressBar:
+    """The progress bar of a Trainer whose user named none.
+
+    Returns:
+        :class:`RichProgressBar` on a terminal that can move its cursor, if rich is installed;
+        :class:`TQDMProgressBar` on other terminals and in notebooks; :class:`PlainProgressBar`, which writes
+        a line now and then and never animates, where stdout is a file or a pipe.
+    """
+    if in_notebook():
+        return TQDMProgressBar()
+    if not _is_terminal():
+        return PlainProgressBar()
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return TQDMProgressBar()
+    return TQDMProgressBar() if Console().is_dumb_terminal else RichProgressBar()
+
+
+def _is_terminal() -> bool:
+    # stdout is None under pythonw, and closed in some daemons
+    return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()

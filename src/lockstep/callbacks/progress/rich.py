@@ -6,8 +6,7 @@ import math
 from importlib.util import find_spec
 from typing import Any
 
-from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.callbacks.progress.meter import Meter
+from lockstep.callbacks.progress.base import Meter, ProgressBar
 from lockstep.callbacks.progress.theme import RichProgressBarTheme
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.view import ModuleView, TrainerView

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from lockstep.callbacks.progress.meter import Meter, clock, number, speed
+from lockstep.callbacks.progress.base import Meter, clock, number, speed
 from lockstep.callbacks.progress.theme import RichProgressBarTheme
 
 

@@ -9,9 +9,7 @@ import threading
 from importlib.util import find_spec
 from typing import Any
 
-from lockstep.callbacks.progress.base import ProgressBar, in_notebook
-from lockstep.callbacks.progress.meter import Meter, number
-from lockstep.callbacks.progress.screen import Screen, behind
+from lockstep.callbacks.progress.base import Meter, ProgressBar, Screen, behind, in_notebook, number
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.view import ModuleView, TrainerView
 

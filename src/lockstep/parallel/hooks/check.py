@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.hooks.identity import innermost, name_of, torch_name
-from lockstep.parallel.hooks.lane import carrier
-from lockstep.parallel.hooks.local_steps import PostLocalSGDState, post_local_sgd
-from lockstep.parallel.hooks.low_rank import PowerSGDState, power_sgd
-from lockstep.parallel.hooks.mean import allreduce, bf16, fp16
-from lockstep.parallel.hooks.nodes import node_group
-from lockstep.parallel.hooks.quantized import Int8State, int8
+from lockstep.parallel.hooks.compress import allreduce, bf16, fp16
+from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, node_group, post_local_sgd
+from lockstep.parallel.hooks.ordering import carrier
+from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
+from lockstep.parallel.hooks.quantize import Int8State, int8
+from lockstep.parallel.hooks.torch_hooks import innermost, name_of, torch_name
 
 _OWN_STATES = (PowerSGDState, PostLocalSGDState, Int8State)
 _QUANTIZATION = ("quantization_pertensor_hook", "quantization_perchannel_hook")

@@ -1,0 +1,428 @@
+"""torch's elastic agent as ``lockstep run`` uses it: it meets others, starts ranks (anew), says what ended them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from lockstep.cluster.torchelastic import CAUSE, STARTED
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch import parent_death
+from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
+from lockstep.launch.inherit import PARENT
+from lockstep.launch.processes import Ended
+from lockstep.supervise.stack import one_line
+
+PROMISED = 3.0
+"""Seconds that the agent waits for the cause which somebody has promised to hand it."""
+
+FOLDERS = "lockstep-agent-"
+"""What the names of agents' folders begin with, in the system's folder for temporary files."""
+
+FRESH = 60.0
+"""Seconds for which such a folder may be one whose agent has not taken it yet."""
+
+REACH = 60
+"""Seconds within which an agent has to reach the node where the agents meet."""
+
+OWN_PORTS = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torch's variable by which each attempt meets at a store of its own, and at another port."""
+
+ENDED_ELSEWHERE = "another node has ended the run, and says why"
+
+PASSED_ON = ("SIGUSR1", "SIGUSR2")
+"""Signals that the ranks get, and that end no agent."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``lockstep run`` is asked to start."""
+
+    words: tuple[str, ...]  #: the script and its arguments, as behind ``python``
+    name: str  #: of the run: the same for the same command
+    devices: int  #: ranks on this node
+    nodes: tuple[int, int] = (1, 1)  #: the fewest and the most
+    node_rank: int | None = None  #: of this node; the agents meet on node 0, which has rank 0
+    address: str | None = None  #: where the agents meet; None: on this node
+    port: int = 0  #: the same; 0: a free one
+    local_address: str | None = None  #: of this node, as the others know it; None: its host name
+    run_id: str = "lockstep"  #: the same on all nodes
+    max_restarts: int = 0
+    resume: bool = False
+    patience: int = 600  #: seconds to wait for the other nodes
+    grace: int = 30  #: seconds that ranks get to end
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one node."""
+        return self.nodes == (1, 1)
+
+    @property
+    def flags(self) -> str:
+        """How the number of ranks was chosen, as in the command."""
+        few, most = self.nodes
+        nodes = "" if self.alone else f" --nodes {few}" if few == most else f" --nodes {few}:{most}"
+        return f"--devices {self.devices}{nodes}"
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, with a line for each restart.
+
+    Args:
+        folder: for what the ranks hand it.
+        spec, options: torch's.
+    """
+
+    def __init__(self, folder: Path, spec: WorkerSpec, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self._folder = folder
+        self._started = 0
+        self._result: RunResult | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._started += 1
+        self._result = None
+        os.environ[CAUSE] = str(self._folder / f"cause-{self._started}")
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._result = result
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._result is None:
+            say("another node starts its ranks anew, or comes, or has gone: all ranks are started anew")
+        else:
+            left = self._remaining_restarts
+            say(f"{self.cause()}; all ranks are started anew, and {left or 'no'} restart{'s' * (left != 1)} left")
+        super()._restart_workers(worker_group)
+
+    def cause(self) -> str:
+        """What ended the ranks: as somebody among them has told, else as far as their ends tell."""
+        path = Path(os.environ[CAUSE])
+        until = time.monotonic() + PROMISED * path.with_name(f"{path.name}.promised").exists()
+        while True:
+            with contextlib.suppress(OSError):
+                return path.read_text()
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+        if self._result is None or not self._result.failures:
+            return "the ranks of this node hang in the system, and cannot be ended"
+        return _first(self._result.failures)
+
+    def pass_on(self, number: int, frame: Any) -> None:
+        """A signal's handler: the ranks get it."""
+        context = self._pcontext
+        for process in () if context is None else context.pids().values():
+            with contextlib.suppress(OSError):
+                os.killpg(process, number)
+
+
+def _first(failures: Mapping[int, ProcessFailure]) -> str:
+    """What the ranks' ends tell. The agent itself has ended those that SIGTERM killed."""
+    by_itself = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
+    ends = by_itself or failures
+    killed = [rank for rank, failure in ends.items() if failure.exitcode < 0]
+    rank = killed[0] if killed else next(iter(ends))  # an exception of the others mostly follows from it
+    failure = ends[rank]
+    if killed or not os.path.isfile(failure.error_file):
+        return str(Ended(rank, failure.pid, failure.exitcode, 0.0))
+    return f"rank {rank} failed first: {one_line(failure.message)}"
+
+
+def say(text: str) -> None:
+    """A line on the screen."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
+
+
+def start(plan: Plan, environ: MutableMapping[str, str] = os.environ) -> int:
+    """Start the ranks of this node, and those anew that fail; gives the exit code.
+
+    Raises:
+        MisconfigurationException: this process is a rank itself, or the port is taken.
+    """
+    refuse_nested(environ)
+    hosts = not plan.alone and _hosts(plan)
+    if hosts:
+        _check_port(plan)
+    _silence()
+    clear_away(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
+    held = _take(folder)
+    try:
+        environ.update(_variables(plan, folder, environ))
+        agent = _agent(plan, hosts, folder)
+        return _run(agent, folder)
+    except RendezvousError as error:
+        say(_not_met(plan, error))
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def clear_away(temporary: Path) -> None:
+    """Remove the folders of agents that were killed before they could.
+
+    Args:
+        temporary: where they lie.
+    """
+    for folder in temporary.glob(f"{FOLDERS}*"):
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < FRESH:
+                continue
+            held = _take(folder)
+            if held is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(held)
+
+
+def _take(folder: Path) -> int | None:
+    """Lock a folder for as long as this process lives; None where another has it, or its disk knows no locks."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        return None
+    return held
+
+
+def refuse_nested(environ: Mapping[str, str]) -> None:
+    """Refuse to start ranks in the place of a rank.
+
+    Raises:
+        MisconfigurationException: the environment says that this process is one.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    if "TORCHELASTIC_RUN_ID" not in environ and not {"RANK", "LOCAL_RANK"} & environ.keys():
+        return
+    said = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    there = " ".join(f"-u {name}" for name in (*names, "MASTER_ADDR", "MASTER_PORT", PARENT) if name in environ)
+    raise MisconfigurationException(
+        f"lockstep run: this process is a rank itself ({said}): start `lockstep run` once on each node, not by "
+        f"torchrun or from a rank's script; where the variables are left over: env {there} lockstep run ..."
+    )
+
+
+def _variables(plan: Plan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks are told by the environment."""
+    told = {STARTED: plan.flags}
+    if not plan.alone:
+        told[OWN_PORTS] = "1"
+    if plan.max_restarts or plan.resume:
+        job = environ.get("SLURM_JOB_ID")  # an attempt at a job that SLURM has started anew is one at the same run
+        of_slurm = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '')}-{environ.get('SLURM_PROCID', '0')}"
+        own = uuid.uuid4().hex[:12] if job is None else of_slurm
+        told |= {RUN: plan.name, AGENT: own, RECORDS: str(folder / "records"), RESUME: str(int(plan.resume))}
+    return told
+
+
+def _hosts(plan: Plan) -> bool:
+    """Whether the agents of several nodes meet here."""
+    if plan.node_rank is not None:
+        return plan.node_rank == 0
+    assert plan.address is not None
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(plan.address, None)}
+    except OSError:
+        return False
+    for address in found:
+        family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))  # which only an address of this host can be
+            return True
+    return False
+
+
+def _check_port(plan: Plan) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", plan.port))
+        except OSError as error:
+            raise MisconfigurationException(
+                f"lockstep run: --master-port {plan.port}: the nodes were to meet there, and this host "
+                f"({socket.gethostname()}) cannot listen on it ({error.strerror}): choose another on all nodes, or end "
+                "what is left of an earlier run"
+            ) from None
+
+
+def _silence() -> None:
+    """Leave out what torch's agent says of its doings, and its table of errors: the last line is the first cause."""
+    if "LOGLEVEL" in os.environ:  # torch's variable: somebody wants to see it
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _agent(plan: Plan, hosts: bool, folder: Path) -> Agent:
+    endpoint = "127.0.0.1:0" if plan.alone else f"{plan.address}:{plan.port}"
+    options = {"join_timeout": plan.patience, "last_call_timeout": 5, "read_timeout": REACH, "timeout": plan.patience}
+    meeting = RendezvousParameters(
+        "c10d",
+        endpoint,
+        plan.run_id,
+        *plan.nodes,
+        "127.0.0.1" if plan.alone else plan.local_address,
+        is_host=plan.alone or hosts,
+        **options,
+    )
+    handler = rendezvous.get_rendezvous_handler(meeting)
+    python = [sys.executable, *subprocess._args_from_interpreter_flags(), "-u"]  # type: ignore[attr-defined]
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=plan.devices,
+        entrypoint=sys.executable,
+        args=("-I", "-S", parent_death.__file__, str(os.getpid()), *python, *plan.words),
+        rdzv_handler=handler if plan.alone else InOrder(handler, plan.node_rank, plan.local_address),
+        max_restarts=plan.max_restarts,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1" if plan.alone else plan.local_address,
+    )
+    return Agent(folder, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), shutdown_timeout=plan.grace)
+
+
+def _run(agent: Agent, folder: Path) -> int:
+    for name in PASSED_ON:
+        signal.signal(getattr(signal, name), agent.pass_on)
+    handler, done = agent.get_worker_group().spec.rdzv_handler, False
+    try:
+        result = agent.run()
+        handler.shutdown()
+        done = result is not None and not result.is_failed()
+    except (KeyboardInterrupt, SignalException) as ended:  # Ctrl-C before the ranks were there is torch's no signal yet
+        number = getattr(ended, "sigval", signal.SIGINT)
+        say("interrupted by Ctrl-C" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
+        return int(128 + number)
+    finally:
+        with contextlib.suppress(OSError):
+            for path in set((folder / "records").read_text().splitlines()):
+                leave_nothing(path, done)
+    if done:
+        return 0
+    if result is None:
+        say(ENDED_ELSEWHERE)
+        return 1
+    say(agent.cause())
+    codes = [failure.exitcode for failure in result.failures.values() if failure.exitcode != -signal.SIGTERM]
+    code = next(iter(codes), 1)
+    return int(code if code > 0 else 128 - code)
+
+
+def _not_met(plan: Plan, error: BaseException) -> str:
+    """What to do where the agents of the nodes did not find each other."""
+    few = plan.nodes[0]
+    place = f"--master-addr {plan.address} --master-port {plan.port}"
+    reason = type(error).__name__
+    if "Connection" in reason:
+        return (
+            f"node {plan.node_rank if plan.node_rank is not None else socket.gethostname()} could not reach {place} "
+            f"within {REACH} s: does `lockstep run --node-rank 0` run there, and is the address the one by which this "
+            "node knows that host?"
+        )
+    if "Timeout" in reason:
+        return (
+            f"fewer than {few} nodes came to {place} within {plan.patience} s (--patience): start the same command on "
+            f"{few} nodes, with --node-rank 0 to {few - 1}, or ask for fewer by --nodes"
+        )
+    if "Closed" in reason:
+        return ENDED_ELSEWHERE
+    return f"the nodes did not meet at {place}: {error}"
+
+
+class InOrder(RendezvousHandler):
+    """Gives the nodes of each round their numbers by ``--node-rank``, so that rank 0 is on the first of them.
+
+    torch numbers them by host names and process ids. What the nodes tell each other goes through the store that torch
+    has made for the round.
+
+    Args:
+        inner: torch's handler, which brings the nodes together.
+        node_rank: the number that the user has given this node; None: none, and it comes behind those that have one.
+        address: of this node, as the others know it; None: its host name.
+    """
+
+    def __init__(self, inner: RendezvousHandler, node_rank: int | None, address: str | None) -> None:
+        self._inner = inner
+        self._node_rank = node_rank
+        self._address = address
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others of this round.
+
+        Raises:
+            RendezvousStateError: two nodes were given the same number.
+        """
+        met = self._inner.next_rendezvous()
+        store = PrefixStore("lockstep", met.store)
+        store.set_timeout(timedelta(seconds=60))
+        store.set(f"node-{met.rank}", "" if self._node_rank is None else str(self._node_rank))
+        given = [store.get(f"node-{rank}").decode() for rank in range(met.world_size)]
+        twice = sorted({number for number in given if number and given.count(number) > 1})
+        if twice:
+            raise RendezvousStateError(f"--node-rank {twice[0]} is given on {given.count(twice[0])} of the nodes")
+        order = sorted(range(met.world_size), key=lambda rank: (not given[rank], int(given[rank] or 0), rank))
+        rank = order.index(met.rank)
+        place = RendezvousStoreInfo.build(rank, store, self._address)
+        return RendezvousInfo(met.store, rank, met.world_size, place)
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()

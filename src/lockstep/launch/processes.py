@@ -1,0 +1,438 @@
+"""Rank processes, started or adopted, and watched: when one fails, the others are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lockstep.launch.parent_death import is_alive
+
+GRACE = 2.0
+"""Seconds that a process gets to end by itself before it is killed."""
+
+FAREWELL = 30.0
+"""Seconds that a process gets that says it is ending."""
+
+LOOK = 0.02
+"""Seconds from one look at what still runs to the next."""
+
+PERIOD = 0.05
+"""The same for a process of which the system cannot tell by itself that it has ended."""
+
+
+class Process(Protocol):
+    """What of ``subprocess.Popen`` is needed to watch a child."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Wait for its end; the exit code, or the negative number of the signal that killed it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process that ended by itself, and badly."""
+
+    rank: int
+    pid: int
+    code: int | None  #: its exit code, or the negative number of the signal that killed it; None: nobody can tell
+    at: float  #: when, on the clock of ``time.monotonic``
+    why: str = ""  #: what else is known of it
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid}) {self._how()}{self.why}"
+
+    def _how(self) -> str:
+        if self.code is None:
+            return "is gone: it was killed, or ended by os._exit"
+        if self.code < 0:
+            try:
+                name = signal.Signals(-self.code).name
+            except ValueError:
+                name = f"signal {-self.code}"
+            return f"was killed by {name} (exit code {self.code})"
+        early = " in the middle of the run" if self.code == 0 else ""
+        return f"ended{early} with exit code {self.code}"
+
+
+class Children:
+    """The processes of the ranks.
+
+    Each is waited for by a thread of its own, so that a failure is known within milliseconds and in the
+    order in which they happened. Those that are started here have a process group each.
+
+    Args:
+        on_failure: called once, in such a thread, when a process has failed and the others are ended.
+        is_busy: whether a rank is in the middle of something, so that its end is a failure whatever its code.
+        is_someone_ending: whether a rank that fails, too, is to have more time, to save what it has.
+        failed_at: when a rank said that it fails, before its process ended; None: it has said nothing.
+        on_end: called after each end, good or bad, and before anything follows from it.
+        is_excused: whether the end of a rank, with this exit code, is neither good nor bad.
+
+    Attributes:
+        hurries: whether ranks that have all failed get half a second only; a launcher asks for their own exit codes.
+    """
+
+    def __init__(
+        self,
+        on_failure: Callable[[], None] | None = None,
+        is_busy: Callable[[int], bool] | None = None,
+        is_someone_ending: Callable[[], bool] | None = None,
+        failed_at: Callable[[int], float | None] | None = None,
+        on_end: Callable[[int], None] | None = None,
+        is_excused: Callable[[int, int | None], bool] | None = None,
+    ) -> None:
+        self._on_failure = on_failure
+        self._is_busy = is_busy
+        self._is_someone_ending = is_someone_ending
+        self._failed_at = failed_at
+        self._on_end = on_end
+        self._is_excused = is_excused
+        self.hurries = True
+        self._processes: dict[int, _Started | Foreign] = {}
+        self._watchers: dict[int, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._stopping = self._winding_up = False
+        self._gone: set[int] = set()
+        self._failed: list[Ended] = []
+        self._ended: dict[int, float] = {}
+        self._killed_for_memory = _killed_for_memory()
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        handed: Sequence[int] = (),
+        folder: str | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the process of a rank. Nobody types at it: its standard input is closed.
+
+        Args:
+            rank: which.
+            command: the words of its command.
+            environ: its environment.
+            handed: descriptors of open files that it takes over.
+            folder: its working folder; None: the one of this process.
+            first: what the new process does before anything else; only where this one has few threads.
+        """
+        group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+        if first is not None:
+            group["preexec_fn"] = first
+        process = subprocess.Popen(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handed, **group)
+        self._processes[rank] = _Started(process, group=True)
+
+    def take(self, rank: int, process: Process) -> None:
+        """Watch the process of a rank that was started in another way, as a child of this process."""
+        self._processes[rank] = _Started(process, group=False)
+
+    def adopt(self, rank: int, process: Foreign, stop: bool = True) -> None:
+        """Watch the process of a rank that somebody else started.
+
+        Args:
+            rank: which.
+            process: its process.
+            stop: whether :meth:`stop` ends it, too.
+        """
+        process.stops = stop
+        self._processes[rank] = process
+
+    def watch(self) -> None:
+        """Begin to watch those that are not watched yet."""
+        for rank, process in list(self._processes.items()):
+            if rank not in self._watchers:
+                name = f"lockstep-rank-{rank}"
+                self._watchers[rank] = threading.Thread(
+                    target=self._watch, args=(rank, process), name=name, daemon=True
+                )
+                self._watchers[rank].start()
+
+    @property
+    def failed(self) -> list[Ended]:
+        """Those that failed by themselves, not by our hand, in order of time."""
+        with self._lock:
+            return list(self._failed)
+
+    @property
+    def ended(self) -> dict[int, float]:
+        """Those that have come to a good end, with the time."""
+        with self._lock:
+            return dict(self._ended)
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose processes run, and that have not said farewell."""
+        with self._lock:
+            return [rank for rank in self._processes if rank not in self._gone]
+
+    def has_left(self, rank: int, at: float | None) -> None:
+        """A rank has nothing more to do, and will not end before it is told to.
+
+        Args:
+            rank: which.
+            at: when, if it has come to a good end.
+        """
+        with self._lock:
+            self._gone.add(rank)
+            if at is not None:
+                self._ended[rank] = at
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all have ended and whatever follows from it is done.
+
+        Returns:
+            whether they have, in that time.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        for watcher in list(self._watchers.values()):
+            watcher.join(None if until is None else max(0.0, until - time.monotonic()))
+        return not any(watcher.is_alive() for watcher in self._watchers.values())
+
+    def stop(self, grace: float = GRACE) -> None:
+        """End all that still run, by SIGTERM and after ``grace`` seconds by SIGKILL, and see them gone."""
+        with self._lock:
+            self._stopping = True
+        processes = [process for process in self._processes.values() if process.stops]
+        for process in processes:
+            process.signal(signal.SIGTERM)
+        until = time.monotonic() + grace
+        for process in processes:
+            if not process.wait(0.0 if is_stopped(process.pid) else max(0.0, until - time.monotonic())):
+                process.signal(signal.SIGKILL)
+                process.wait()
+            process.signal_group(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each rank that was started here."""
+        for process in self._processes.values():
+            if isinstance(process, _Started):
+                process.signal(number)
+
+    def signal_groups(self, number: int) -> None:
+        """Send a signal to each rank that was started here, and to all that it has started."""
+        for process in self._processes.values():
+            process.signal_group(number)
+
+    def wind_up(self, at: float) -> None:
+        """End all, since one has failed: not before the others had time to raise and to save what they have.
+
+        Args:
+            at: when it failed, on the clock of ``time.monotonic``.
+        """
+        with self._lock:
+            if self._winding_up or self._stopping:
+                return
+            self._winding_up = True
+        # others may be about to fail by themselves, one of them as the true cause: let them say so
+        until, latest = at + GRACE, time.monotonic() + FAREWELL
+        while running := self.running:
+            now, said = time.monotonic(), [self._said(rank, at) for rank in running]
+            if all(said) and self.hurries:  # only what they do at their end is left
+                until = min(until, max(said) + GRACE / 4)
+            if now >= until and not (
+                now < latest and self._is_someone_ending is not None and self._is_someone_ending()
+            ):
+                break
+            time.sleep(LOOK)
+        self.stop(GRACE / 8)
+        if self._on_failure is not None:
+            self._on_failure()
+
+    def _said(self, rank: int, at: float) -> float:
+        """When a rank said that it fails, too; 0 if it has not, since about that time."""
+        said = None if self._failed_at is None else self._failed_at(rank)
+        return said if said is not None and said > at - GRACE else 0.0
+
+    def _watch(self, rank: int, process: _Started | Foreign) -> None:
+        code, at = process.end(), time.monotonic()
+        excused = self._is_excused is not None and self._is_excused(rank, code)
+        with self._lock:
+            said_well = rank in self._ended
+            well = said_well or (code == 0 and not (self._is_busy is not None and self._is_busy(rank)))
+            self._gone.add(rank)
+            if well:
+                self._ended.setdefault(rank, at)
+            fails = not (well or excused or self._stopping)
+            if fails:
+                why = ""
+                if code in (None, -signal.SIGKILL) and _killed_for_memory() > self._killed_for_memory:
+                    why = ": the machine, or its container, ran out of memory"
+                self._failed.append(Ended(rank, process.pid, code, at, why))
+        if self._on_end is not None:
+            self._on_end(rank)
+        if not well:
+            process.signal_group(signal.SIGKILL)
+        if fails:
+            said = None if self._failed_at is None else self._failed_at(rank)
+            self.wind_up(at if said is None else min(at, said))
+        process.close()
+
+
+class _Started:
+    """A child of this process."""
+
+    stops = True
+
+    def __init__(self, process: Process, group: bool) -> None:
+        self._process = process
+        self._group = group
+        self.pid = process.pid
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._buried = False
+
+    def end(self) -> int:
+        """Wait for its end; its exit code. Until :meth:`close` its id is nobody else's."""
+        code = None
+        if hasattr(os, "waitid"):  # not on macOS
+            with contextlib.suppress(ChildProcessError):
+                code = _exit_code(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT))
+        if code is None:
+            code, self._buried = self._process.wait(), True
+        self._over.set()
+        return code
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it has ended, in that time."""
+        return self._over.wait(seconds)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._over.is_set():
+                os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to it and to what it has started, also when it has ended."""
+        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._group and not self._buried:
+                os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Bury it."""
+        with self._lock:
+            self._process.wait()
+            self._buried = True
+
+
+class Foreign:
+    """A process that somebody else started, watched: when it ends, and how as far as the system tells.
+
+    Args:
+        pid: its id.
+        said: called once it has ended and the system does not tell its exit code: what it said that this would be.
+
+    Attributes:
+        stops: whether :meth:`Children.stop` ends it, too.
+    """
+
+    def __init__(self, pid: int, said: Callable[[], int | None] = lambda: None) -> None:
+        self.pid = pid
+        self.stops = True
+        self._said = said
+        self._code: int | None = None
+        self._is_parent = os.getppid() == pid
+        self._ended = False
+        self._descriptor: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # other systems, and Linux before 5.3
+            self._descriptor = os.pidfd_open(pid)
+
+    def end(self) -> int | None:
+        """Wait for its end; its exit code, as of ``Popen``, where it can be told."""
+        self.wait()
+        return self._code
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for its end; whether it has come."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self._ended:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if self._descriptor is not None:
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLIN)
+                gone = bool(poll.poll(None if left is None else left * 1000))
+            else:
+                gone = not self._is_there()
+            if gone:
+                code = _zombie_code(self.pid)  # at once: it is forgotten when its parent has asked
+                self._code = self._said() if code is None else code
+                self._ended = True
+            elif left == 0:
+                return False
+            elif self._descriptor is None:
+                time.sleep(PERIOD if left is None else min(PERIOD, left))
+        return True
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it runs."""
+        with contextlib.suppress(OSError):  # it has ended
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, number)
+            elif not self._ended:
+                os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Its group is not ours."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_there(self) -> bool:
+        return os.getppid() == self.pid if self._is_parent else is_alive(self.pid)
+
+
+def stat_of(process: int | str) -> list[str]:
+    """What the system says of a process, or of a thread (``"7/task/8"``), from its state on.
+
+    Raises:
+        OSError: there is no such process, or a system without /proc.
+    """
+    with open(f"/proc/{process}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    if not fields:
+        raise ProcessLookupError(f"process {process} is gone")
+    return fields
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP say: it hears nothing but SIGKILL."""
+    try:
+        return stat_of(process)[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _zombie_code(process: int) -> int | None:
+    """How a process ended, as long as its parent has not asked; else None."""
+    try:
+        fields = stat_of(process)
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else None
+
+
+def _exit_code(info: Any) -> int:
+    """As ``Popen.returncode``."""
+    return int(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)
+
+
+def _killed_for_memory() -> int:
+    """How many processes the system has killed so far for want of memory."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,784 @@
+"""Feeds: the loaders of a stage as this rank draws from them, limited, shared out and weighed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+from torch.utils.data import DataLoader
+
+from lockstep.data.combined import LENGTHS, CombinedLoader, flatten
+from lockstep.data.loader_adapter import in_order, make_source
+from lockstep.data.recut import Grouping
+from lockstep.data.sampler import length_of
+from lockstep.data.source import Draft, Mixed, RowWeight, Source, Untouched
+from lockstep.datamodule import LightningDataModule
+from lockstep.ground.comm import all_gather_tensor
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.hooks import ModuleHooks
+from lockstep.loop.batch_counting import Course, Origin
+from lockstep.loop.hooks import is_overridden
+
+# -- where loaders come from ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Loaders:
+    """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
+
+    Attributes:
+        given: what was passed to the call.
+        datamodule: the data module of the call, or None.
+        module: the LightningModule of the call.
+    """
+
+    given: dict[str, Any]
+    datamodule: Any
+    module: Any
+
+    def _hook(self, stage: str) -> Any:
+        name = f"{stage}_dataloader"
+        if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
+            return getattr(self.datamodule, name)
+        if is_overridden(name, self.module, ModuleHooks):
+            return getattr(self.module, name)
+        return None
+
+    def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
+        """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
+
+        Args:
+            loaded: the epoch for which they were asked for last; None: for none.
+            epoch: counted from 0.
+            every: the flag; 0: never.
+        """
+        return bool(every) and (loaded is None or epoch - loaded >= every)
+
+    def check_reload(self, every: int) -> None:
+        """Warn where loaders are to be made anew and the call was given finished ones."""
+        given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
+        if every and given:
+            rank_zero_warn(
+                f"Trainer(reload_dataloaders_every_n_epochs={every}): fit() got {' and '.join(given)} as objects, "
+                "which stay the same; define the loader hooks in the module or a data module to have them made anew."
+            )
+
+    def defined(self, stage: str) -> bool:
+        """Whether there is a loader for this stage."""
+        return self.given.get(stage) is not None or self._hook(stage) is not None
+
+    def request(self, stage: str) -> Any:
+        """The loader or loaders of this stage; None where there are none."""
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        hook = self._hook(stage)
+        if hook is None:
+            return None
+        try:
+            return hook()
+        except Exception as error:
+            explained = explain_loader_error(error)
+            if explained is not None:
+                raise explained from error
+            raise
+
+
+def explain_loader_error(error: BaseException) -> MisconfigurationException | None:
+    """What to tell the user about an error that came out of a loader hook; None if it is not a known one.
+
+    Known are torch's own complaints about a `DistributedSampler` made before there is a process group, and
+    about ``shuffle=True`` over an empty data set.
+    """
+    text = str(error)
+    if "process group has not been initialized" in text:
+        return MisconfigurationException(
+            "A DistributedSampler was made before the process group exists (in one process there is none). "
+            "Leave the sampler out and give the DataLoader shuffle=True or False: lockstep shares the data "
+            "over the ranks by itself. Trainer(use_distributed_sampler=False) takes loaders as they are, "
+            "made in the loader hooks, where the group of a distributed strategy exists."
+        )
+    if "num_samples should be a positive integer value, but got num_samples=0" in text:
+        return MisconfigurationException(
+            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path or split."
+        )
+    return None
+
+
+# -- what feeds are made of ----------------------------------------------------------------------------------
+
+
+Gather = Callable[[Tensor], Tensor]
+"""Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
+
+Limit = int | float | None
+"""As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
+
+
+def opened(source: Any, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
+    """(loaders, their nest or None if there is but a bare one, mode) of what a loader hook returned."""
+    if isinstance(source, CombinedLoader):
+        return source.flattened, flatten(source.iterables)[1], source.mode
+    loaders, spec = flatten(source)
+    bare = len(loaders) == 1 and loaders[0] is source
+    return loaders, None if bare else spec, mode
+
+
+def make_sources(loaders: list[Any], draft: Draft, names: list[str]) -> list[Source]:
+    """A source for each loader."""
+    parts = enumerate(zip(loaders, names, strict=True))
+    return [make_source(loader, draft, number, name) for number, (loader, name) in parts]
+
+
+def names_of(hook: str, count: int) -> list[str]:
+    """What messages call the loaders of a hook."""
+    return [hook] if count == 1 else [f"{hook}[{number}]" for number in range(count)]
+
+
+def shares(mine: Sequence[float], total: float, size: int) -> list[tuple[float, float]]:
+    """(weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
+    return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
+
+
+class Share(float):
+    """The share of a micro-batch of several loaders that are cut unevenly: that of its heaviest part.
+
+    Attributes:
+        parts: the share of each part, 0.0 where this rank has no samples of it: what the mean over the part's samples
+            is multiplied with.
+    """
+
+    parts: tuple[float, ...]
+
+
+def part_shares(
+    shares: list[tuple[float, float]], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
+) -> list[tuple[float, float]]:
+    """(weight, share) of micro-batches of several loaders.
+
+    Args:
+        shares: as :func:`shares` gives them.
+        parts: of each micro-batch the weights of its parts on this rank.
+        totals: of each part the sum of all weights of the window.
+        size: number of ranks.
+    """
+    found = []
+    for (weight, share), mine in zip(shares, parts, strict=True):
+        each = tuple(part * size / total if part else 0.0 for part, total in zip(mine, totals, strict=True))
+        if weight and any(part and abs(part - share) > 1e-12 * share for part in each):
+            uneven = Share(share)
+            uneven.parts = each
+            share = uneven
+        found.append((weight, share))
+    return found
+
+
+def limited(limit: Limit, length: int | float, flag: str) -> int | float:
+    """Number of micro-batches under a ``limit_*_batches`` flag.
+
+    Raises:
+        MisconfigurationException: a part of a length that is not known, or less than one batch.
+    """
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return length
+    if isinstance(limit, int) or limit == 0:
+        return min(int(limit), length)
+    if math.isinf(length):
+        raise MisconfigurationException(
+            f"{flag}={limit} is a part of the loader's length, but the loader has none (no `__len__`): give "
+            f"a number of batches, such as {flag}=100, or 1.0 for all."
+        )
+    count = int(length * limit)
+    if count == 0 and length > 0:
+        raise MisconfigurationException(
+            f"{flag}={limit} of {length} batches is less than one: give at least {1 / length:.4g}, or a "
+            f"number of batches, such as {flag}=1."
+        )
+    return count
+
+
+def longest(count: int | float, gather: Gather) -> int | float:
+    """The number of micro-batches of the rank that has most."""
+    most = gather(torch.tensor(count, dtype=torch.float64)).max().item()
+    return most if math.isinf(most) else int(most)
+
+
+def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:
+    """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
+
+    Raises:
+        MisconfigurationException: the ranks have different data sets or batch sizes.
+    """
+    if draft.gather is None or not parts:
+        return True
+    facts = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
+    ranks = draft.gather(torch.tensor(facts, dtype=torch.int64))
+    same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
+    for number, (part, name) in enumerate(zip(parts, names, strict=True)):
+        if not same[number] and not isinstance(part, Untouched):
+            lengths = ", ".join(str(length) for length in ranks[:, number, 0].tolist())
+            raise MisconfigurationException(
+                f"{name} is not the same on all ranks (batches by rank: {lengths}). lockstep shares one data "
+                "set out over the ranks: build the same loader on each; or, if each rank has data of its "
+                "own, set Trainer(use_distributed_sampler=False)."
+            )
+    return all(same)
+
+
+def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ranks: int) -> None:
+    """Refuse training loaders without batches on so many ranks.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    for part, loader, name in zip(parts, loaders, names, strict=True):
+        if part.planned(ranks) == 0:
+            raise MisconfigurationException(no_batches(loader, name, ranks))
+
+
+def no_batches(loader: Any, name: str, size: int) -> str:
+    """Why a loader gives no batches."""
+    samples = length_of(getattr(loader, "dataset", None))
+    if not isinstance(loader, DataLoader) or not samples:
+        return f"{name} has no batches: its data set is empty (length 0)."
+    if loader.drop_last:
+        needed = f"batch_size={loader.batch_size}" + (f" x {size} ranks" if size > 1 else "")
+        return (
+            f"{name} has no batches: drop_last=True drops a global batch that is not full, and the {samples} "
+            f"samples do not fill one ({needed}). Set drop_last=False or a smaller batch_size."
+        )
+    return f"{name} has no batches: its sampler yields no samples (its `len()` is 0)."
+
+
+# -- feeds ---------------------------------------------------------------------------------------------------
+
+
+Chart = Callable[[list[int], bool], Course]
+"""The course of a run, given the ``batch_size`` of its loaders and whether they can be cut into windows of any size."""
+
+Part = tuple[float, float]
+"""(weight, share) of a micro-batch; see :class:`Window`."""
+
+_END = object()
+OTHER_STREAMS = (
+    "The iterable data set of train_dataloader begins with another sample on each rank. If it shards itself over the "
+    "ranks, it is now shared out twice, and most of its samples are never seen: set "
+    "Trainer(use_distributed_sampler=False). If it draws its samples by chance or from elsewhere, all is well."
+)
+
+
+class Place(Protocol):
+    """Where this process stands among the ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class Window:
+    """The micro-batches of one optimizer step, as this rank draws them; to be iterated once.
+
+    Iterating gives (batch, weight, share): ``weight`` is the number of samples drawn for the micro-batch (0.0
+    where this rank's part is empty; the batch is None then, or a padding batch), ``share`` what its loss is
+    multiplied with, so that the average over the ranks of the sum over the window is the mean over all samples of
+    the window: weight x ranks / (sum of the weights of all ranks and micro-batches).
+
+    Attributes:
+        size: number of micro-batches that are left, the same on all ranks.
+        begun: micro-batches of this window that an earlier life of the run has done.
+        last: whether this is the epoch's last window.
+        absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
+        gap: a rank, and a loader of which it has no samples in a micro-batch of which it has others; else None.
+    """
+
+    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "size")
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        parts: Sequence[Part],
+        last: bool,
+        begun: int = 0,
+        absent: Sequence[tuple[int, ...]] | None = None,
+        among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
+        gap: tuple[int, int] | None = None,
+    ) -> None:
+        self.gap = gap
+        self.absent = absent[begun:] if absent is not None and any(absent) else None
+        self._batches = batches
+        self._parts = parts[begun:] if begun else parts
+        self.size = len(parts) - begun
+        self.begun = begun
+        self.last = last
+        self._among = among  # the parts where some ranks average; None: their weights are equal
+
+    def share_among(self, ranks: Sequence[int]) -> None:
+        """Let gradients be averaged over these ranks alone, this one among them: to the mean over their samples."""
+        if self._among is not None:
+            self._parts = self._among(ranks)[self.begun :]
+
+    def __iter__(self) -> Iterator[tuple[Any, float, float]]:
+        batches = self._batches
+        for weight, share in self._parts:
+            batch = next(batches, _END)
+            if batch is _END:
+                raise RuntimeError("A training loader ended before the length that it had given (its `len()`).")
+            yield batch, weight, share
+
+
+class Feed:
+    """The training loaders of a fit, epoch by epoch.
+
+    Use :meth:`train` to make one. Where all loaders tell their length and weights ahead, a window costs
+    nothing but its batches. Of others (iterable data sets, foreign iterables) a window is fetched whole
+    before it is handed out, and one batch more, to know whether it is the last; with several ranks one small
+    collective a window tells who still has data.
+
+    Example:
+        >>> feed = Feed.train(DataLoader(data, 32, shuffle=True), world=World.single(), seed=42)
+        >>> feed.begin(epoch=0)
+        >>> for window in feed.windows(accumulate=2):
+        ...     for batch, weight, share in window:
+        ...         (loss(batch) * share).backward()
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        world: Place,
+        count: int | float,
+        limited: bool,
+        ahead: bool,
+        gather: Gather | None,
+        course: Course,
+        batches: list[int],
+        padded: bool = False,
+    ) -> None:
+        self._limit = count if limited else math.inf  # rows of an epoch
+        num_batches = source.length if course.elastic else count
+        if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
+            num_batches = longest(num_batches, gather)
+        self._source = source
+        self._rank = world.rank
+        self._size = world.size
+        self._gather = gather
+        self._ahead = ahead
+        self._padded = padded
+        self._mixes = len(source.leaves()) if isinstance(source, Mixed) else 0  # loaders side by side
+        #: how the batches of several loaders lie in one; None of a bare loader
+        self.nest = source.nest if isinstance(source, Mixed) else None
+        #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
+        self.num_batches = num_batches
+        #: by what the run counts batches
+        self.course = course
+        #: ``batch_size`` of each loader; 1 of what is taken as it is
+        self.batches = batches
+        self._length = self._stop = num_batches
+        self._grouped = False
+        self._start = self._first = 0
+        self._epoch = 0
+        self._accumulate = 1
+        self._batches: Iterator[Any] = iter(())
+        self._state: dict[str, Any] | None = None
+
+    @classmethod
+    def train(
+        cls,
+        source: Any,
+        *,
+        world: Place,
+        seed: int,
+        limit: Limit = None,
+        distribute: bool = True,
+        order: Literal["keyed", "torch"] | None = None,
+        overfit: bool = False,
+        gather: Gather | None = None,
+        chart: Chart | None = None,
+        planned: int | None = None,
+        padded: bool = False,
+    ) -> Feed:
+        """The feed of what a ``train_dataloader`` hook returned.
+
+        Args:
+            source: a DataLoader or other iterable of batches, or a dict, list or `CombinedLoader` of such (a
+                dict or list ends with its longest loader, the others beginning anew).
+            world: this rank and the number of ranks.
+            seed: the order of data and the random numbers of data sets are functions of it; the same on all
+                ranks.
+            limit: ``limit_train_batches``.
+            distribute: ``use_distributed_sampler``; False: loaders are taken as they are, each rank's its own.
+            order: "torch": shuffle by torch's own permutations; one process draws them from its global
+                generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
+            overfit: ``overfit_batches``: read loaders in order.
+            gather: collective for what ranks must agree on, if not over the default process group.
+            chart: how a run counts batches that other ranks have begun; default: by these ranks.
+            planned: the number of ranks that it counts by, where it is known before.
+            padded: give a rank whose part of a micro-batch is empty a sample of another's part, a padding batch.
+
+        Raises:
+            MisconfigurationException: no batches, a limit or a number of ranks that cannot be, loaders that differ.
+        """
+        gather = all_gather_tensor if gather is None and world.size > 1 else gather
+        by_torch = order == "torch"
+        loaders, spec, mode = opened(source, "max_size_cycle")
+        pads = padded or spec is not None  # loaders side by side count their batches alike on all ranks
+        draft = Draft(world.rank, world.size, seed, "train", pads, distribute, by_torch, planned or world.size, gather)
+        if mode == "sequential":
+            raise MisconfigurationException(
+                'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
+                '"max_size" or "max_size_cycle".'
+            )
+        if not loaders:
+            raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+        names = names_of("train_dataloader", len(loaders))
+        if overfit:
+            loaders = list(map(in_order, loaders, names))
+        parts = make_sources(loaders, draft, names)
+        ahead, batches = check_alike(parts, draft, names), [part.batch for part in parts]
+        made = parts[0] if spec is None else Mixed(parts, spec, mode)
+        course = Course(world.size, world.size) if chart is None else chart(batches, made.flexible)
+        check_batches(parts, loaders, names, course.ranks)
+        whole = made.planned(course.ranks)
+        count = limited(limit, whole, "overfit_batches" if overfit else "limit_train_batches")
+        return cls(made, world, count, count < whole, ahead and made.ahead, gather, course, batches, padded)
+
+    def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
+        """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
+
+        Args:
+            epoch: counted from 0.
+            start_batch: counted as this life of the run counts.
+            accumulate: that of the :meth:`windows` to come.
+        """
+        self.prepare(epoch, accumulate)
+        self._start = start_batch
+        self._state = None
+        if self._ahead:
+            self._batches = self._source.open(epoch, 0, start_batch, self._stop)
+
+    def prepare(self, epoch: int, accumulate: int) -> None:
+        """Cut an epoch as other ranks have planned or begun it; does nothing where there are none."""
+        self._epoch, self._accumulate = epoch, accumulate
+        course, source, most = self.course, self._source, self._limit
+        self._first = course.begins(epoch)[0]
+        grouping = course.grouping(epoch, accumulate, most)
+        if grouping is None and not self._grouped:
+            return
+        self._grouped = True
+        source.group(grouping or Grouping(course.ranks, accumulate, most))
+        most = course.batches(most, accumulate)
+        if self._ahead:
+            self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
+        else:  # it ends when all ranks are through
+            self.num_batches, self._stop = course.batches(self.rows, accumulate), most
+
+    # -- batches of the plan
+
+    @property
+    def rows(self) -> int | float:
+        """Batches of an epoch by the count of the plan, after the limit; infinite where it is not known."""
+        if not self.course.elastic:
+            return self._length
+        return min(self._source.planned(self.course.ranks), self._limit)
+
+    def rows_at(self, number: int) -> int:
+        """Batches of the plan that are done after so many micro-batches of the epoch that was begun."""
+        if not self.course.elastic:
+            return number
+        rows, all_rows = self.course.rows(self._epoch, number, self._accumulate), self.rows
+        at_end = number >= self.num_batches and not math.isinf(all_rows)
+        return int(all_rows if at_end else min(rows, all_rows))
+
+    def begun(self, number: int, accumulate: int) -> int:
+        """Micro-batches of the window that is under way after so many of the epoch."""
+        return (number - self._first) % self.course.micro(accumulate)
+
+    def reached(self, number: int) -> Origin:
+        """A boundary of the epoch that was begun, for a life with other ranks."""
+        origin = self.course.origin
+        if origin is not None and (origin.epoch, origin.number) == (self._epoch, number):
+            return origin
+        return Origin(self._epoch, number, self.rows_at(number), self._source.place(number) if number else None)
+
+    def windows(self, accumulate: int) -> Iterator[Window]:
+        """The windows of the epoch, of ``accumulate`` batches of the plan each, the last one perhaps of fewer.
+
+        These are as many micro-batches where the ranks are those of the plan.
+        """
+        micro = self.course.micro(accumulate)
+        return self._known(micro) if self._ahead else self._fetched(micro)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's loaders need to go on besides epoch and micro-batch; mostly {}."""
+        return self._source.state_dict() if self._state is None else self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the :meth:`begin` that goes on from where :meth:`state_dict` was taken."""
+        origin = self.course.origin
+        if not (self.course.moved and origin is not None and isinstance(origin.place, list)):  # read again up to there
+            self._source.load_state_dict(state)
+
+    def close(self) -> None:
+        """Drops the epoch that is under way and ends loader workers."""
+        self._batches = iter(())
+        self._source.close()
+
+    # -- windows whose weights are known before anything is fetched
+
+    def _known(self, accumulate: int) -> Iterator[Window]:
+        source, batches, stop = self._source, self._batches, self._stop
+        begun = (self._start - self._first) % accumulate
+        number = self._start - begun
+        even = min(source.even, stop)
+        same = [(float(source.batch), 1.0 / accumulate)] * accumulate
+        while number < stop:
+            after = number + accumulate
+            if after <= even:
+                yield Window(batches, same, after >= stop or (after >= even and not source.has(after)), begun)
+            else:
+                rows = self._rows(number, min(after, stop))
+                if not rows:
+                    return
+                after = number + len(rows)
+                mine = [[part[self._rank] for part in row] for row in rows]
+                weights = [[max(each) for each in zip(*row, strict=True)] for row in rows]
+                of_rank = [sum(each) for each in zip(*weights, strict=True)]
+                of_parts = [[sum(each) for each in zip(*of_rows, strict=True)] for of_rows in zip(*rows, strict=True)]
+                among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
+                absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
+                drawn = batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
+                last = after >= stop or not source.has(after)
+                gaps = (
+                    (rank, loader)
+                    for row, of_row in zip(rows, weights, strict=True)
+                    for loader, part in enumerate(row)
+                    for rank, weight in enumerate(part)
+                    if of_row[rank] and not weight
+                )
+                yield Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
+            number, begun = after, 0
+
+    def _among(
+        self,
+        weights: Sequence[float],
+        mine: Sequence[Sequence[float]],
+        of_rank: Sequence[float],
+        of_parts: Sequence[Sequence[float]],
+        ranks: Sequence[int] | None,
+    ) -> list[Part]:
+        """(weight, share) of this rank's micro-batches of a window whose gradients some ranks average.
+
+        Args:
+            weights: of this rank's micro-batches.
+            mine: the same by loader.
+            of_rank: the sum of each rank's weights.
+            of_parts: the same by loader, and in it by rank; one for each loader where there are several.
+            ranks: those that average, this one among them; None: all.
+        """
+        size = self._size
+        if ranks is not None:
+            size, of_rank = len(ranks), [of_rank[rank] for rank in ranks]
+            of_parts = [[each[rank] for rank in ranks] for each in of_parts]
+        parts = shares(weights, sum(of_rank) or 1.0, size)
+        return parts if len(of_parts) < 2 else part_shares(parts, mine, list(map(sum, of_parts)), size)
+
+    def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
+        """All ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as there are any."""
+        rows = []
+        while number < stop and self._source.has(number):
+            rows.append(self._source.row(number))
+            number += 1
+        return rows
+
+    def _with_gaps(self, rows: list[list[float]]) -> Iterator[Any]:
+        """The next batches, None where this rank has no samples, unless padding batches are wanted."""
+        for parts in rows:
+            batch = next(self._batches, _END) if any(parts) or self._source.pads else None
+            if batch is _END:
+                return
+            if any(parts):
+                yield batch if all(parts) else self._source.without(batch, parts)
+            else:
+                yield batch if self._padded else None
+
+    # -- windows that must be fetched before anything is known
+
+    def _fetched(self, accumulate: int) -> Iterator[Window]:
+        begun, stop = (self._start - self._first) % accumulate, self._stop
+        number = self._start - begun
+        batches = self._source.weighed(self._epoch, 0, number, stop)
+        self._state = self._source.state_dict()
+        held: list[tuple[Any, float]] = []
+        padding: Any = _END if self._padded else None
+        last = False
+        while number < stop and not last:
+            room = int(min(accumulate, stop - number))
+            held.extend(itertools.islice(batches, room - len(held)))
+            after = self._source.state_dict()
+            if number + room < stop:
+                held.extend(itertools.islice(batches, room + 1 - len(held)))
+            mine, held = held[:room], held[room:]
+            absent, of_rank, last, of_parts = self._agree([weight for _, weight in mine], bool(held), room)
+            size = len(absent)
+            if size == 0:
+                return
+            if self._padded:
+                if len(mine) < size and padding is _END:
+                    padding = mine[-1][0] if mine else self._any_batch()
+                padding = mine[-1][0] if mine else padding
+            mine += [(padding, 0.0)] * (size - len(mine))
+            of_rows = [getattr(weight, "parts", [0.0] * len(of_parts)) for _, weight in mine]
+            among = partial(self._among, [weight for _, weight in mine], of_rows, of_rank, of_parts)
+            drawn = self._handed_out(mine[begun:], after)
+            gaps = (
+                (rank, loader)
+                for loader, part in enumerate(of_parts)
+                for rank, weight in enumerate(part)
+                if of_rank[rank] and not weight
+            )
+            yield Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
+            number, begun = number + size, 0
+
+    def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:
+        """The batches of a window; until the last is out, the feed's state is that before the window."""
+        for batch, _ in mine[:-1]:
+            yield batch
+        self._state = after
+        yield mine[-1][0]
+
+    def _agree(
+        self, weights: list[float], more: bool, room: int
+    ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:
+        """What the ranks tell one another of a window.
+
+        Returns:
+            of each micro-batch the ranks without samples, the sum of each rank's weights, whether no rank has more,
+            and by loader each rank's sum, where a micro-batch holds parts of several loaders.
+        """
+        by_row = [weight.parts for weight in weights if isinstance(weight, RowWeight)]
+        sums = [sum(of_rows) for of_rows in zip(*by_row, strict=True)] or [0.0] * self._mixes
+        if self._gather is None:
+            return [()] * len(weights), [sum(weights)], not more, [[each] for each in sums]
+        there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
+        mine = [len(weights), sum(weights), more, self._source.mark, *there, *sums]
+        ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
+        if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
+            warn_once(OTHER_STREAMS)
+        size = int(ranks[:, 0].max())
+        absent = [
+            tuple(rank for rank, mark in enumerate(each) if not mark) for each in ranks[:, 4 : 4 + room].T.tolist()
+        ]
+        return absent[:size], ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 4 + room :].T.tolist()
+
+    def _any_batch(self) -> Any:
+        """Some batch of this rank, for a step in which it takes part for the others' sake only."""
+        batch = next(self._source.open(self._epoch, 0, 0, 1), _END)
+        if batch is _END:
+            raise MisconfigurationException(
+                f"train_dataloader has no samples for rank {self._rank} of {self._size}: the iterable data "
+                "set is shorter than the number of ranks. Use fewer devices or more data."
+            )
+        return batch
+
+
+class EvaluationFeed:
+    """The loaders of a validation, test or prediction.
+
+    Iterating gives (batch, batch_idx, dataloader_idx, weight): every sample once on one of the ranks, the
+    loaders one after the other (or in a `CombinedLoader`'s mode). Ranks draw different numbers of batches
+    where the samples do not go round. Use :meth:`of` to make one.
+
+    Attributes:
+        num_batches: of each loader, after the limit, on the rank that draws most; infinite where not known.
+        sequential: whether loaders are taken one after the other; else a batch holds one of each.
+        batch_indices: samples of the batch given last, where the sources were told to note them and could.
+    """
+
+    def __init__(self, sources: list[Source], num_batches: list[int | float], sequential: bool) -> None:
+        self._sources = sources
+        self.num_batches = num_batches
+        self.sequential = sequential
+        self.batch_indices: list[Any] = []
+        self._epoch = 0
+        self._limit: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: Any,
+        *,
+        world: Place,
+        seed: int,
+        limit: Limit | Sequence[Limit] = None,
+        distribute: bool = True,
+        order: Literal["keyed", "torch"] | None = None,
+        flag: str = "limit_val_batches",
+        overfit: bool = False,
+        gather: Gather | None = None,
+    ) -> EvaluationFeed:
+        """The feed of what a ``val_dataloader``, ``test_dataloader`` or ``predict_dataloader`` hook returned.
+
+        Args:
+            source: an iterable of batches, or a dict, list or `CombinedLoader` of such (taken one after the
+                other, unless a `CombinedLoader` says otherwise).
+            world: this rank and the number of ranks.
+            seed: as of :meth:`Feed.train`.
+            limit: of all loaders, or one for each in a list.
+            distribute: ``use_distributed_sampler``.
+            order: as of :meth:`Feed.train`.
+            flag: the name of the limit, "limit_{stage}_batches".
+            overfit: as of :meth:`Feed.train`.
+            gather: as of :meth:`Feed.train`.
+        """
+        if gather is None and world.size > 1:
+            gather = all_gather_tensor
+        stage = flag.split("_")[1]
+        by_torch = order == "torch"
+        draft = Draft(world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather)
+        loaders, spec, mode = opened(source, "sequential")
+        names = names_of(f"{stage}_dataloader", len(loaders))
+        if overfit:
+            loaders, flag = list(map(in_order, loaders, names)), "overfit_batches"
+        parts = make_sources(loaders, draft, names)
+        check_alike(parts, draft, names)
+        for part, loader, name in zip(parts, loaders, names, strict=True):
+            if part.length == 0:
+                rank_zero_warn(no_batches(loader, name, world.size))
+        limits = limit if isinstance(limit, Sequence) else [limit] * len(parts)
+        counts = [limited(each, part.length, flag) for each, part in zip(limits, parts, strict=True)]
+        if spec is None or mode == "sequential":
+            return cls(parts, counts, True)
+        return cls([Mixed(parts, spec, mode, counts)], [LENGTHS[mode](counts)], False)
+
+    def begin(self, epoch: int, limit: int | None = None) -> None:
+        """For the next pass: its epoch, which loaders that shuffle follow, and a limit below the others."""
+        self._epoch = epoch
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int, float]]:
+        for number, (source, count) in enumerate(zip(self._sources, self.num_batches, strict=True)):
+            stop = count if self._limit is None else min(count, self._limit)
+            batches = source.weighed(self._epoch, 0, 0, stop)
+            wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
+            for batch_idx, (batch, weight) in enumerate(wanted):
+                self.batch_indices = source.noted.popleft() if source.noted else []
+                yield batch, batch_idx, number, weight
+
+    def note_indices(self) -> None:
+        """From the next pass on, know the samples of each batch."""
+        for source in self._sources:
+            source.note_indices()
+
+    def close(self) -> None:
+        """Ends loader workers."""
+        for source in self._sources:
+            source.close()

@@ -1,0 +1,693 @@
+"""What ``self.log`` collects: values by name over the steps, then over the ranks in one packed all_gather."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.loop.metrics import StatesByLoader, is_metric
+
+# -- one logged name -----------------------------------------------------------------------------------------
+
+
+# Where `self.log` may be called: hook -> (on_step by default, on_epoch by default, whether on_step is allowed).
+_STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
+LOGGING: dict[str, tuple[bool, bool, bool]] = {
+    **dict.fromkeys(
+        [
+            "training_step",
+            "on_train_batch_start",
+            "on_train_batch_end",
+            "on_before_zero_grad",
+            "optimizer_zero_grad",
+            "on_before_backward",
+            "backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "optimizer_step",
+            "configure_gradient_clipping",
+            "clip_gradients",
+        ],
+        _STEP,
+    ),
+    **dict.fromkeys(
+        [
+            "validation_step",
+            "test_step",
+            "on_validation_batch_start",
+            "on_validation_batch_end",
+            "on_test_batch_start",
+            "on_test_batch_end",
+        ],
+        _EPOCH,
+    ),
+    **dict.fromkeys(
+        [
+            "on_train_start",
+            "on_train_epoch_start",
+            "on_train_epoch_end",
+            "on_validation_start",
+            "on_validation_epoch_start",
+            "on_validation_epoch_end",
+            "on_test_start",
+            "on_test_epoch_start",
+            "on_test_epoch_end",
+        ],
+        _EPOCH_ONLY,
+    ),
+}
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
+Options = tuple[Any, ...]
+Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
+
+
+class Entry:
+    """One name logged in one hook: its running reduction and its newest value.
+
+    Attributes:
+        step_fresh: the micro-batch in which ``last`` was logged, as `Results.micro_batch` counts; 0 where that is not
+            newer than the last reduction over the ranks (alone: than what loggers have).
+        epoch_fresh: whether anything was collected since the last :meth:`clear`.
+        dtype: of the reduced values: float64 for float64, the default type (or float32) for all others.
+        quick: the type (torch's, or float) of values that ``LightningModule.log`` may take in itself; None: none.
+        each_step: whether the value of every single step shall be reduced over the ranks (``sync_dist=True``).
+    """
+
+    __slots__ = (
+        "dtype",
+        "each_step",
+        "epoch_fresh",
+        "key",
+        "last",
+        "last_weight",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "op",
+        "options",
+        "prog_bar",
+        "quick",
+        "rank_zero_only",
+        "step_fresh",
+        "total",
+        "weight",
+    )
+
+    def __init__(self, key: Key, options: Options) -> None:
+        hook, dataloader_idx, name = key
+        self.key = key
+        self.options = options
+        self.prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, self.rank_zero_only = options[:7]
+        default_on_step, default_on_epoch, step_allowed = LOGGING[hook]
+        self.on_step = default_on_step if on_step is None else bool(on_step)
+        self.on_epoch = default_on_epoch if on_epoch is None else bool(on_epoch)
+        self.each_step = self.on_step and any(options[7:])
+        self.logger = logger is not False
+        self.op = _reduction(name, reduce_fx)
+        if not self.on_step and not self.on_epoch:
+            raise MisconfigurationException(
+                f"self.log({name!r}, on_step=False, on_epoch=False) in `{hook}` keeps nothing: leave one of them on."
+            )
+        if self.on_step and not step_allowed:
+            raise MisconfigurationException(
+                f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
+            )
+        self.name = f"{name}/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else name
+        self.metric: Any = None
+        self.dtype = _kept(torch.get_default_dtype())
+        self.quick: Any = None
+        # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
+        # 0-dim tensors on the device where they are on one, so that nothing waits for it.
+        self.last: Any = 0.0
+        self.total: Any = NEUTRAL[self.op]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was collected."""
+        self.epoch_fresh, self.step_fresh = False, 0
+        self.weight = self.last_weight = 0.0
+        self.total = NEUTRAL[self.op]
+
+    def add(self, value: Any, weight: float, micro_batch: int) -> None:
+        """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
+        if isinstance(value, Tensor):
+            if value.ndim:
+                value = self._scalar(value)
+            self.dtype = _kept(value.dtype)
+            value = value.item() if value.is_cpu else self._on_device(value)
+        else:
+            value = float(value) if type(value) in (float, int) else self._number(value)
+        if self.on_step:
+            self.last = value
+            self.last_weight = weight
+            self.step_fresh = micro_batch
+        if self.on_epoch:
+            self.epoch_fresh = True
+            self.weight += weight
+            op = self.op
+            if op == "mean":
+                self.total = self.total + value * weight
+            elif op == "sum":
+                self.total = self.total + value
+            elif isinstance(value, Tensor):
+                pick = torch.minimum if op == "min" else torch.maximum
+                self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
+            else:
+                self.total = extreme(op, self.total, value)
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        return value.detach().to(wide, copy=True)
+
+    def _scalar(self, value: Tensor) -> Tensor:
+        if value.numel() != 1:
+            raise MisconfigurationException(
+                f"self.log({self.key[2]!r}, <tensor of shape {tuple(value.shape)}>) in `{self.key[0]}`: log one "
+                "number, its mean say."
+            )
+        return value.reshape(())
+
+    def _number(self, value: Any) -> float:
+        try:
+            if not isinstance(value, (str, bytes)):  # "3" would pass for a number
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        way_out = "log one number"
+        if isinstance(value, dict):
+            way_out = "log its items by `self.log_dict(...)`"
+        elif isinstance(value, (str, bytes)):
+            way_out = "log numbers here, and text by the logger's own `self.logger.experiment`"
+        raise MisconfigurationException(
+            f"self.log({self.key[2]!r}, {value!r:.80}) in `{self.key[0]}`: {type(value).__name__} is no number; "
+            f"{way_out}."
+        )
+
+    def normal(self) -> list[Any]:
+        """The options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
+        return [*self.options[:4], self.op, *self.options[5:7]]
+
+    def place(self) -> tuple[Any, ...]:
+        """How far it has come, for :meth:`go_back`."""
+        return self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
+
+    def go_back(self, place: tuple[Any, ...]) -> None:
+        """Forget what came after :meth:`place`."""
+        self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = place
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of an epoch that is not over."""
+        return {
+            "key": list(self.key),
+            "options": [*self.normal(), self.each_step],
+            "total": float(self.total),
+            "last": float(self.last),
+            "weight": float(self.weight),
+            "dtype": self.dtype,
+        }
+
+
+def extreme(op: str, one: float, other: float) -> float:
+    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0."""
+    if one != one or other != other:
+        return math.nan
+    if one == other:
+        first = math.copysign(1.0, one) < math.copysign(1.0, other)
+        return one if first is (op == "min") else other
+    return min(one, other) if op == "min" else max(one, other)
+
+
+NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of ``dtype`` are shown: a mean of whole numbers or flags is none itself."""
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
+def _reduction(name: str, reduce_fx: Any) -> str:
+    op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
+    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)
+    if found == "avg":
+        found = "mean"
+    if found not in REDUCTIONS:
+        raise MisconfigurationException(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): choose one of {', '.join(REDUCTIONS)}, or log a "
+            "torchmetrics.Metric for a reduction of your own."
+        )
+    return found
+
+
+# -- collection and reduction --------------------------------------------------------------------------------
+
+
+Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
+Part = tuple[float, float, float]  # the same of one rank, as it travels
+
+
+class Results:
+    """What was logged in one stage (training or one evaluation).
+
+    Single steps' values are this rank's own until one of the reductions here, all of them collective:
+    :meth:`reduce_step` at logging intervals; :meth:`agree_on_step` before something is decided by them, and after
+    every micro-batch once any rank has logged one with ``sync_dist=True``. That is agreed on too: each reduction
+    carries whether this rank has, so that ranks that log different names still meet in the same places.
+
+    Attributes:
+        each_step: whether the loop calls :meth:`agree_on_step` after the micro-batch at hand; the same on all ranks.
+
+    Args:
+        gather: all_gather of a float64 vector of equal length on all ranks, giving a (world, n) tensor.
+        gather_objects: all_gather of a small Python object, giving a list by rank.
+        world_size: number of ranks.
+        rank: this rank.
+        on_cpu: whether values are on the CPU, where a number costs no waiting for a device.
+        module: whose torchmetrics objects are found by name on ranks that had no data for them.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[Tensor], Tensor],
+        gather_objects: Callable[[Any], list[Any]],
+        world_size: int = 1,
+        rank: int = 0,
+        module: Any = None,
+        on_cpu: bool = True,
+    ) -> None:
+        self._gather = gather
+        self._gather_objects = gather_objects
+        self._world_size = world_size
+        self._rank = rank
+        self._module = module
+        self._on_cpu = on_cpu
+        self._capacity = 64  # names that fit into one packed all_gather; grows alike on all ranks
+        self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
+        self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
+        self._by_loader: StatesByLoader | None = None  # metrics' states, in an evaluation of several loaders
+        self._wants_each_step = False  # this rank has logged with sync_dist=True
+        self.each_step = world_size > 1  # the first one finds out
+        self.table: dict[str, Entry] | None = None
+        self.hook: tuple[str, int] = ("", -1)
+        self.micro_batch = 1  # counted by the training loop, alike on all ranks
+        self.weight = 1.0
+        self.muted = False
+        self._barebones = getattr(getattr(module, "_trainer", None), "barebones", False)
+
+    @classmethod
+    def of(cls, strategy: Any, module: Any) -> Results:
+        """Results of ``module``, reduced over the ranks of ``strategy``."""
+        gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
+        on_cpu = strategy.root_device.type == "cpu"
+        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu)
+
+    def enter(self, hook: str, dataloader_idx: int = -1) -> None:
+        """Say in which hook the next ``log`` calls happen."""
+        self.hook = (hook, dataloader_idx)
+        self.table = self._tables.get(self.hook)
+        if self.table is None and hook in LOGGING:
+            self.table = self._tables[self.hook] = {}
+
+    def log(self, name: str, value: Any, options: Options, batch_size: float | None) -> None:
+        """Take in one value of ``name``; what ``LightningModule.log`` does not take in by itself."""
+        if self._barebones:  # nothing is ever kept, so that `LightningModule.log` always comes here
+            warn_once("self.log(...) keeps nothing under Trainer(barebones=True).", key="log in barebones mode")
+            return
+        if self.muted and not is_metric(value):
+            return
+        table = self.table
+        entry = table.get(name) if table is not None else None
+        if entry is None or entry.options != options:
+            entry = self._open(name, options)
+        if self._rank and entry.rank_zero_only:
+            entry.epoch_fresh, entry.step_fresh = entry.on_epoch, self.micro_batch if entry.on_step else 0
+            return
+        weight = self.weight if batch_size is None else checked_size(name, batch_size)
+        if is_metric(value):
+            self._add_metric(entry, value, weight)
+        else:
+            entry.add(value, weight, self.micro_batch)
+            if self._on_cpu and entry.op == "mean":
+                kind = type(value)
+                entry.quick = value.dtype if kind is Tensor else float if kind is float else None
+
+    def _open(self, name: str, options: Options) -> Entry:
+        if not isinstance(name, str):
+            raise MisconfigurationException(
+                f"self.log({name!r}, ...): the first argument is the name, a str; `self.log({str(name)!r}, value)`."
+            )
+        if self.table is None:
+            where = f"in `{self.hook[0]}`" if self.hook[0] else "outside the hooks of a run"
+            raise MisconfigurationException(
+                f"self.log({name!r}, ...) {where}: nothing can be logged there; use `self.logger.log_metrics`, or log "
+                "in a step or epoch hook."
+            )
+        entry = Entry((*self.hook, name), options)
+        known = self.table.setdefault(name, entry)
+        if known is not entry:
+            if known.normal() != entry.normal():
+                raise MisconfigurationException(
+                    f"self.log({name!r}, ...) was called twice in `{self.hook[0]}` with different arguments: "
+                    f"{known.normal()} and {entry.normal()}."
+                )
+            known.options = options
+            known.each_step |= entry.each_step
+        self._wants_each_step |= entry.each_step
+        return known
+
+    def _add_metric(self, entry: Entry, metric: Any, weight: float) -> None:
+        entry.metric = metric
+        entry.epoch_fresh = entry.on_epoch
+        forward = metric._forward_cache
+        if entry.on_step and forward is not None and not self.muted:
+            on_epoch, entry.on_epoch = entry.on_epoch, False  # the metric itself keeps the epoch's value
+            entry.add(forward, weight, self.micro_batch)
+            entry.on_epoch = on_epoch
+
+    def end_loader(self, loader: int) -> None:
+        """A loader of several is done on this rank: the metrics that were logged there begin anew."""
+        if self._by_loader is None:
+            self._by_loader = StatesByLoader()
+        for (_, dataloader_idx), table in self._tables.items():
+            for entry in table.values():
+                if entry.metric is not None and entry.epoch_fresh and dataloader_idx == loader:
+                    self._by_loader.keep(entry.metric, loader)
+
+    def _entries(self) -> list[Entry]:
+        return [entry for table in self._tables.values() for entry in table.values()]
+
+    def step_values(self) -> list[tuple[Entry, str, Tensor]]:
+        """The newest on_step values of this rank, not reduced: (entry, name, value)."""
+        found = []
+        for entry in self._entries():
+            if entry.step_fresh and entry.last_weight:
+                value = torch.tensor(float(entry.last), dtype=entry.dtype)
+                found.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
+        return found
+
+    def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
+        """:meth:`step_values`, each of them once."""
+        values = self.step_values()
+        for entry, _, _ in values:
+            entry.step_fresh = 0
+        return values
+
+    def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
+        """:meth:`agree_on_step`, with what was agreed on since the last call: what loggers get. Collective."""
+        self.agree_on_step()
+        values, self._agreed = list(self._agreed.values()), {}
+        return values
+
+    def agree_on_step(self) -> list[tuple[Entry, str, Tensor]]:
+        """The on_step values that any rank logged since the last reduction, over all ranks; one packed all_gather.
+
+        Collective. The values of the newest micro-batch in which any rank logged a name count: a rank without samples
+        of it has an older one. The loggers get what comes out by the next :meth:`reduce_step`.
+        """
+        fresh = [entry for entry in self._entries() if entry.step_fresh]
+        reduced = self._reduce(
+            fresh, lambda entry: (entry.last, entry.last_weight if entry.step_fresh else 0.0, entry.step_fresh)
+        )
+        values = []
+        for entry, value in reduced:
+            entry.step_fresh = 0
+            values.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
+            self._agreed[entry.key] = values[-1]
+        return values
+
+    def place(self) -> list[tuple[Entry, tuple[Any, ...]]]:
+        """How far everything has come, for :meth:`go_back`."""
+        return [(entry, entry.place()) for entry in self._entries()]
+
+    def go_back(self, place: list[tuple[Entry, tuple[Any, ...]]]) -> None:
+        """Forget what was logged after :meth:`place`, torchmetrics objects' own state excepted."""
+        known = {entry.key for entry, _ in place}
+        for entry in self._entries():
+            if entry.key not in known:
+                entry.clear()
+        for entry, before in place:
+            entry.go_back(before)
+
+    def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
+        """The on_epoch values over all steps and ranks; one packed all_gather, and the metrics' own. Collective.
+
+        What is reduced is cleared, so that a second call gives only what was logged in between; so are the newest
+        values of single steps, which the epoch's values replace.
+        """
+        fresh = [entry for entry in self._entries() if entry.epoch_fresh]
+        values = self._reduce(fresh, lambda entry: (entry.total, entry.weight, 0))
+        computed = self._computed([entry for entry, _ in values if entry.metric is not None])
+        found = []
+        for entry, value in values:
+            if entry.metric is not None:
+                value = computed[entry.key]
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise MisconfigurationException(
+                        f"self.log({entry.key[2]!r}, {type(entry.metric).__name__}): its compute() gives no single "
+                        "number; log its parts by `log_dict`."
+                    )
+                value = value.detach().reshape(())
+            found.append((entry, f"{entry.name}_epoch" if entry.on_step else entry.name, value))
+        for metric in {id(entry.metric): entry.metric for entry, _ in values if entry.metric is not None}.values():
+            metric.reset()
+        for entry, _ in values:
+            entry.clear()
+        return found
+
+    def _computed(self, entries: list[Entry]) -> dict[Key, Any]:
+        """What each entry's metric says, over the ranks, of the loader that it was logged from. Collective."""
+        groups: dict[tuple[int, Any], list[Entry]] = {}  # of those that show one number
+        for entry in entries:
+            several = self._by_loader is not None and entry.key[1] >= 0
+            groups.setdefault((id(entry.metric), entry.name if several else None), []).append(entry)
+        found: dict[Key, Any] = {}
+        for (_, name), alike in groups.items():
+            metric = alike[0].metric
+            if name is not None and self._by_loader is not None:
+                self._by_loader.show(metric, sorted({entry.key[1] for entry in alike}), name)
+            value = metric.compute()
+            found.update((entry.key, value) for entry in alike)
+        return found
+
+    def _reduce(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
+        """Reduce entries over the ranks: names travel as a hash, and in full only where the hashes differ."""
+        fresh.sort(key=lambda entry: entry.key)
+        if self._world_size > 1:
+            fresh, columns = self._exchange(fresh, read)
+        else:
+            columns = [[self._local(entry, read) for entry in fresh]]
+        reduced = []
+        for i, entry in enumerate(fresh):
+            parts = [rank[i] for rank in columns]
+            value = _combine(entry.op, parts)
+            reduced.append((entry, torch.tensor(value, dtype=entry.dtype)))
+        return reduced
+
+    def _local(self, entry: Entry, read: Reader) -> Part:
+        value, weight, micro_batch = read(entry)
+        if weight == 0.0:
+            return NEUTRAL[entry.op], 0.0, 0.0
+        number = float(value)
+        number = number * weight if micro_batch and entry.op == "mean" else number
+        return number, float(weight), float(micro_batch)
+
+    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[Part]]]:
+        names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
+        header = [float(zlib.crc32(names.encode())), float(len(fresh)), float(self._wants_each_step)]
+        rows = self._packed(header, fresh, read)
+        self.each_step = any(row[2] for row in rows)
+        if any(row[:2] != rows[0][:2] for row in rows) or rows[0][1] > self._capacity:
+            fresh = self._agree_on_names(fresh)
+            rows = self._packed(header, fresh, read)
+        parts = [[(row[i], row[i + 1], row[i + 2]) for i in range(3, 3 + 3 * len(fresh), 3)] for row in rows]
+        return fresh, parts
+
+    def _packed(self, header: list[float], fresh: list[Entry], read: Reader) -> list[list[float]]:
+        numbers = list(header)
+        for entry in fresh[: self._capacity]:
+            numbers.extend(self._local(entry, read))
+        vector = torch.zeros(3 + 3 * self._capacity, dtype=torch.float64)
+        vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        return self._gather(vector).tolist()
+
+    def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
+        """The union of what any rank logged, in one order; entries that this rank lacks are made, empty."""
+        modules = dict(self._module.named_modules()) if self._module is not None else {}
+        names = {id(module): name for name, module in modules.items()}
+        mine = [
+            (
+                list(entry.key),
+                entry.normal(),
+                None if entry.metric is None else names.get(id(entry.metric), ""),
+                entry.dtype,
+            )
+            for entry in fresh
+        ]
+        union: dict[Key, tuple[Options, str | None]] = {}
+        ranks_with: dict[Key, list[int]] = {}
+        dtypes: dict[Key, torch.dtype] = {}  # a rank that logged nothing shows the value in the type of the others
+        for rank, theirs in enumerate(self._gather_objects(mine)):
+            for (hook, dataloader_idx, name), options, metric, dtype in theirs:
+                key = (hook, dataloader_idx, name)
+                dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
+                union.setdefault(key, (tuple(options), metric))
+                ranks_with.setdefault(key, []).append(rank)
+        for key, (_, metric) in union.items():
+            if metric == "" and len(ranks_with[key]) < self._world_size:
+                raise RuntimeError(
+                    f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was reached on ranks "
+                    f"{ranks_with[key]} only, and the metric's own reduction needs all {self._world_size} ranks: make "
+                    "the metric an attribute of the module, so that the others find it."
+                )
+        while len(union) > self._capacity:
+            self._capacity *= 2
+        entries = []
+        for key in sorted(union):
+            table = self._tables.setdefault(key[:2], {})
+            if key[2] not in table:
+                table[key[2]] = Entry(key, union[key][0])
+            entry = table[key[2]]
+            entry.dtype = dtypes[key]
+            if union[key][1] and entry.metric is None:
+                entry.metric = modules[union[key][1]]
+            entries.append(entry)
+        return entries
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was collected in an epoch that is not over; plain types and tensors."""
+        kept = [entry for entry in self._entries() if entry.metric is None]
+        return [{**entry.state(), "fresh": entry.epoch_fresh} for entry in kept if entry.epoch_fresh or entry.each_step]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Go on collecting where :meth:`state_dict` was taken."""
+        for saved in state:
+            hook, dataloader_idx, name = saved["key"]
+            entry = Entry((hook, dataloader_idx, name), tuple(saved["options"]))
+            entry.total, entry.last, entry.weight = saved["total"], saved["last"], saved["weight"]
+            entry.dtype = saved["dtype"]
+            entry.epoch_fresh = saved.get("fresh", True)
+            self._wants_each_step |= entry.each_step
+            self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
+
+
+def checked_size(name: str, batch_size: Any) -> float:
+    """The weight that `self.log` was given.
+
+    Raises:
+        MisconfigurationException: it is no number of samples.
+    """
+    try:
+        size = float(batch_size)
+    except (TypeError, ValueError, RuntimeError):
+        size = -1.0
+    if not 0.0 <= size < math.inf:
+        raise MisconfigurationException(
+            f"self.log({name!r}, ..., batch_size={batch_size!r}): it is the number of samples that the value stands "
+            "for, 0 or more; leave it out to have that of the batch."
+        )
+    return size
+
+
+def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What several ranks had collected in an epoch, as one of them goes on with it; see `Results.state_dict`."""
+    found: dict[Key, dict[str, Any]] = {}
+    for saved in (each for part in parts for each in part):
+        key: Any = tuple(saved["key"])
+        if key not in found:
+            found[key] = dict(saved)
+            continue
+        first, op = found[key], Entry(key, tuple(saved["options"])).op
+        totals = first["total"], saved["total"]
+        first["total"] = extreme(op, *totals) if op in ("min", "max") else sum(totals)
+        first["weight"] += saved["weight"]
+        first["fresh"] = first.get("fresh", True) or saved.get("fresh", True)
+    return list(found.values())
+
+
+def _combine(op: str, parts: list[Part]) -> float:
+    newest = max((micro_batch for _, weight, micro_batch in parts if weight), default=0)
+    parts = [part for part in parts if part[1] and part[2] == newest]
+    values = [value for value, _, _ in parts]
+    if op == "mean":
+        weight = sum(weight for _, weight, _ in parts)
+        return sum(values) / weight if weight else float("nan")
+    if not values:
+        return NEUTRAL[op]
+    return sum(values) if op == "sum" else reduce(partial(extreme, op), values)
+
+
+class Published:
+    """The three dicts that users read: what callbacks, loggers and the progress bar see."""
+
+    def __init__(self) -> None:
+        self.callback: dict[str, Tensor] = {}
+        self.logged: dict[str, Tensor] = {}
+        self.progress_bar: dict[str, Any] = {}
+
+    def publish(self, values: list[tuple[Entry, str, Tensor]], *, to_callbacks: bool = True) -> dict[str, Tensor]:
+        """Show ``values``; returns those that loggers get.
+
+        Args:
+            values: as the reductions of :class:`Results` give them.
+            to_callbacks: False for single steps of an evaluation, which only loggers and the progress bar see.
+        """
+        for_loggers = {}
+        for entry, name, value in values:
+            if to_callbacks:
+                self.callback[name] = value
+                if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
+                    self.callback[entry.name] = value
+            if entry.logger:
+                self.logged[name] = for_loggers[name] = value
+            if entry.prog_bar:
+                self.progress_bar[name] = value
+        return for_loggers
+
+    def clear(self) -> None:
+        """Forget everything (after the sanity check)."""
+        self.callback.clear()
+        self.logged.clear()
+        self.progress_bar.clear()
+
+
+# -- the table of validate and test --------------------------------------------------------------------------
+
+
+def table(values: list[dict[str, float]], stage: str) -> str:
+    """The metrics of each loader as aligned text, a row for each metric and a column for each loader.
+
+    Args:
+        values: as ``trainer.validate`` gives them.
+        stage: "validation" or "test", for the heading.
+    """
+    names = sorted({name for part in values for name in part})
+    if not names:
+        return f"{stage}: nothing was logged"
+    heads = [stage, *([f"loader {i}" for i in range(len(values))] if len(values) > 1 else ["value"])]
+    rows = [[name, *(_number(part[name]) if name in part else "" for part in values)] for name in names]
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+
+    def line(cells: list[str]) -> str:
+        return "  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))])
+
+    rule = "-" * len(line(heads))
+    return "\n".join([line(heads), rule, *map(line, rows)])
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"

@@ -1,0 +1,157 @@
+"""What a run in spawned or forked processes brings back to the process that called it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from lockstep.launch.spawn import pack
+
+# Parts of a torch module that its state_dict carries, or that belong to one process.
+_TORCH_OWN = ("_parameters", "_buffers", "_modules", "_trainer", "training")
+
+
+_parents: list[Any] = []
+"""In a forked rank: what its parent's objects held, files and threads say. Nothing of it may be tidied up here."""
+
+
+@dataclass
+class Handover:
+    """Rank 0's side of a call, as it travels back.
+
+    Attributes:
+        returned: what the loop gave.
+        grown: layers, parameters and buffers that the call gave the module (in ``setup``, in ``configure_model``), or
+            that it changed.
+        weights: the module's state dict, on the CPU.
+        attributes: what else the module holds.
+        callbacks: the callbacks, in the Trainer's order; of one that cannot travel, what of it can.
+        progress: counters of the fit.
+        published: the metrics that users read.
+        state: what the Trainer was doing last.
+    """
+
+    returned: Any
+    grown: dict[str, Any]
+    weights: dict[str, Any]
+    attributes: dict[str, Any]
+    callbacks: list[Any]
+    progress: Any
+    published: Any
+    state: Any
+
+
+def call(trainer: Any, loop: Any, *args: Any) -> Handover:
+    """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
+    before = _build(trainer.lightning_module)
+    returned = loop.run(*args)
+    if loop is trainer.predict_loop and returned is not None and trainer.config.use_distributed_sampler:
+        returned = in_turns(trainer.strategy.gather_objects(returned), len(loop.num_batches) > 1)
+    module = trainer.lightning_module.cpu()
+    attributes = {
+        name: value for name, value in vars(module).items() if name not in _TORCH_OWN and not name.endswith("_hooks")
+    }
+    grown = _portable(
+        {name: getattr(module, name) for name, parts in _build(module).items() if parts != before.get(name)}
+    )
+    progress, published = trainer.fit_loop.progress, trainer.published
+    return Handover(
+        returned, grown, module.state_dict(), attributes, trainer.base_callbacks, progress, published, trainer.state
+    )
+
+
+def _build(module: Any) -> dict[str, list[str]]:
+    """What hangs at each name of a module: names and classes of layers, names and shapes of parameters and buffers."""
+    parts: dict[str, list[str]] = {}
+    layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
+    tensors = ((name, str(tuple(t.shape))) for name, t in chain(module.named_parameters(), module.named_buffers()))
+    for name, kind in chain(layers, tensors):
+        parts.setdefault(name.partition(".")[0], []).append(f"{name}: {kind}")
+    return parts
+
+
+def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
+    """What all ranks predicted, in the order of the loader, whose batches they were dealt in turn.
+
+    Args:
+        parts: the list of each rank: an entry for each batch, or a list of such for each loader.
+        several: whether there are several loaders.
+
+    Example:
+        >>> in_turns([["a", "c", "e"], ["b", "d"]], several=False)
+        ['a', 'b', 'c', 'd', 'e']
+    """
+    if several:
+        return [in_turns(list(of_one), several=False) for of_one in zip(*parts, strict=True)]
+    nothing = object()
+    dealt = zip_longest(*parts, fillvalue=nothing)
+    return [batch for batches in dealt for batch in batches if batch is not nothing]
+
+
+def call_in_copy(trainer: Any) -> Callable[..., Handover]:
+    """In the process that is about to be forked: what its copies are to call in place of :func:`call`.
+
+    There the Trainer and its parts let go of what is bound to this process, as if they had been pickled.
+    """
+    if trainer.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
+        import torch._dynamo  # noqa: F401
+    strategy = trainer.strategy
+    parts = (strategy.checkpoint_io, trainer.profiler, *trainer.loggers, *trainer.base_callbacks, strategy, trainer)
+    states = [(part, part.__getstate__()) for part in parts if _says_what_travels(part)]
+
+    def call_there(trainer: Any, loop: Any, *args: Any) -> Handover:
+        for part, state in states:
+            _parents.append(dict(vars(part)))
+            getattr(part, "__setstate__", vars(part).update)(state)
+        for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
+            if tensor.device.type == "cpu" and tensor.is_shared():  # all ranks would step on the same numbers
+                tensor.data = tensor.data.clone()
+        handover = call(trainer, loop, *args)
+        # what could not have travelled here need not be able to travel back
+        handover.attributes = _portable(handover.attributes)
+        handover.callbacks = [c if _travels(c) else _portable(vars(c)) for c in handover.callbacks]
+        return handover
+
+    return call_there
+
+
+def take_over(trainer: Any, handover: Handover) -> Any:
+    """In the calling process: go on as if the loop had run here; gives what it returned."""
+    module = trainer.lightning_module
+    for name, part in handover.grown.items():
+        if isinstance(part, Tensor) and not isinstance(part, Parameter):
+            module.register_buffer(name, part)
+        else:
+            setattr(module, name, part)
+    module.load_state_dict(handover.weights)
+    for name, value in handover.attributes.items():
+        object.__setattr__(module, name, value)
+    for mine, theirs in zip(trainer.base_callbacks, handover.callbacks, strict=True):
+        vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
+    trainer.fit_loop.progress, trainer.published = handover.progress, handover.published
+    trainer.state = handover.state
+    return handover.returned
+
+
+def _says_what_travels(part: Any) -> bool:
+    """Whether its class says what of it travels; from Python 3.11 on `object` has the method, too."""
+    return getattr(type(part), "__getstate__", None) is not getattr(object, "__getstate__", None)
+
+
+def _portable(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if _travels(value)}
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pack(value, io.BytesIO())
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
+        return False
+    return True

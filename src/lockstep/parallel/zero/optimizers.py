@@ -1,0 +1,667 @@
+"""The optimizers of a sharded reducer: they step on fragments of parameters, and save whole states."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
+
+from lockstep.ground import comm
+from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.zero.flat_parameters import Flat, Piece
+from lockstep.parallel.zero.optimizer_state import cut_state, whole_states
+from lockstep.parallel.zero.prefetch_wait import Arrivals, AwaitedList, can_wait
+from lockstep.parallel.zero.shared_buffer import Stage
+
+# -- a step on a shard ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def update_within(optimizer: Any, context: AbstractContextManager[Any], then: Callable[[], None]) -> Iterator[None]:
+    """Inside, call the optimizer's own ``step``: its update, and nothing else, runs in ``context``.
+
+    Hooks before the step (``register_step_pre_hook``, those of all optimizers, too) run before it is entered, hooks
+    after the step when it is left and ``then`` was called.
+
+    Args:
+        optimizer: one that is no ``torch.optim.Optimizer`` has no hooks.
+        context: entered once.
+        then: called after the update; not if that raises.
+    """
+    entered = ExitStack()
+    depth = 0  # a subclass's step may call that of its base, which runs all hooks once more
+
+    def enter(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            entered.enter_context(context)
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            entered.close()
+            then()
+
+    with entered:
+        if not isinstance(optimizer, Optimizer):
+            enter()
+            yield
+            leave()
+            return
+        hooks = optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)
+        # an OrderedDict by its id
+        optimizer._optimizer_step_post_hooks.move_to_end(hooks[1].id, last=False)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+# -- elementwise optimizers ----------------------------------------------------------------------------------
+
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Torch's optimizers whose update of an element depends on nothing but that element's value, gradient and state."""
+
+WHOLE = {
+    "LBFGS": "its line search works on all parameters together",
+    "Muon": "it orthogonalises each matrix as a whole",
+    "Adafactor": "it keeps row and column sums of each matrix",
+    "SparseAdam": "it updates the rows that a sparse gradient names",
+}
+"""Torch's other optimizers, and why a slice of a parameter is not enough for them."""
+
+_WAY_OUT = (
+    "leave it unsharded (shard_optimizer=False); or, where its update of an element depends on that element's "
+    "value, gradient and state alone, declare its class by `lockstep.parallel.zero.optimizers.elementwise`"
+)
+
+_declared: set[type] = set()
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def elementwise(kind: Kind) -> Kind:
+    """Declare a class of optimizers as elementwise, so that its work may be split; usable as a decorator.
+
+    Its update of an element must depend on nothing but that element's value, gradient and state, and on numbers
+    that are the same for the whole parameter (a count of steps). State tensors must have the parameter's shape or
+    no dimension. Norms of a parameter (LARS, LAMB), factored statistics and line searches do not qualify.
+
+    Example::
+
+        @elementwise
+        class Lion(torch.optim.Optimizer): ...
+    """
+    _declared.add(kind)
+    return kind
+
+
+def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
+    """Clip the gradients of ``parameters``, in place; of a complex one its real and its imaginary part."""
+    real: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_complex():  # for which torch has no clamp
+            torch.view_as_real(parameter.grad).clamp_(-value, value)
+        else:
+            real.append(parameter)
+    if real:  # torch refuses none, and a window may be without a loss
+        torch.nn.utils.clip_grad_value_(real, value)
+
+
+def concerned(parameters: Iterable[Tensor], optimizers: Iterable[Any]) -> list[Any]:
+    """Those of ``optimizers`` that have some of ``parameters``."""
+    own = {id(parameter) for parameter in parameters}
+    return [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
+
+
+def check_elementwise(optimizers: Iterable[Any]) -> None:
+    """Make sure that every optimizer may work on slices.
+
+    Raises:
+        ValueError: with the class of the first one that may not, the reason and the way out.
+    """
+    for optimizer in optimizers:
+        if not _is_elementwise(type(optimizer)):
+            name = type(optimizer).__name__
+            reason = WHOLE.get(name, "it is not known to treat each element of a parameter by itself")
+            raise ValueError(f"a sharded optimizer cannot be {name}: {reason}; {_WAY_OUT}")
+        for group in optimizer.param_groups:
+            if group.get("differentiable"):
+                raise ValueError(
+                    f"a sharded optimizer cannot be {type(optimizer).__name__}(differentiable=True): a graph does not "
+                    "lead through slices that other ranks update; leave it unsharded (shard_optimizer=False)"
+                )
+
+
+def _is_elementwise(kind: type) -> bool:
+    if kind in _declared or kind in ELEMENTWISE:
+        return True
+    # a subclass that brings nothing of its own into the update
+    for base in ELEMENTWISE:
+        if issubclass(kind, base):
+            names = ("step", "_init_group")
+            return all(_function(kind, name) is _function(base, name) for name in names)
+    return False
+
+
+def _function(kind: type, name: str) -> Any:
+    # torch wraps the `step` of each class for its profiler when one is first made
+    return inspect.unwrap(getattr(kind, name))
+
+
+# -- sharded optimizers --------------------------------------------------------------------------------------
+
+
+_OWN = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+class ShardedOptimizers:
+    """Optimizers of which every rank runs its part; made by a `ShardedReducer`.
+
+    Args:
+        module: in whose forwards parameters are waited for.
+        parameters: those that are reduced.
+        optimizers: elementwise ones (checked by the reducer); one without any of ``parameters`` stays as it is.
+        group: the ranks.
+        stage: over which new parameters are exchanged; None: through the group.
+
+    Raises:
+        ValueError: for an optimizer that another reducer has sharded, and still holds.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Iterable[Tensor],
+        optimizers: Sequence[Any],
+        group: comm.Group = None,
+        stage: Stage | None = None,
+    ) -> None:
+        self._module = module
+        self._optimizers = concerned(parameters, optimizers)
+        self._group, self._stage = group, stage
+        self._flats: list[Flat] = []
+        self._pieces: dict[int, Piece] = {}  # by the id of the parameter
+        self._under_way: list[Flat] = []
+        self._kept = self._detached = False
+        self._arrivals: Arrivals | None = None
+        self._methods: dict[int, dict[str, Callable[..., Any]]] = {}  # the optimizers' own, by their id
+        for optimizer in self._optimizers:
+            self._take_over(optimizer)
+
+    def take_in(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
+        """Shard those of ``optimizers`` that have some of ``parameters`` by now; before the next `lay_out`."""
+        for optimizer in concerned(parameters, optimizers):
+            if id(optimizer) not in self._methods:
+                self._optimizers.append(optimizer)
+                self._take_over(optimizer)
+
+    def _take_over(self, optimizer: Any) -> None:
+        earlier: ShardedOptimizers | None = getattr(optimizer, "_shards", None)
+        if earlier is not None:
+            if not earlier._detached and earlier._flats:
+                raise ValueError(
+                    f"this {type(optimizer).__name__} is sharded already, by a reducer that is attached: detach that "
+                    "one first, or give each reducer optimizers of its own"
+                )
+            earlier.restore()
+        optimizer._shards = self
+        own = self._methods[id(optimizer)] = {name: getattr(optimizer, name) for name in _OWN}
+
+        @wraps(own["step"])
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            return self.step(optimizer, closure, **options)
+
+        optimizer.step = MethodType(step, optimizer)  # a method, which lr schedulers wrap
+        optimizer.zero_grad = wraps(own["zero_grad"])(partial(self._zero_grad, optimizer))
+        optimizer.state_dict = partial(self.state_dict, optimizer)
+        optimizer.load_state_dict = partial(self.load_state_dict, optimizer)
+
+    # -- layout --------------------------------------------------------------------------------------------
+
+    def lay_out(self, buckets: Iterable[Bucket], padded: Sequence[Tensor]) -> None:
+        """Take the parameters into buffers as ``buckets`` are, with what there is of state. A collective.
+
+        Args:
+            buckets: laid out, the same on all ranks.
+            padded: their buffers with the padding.
+        """
+        self.wait()
+        if self._arrivals is not None:
+            self._arrivals.remove()
+        spread = [piece.parameter for piece in self._pieces.values() if piece.parameter.grad is piece.shown]
+        for parameter in spread:
+            self._pieces[id(parameter)].keep()
+        states = [self._whole_state(optimizer) for optimizer in self._optimizers]
+        kept = [one for flat in self._flats for one in flat.gather_kept()]
+        if self._stage is not None and not self._stage.lay_out([buffer.nbytes for buffer in padded]):
+            self._stage.close()
+            self._stage = None
+        pairs = zip(buckets, padded, strict=True)
+        self._flats = [Flat(bucket, buffer, self._group, self._stage) for bucket, buffer in pairs]
+        before, self._pieces = self._pieces, {id(p.parameter): p for flat in self._flats for p in flat.pieces}
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            if state:
+                self._cut_state(optimizer, state)
+        for key, old in before.items():
+            if key not in self._pieces:  # frozen by now: whole on every rank again
+                old.release()
+        for parameter, gradient in kept:
+            piece = self._pieces.get(id(parameter))
+            if piece is None:
+                parameter.grad = gradient
+            else:
+                piece.is_kept, piece.kept = True, piece.cut(gradient).clone()
+        for parameter in spread:
+            if id(parameter) in self._pieces:
+                self._pieces[id(parameter)].show_kept()
+        self._arrivals = Arrivals(self._module, self._arrive) if can_wait(self._module) else None
+        for optimizer in self._optimizers:
+            self._await_groups(optimizer)
+
+    def detach(self, patience: timedelta | None = None) -> None:
+        """Give the parameters memory of their own again. No collective.
+
+        The optimizers' state stays in fragments, from which ``state_dict`` still makes the ordinary form.
+
+        Args:
+            patience: how long to wait for parameters that are on their way; None: as long as the group does.
+
+        Raises:
+            RuntimeError: those of the last step did not come; everything is put back all the same.
+        """
+        try:
+            self.wait(patience)
+        finally:
+            self._under_way.clear()
+            if self._arrivals is not None:
+                self._arrivals.remove()
+                self._arrivals = None
+            for optimizer in self._optimizers:
+                self._await_groups(optimizer)
+            for flat in self._flats:
+                flat.release()
+            if self._stage is not None:
+                self._stage.close()
+                self._stage = None
+            self._detached = bool(self._flats)
+
+    def restore(self) -> None:
+        """Make the optimizers ordinary ones again, with all state on every rank. A collective; after `detach`."""
+        for optimizer in self._optimizers:
+            whole = self._whole_state(optimizer)
+            own = self._methods.pop(id(optimizer))
+            for name in (*_OWN, "_shards"):
+                vars(optimizer).pop(name)
+            if hasattr(own["step"], "_wrapped_by_lr_sched"):
+                optimizer.step = own["step"]
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            _replace_state(optimizer, {p: whole[id(p)] for p in parameters if id(p) in whole})
+            if not all(piece.is_of_its_kind() for piece in self._pieces.values()):  # the module was cast, or moved
+                optimizer.load_state_dict(optimizer.state_dict())
+        self._optimizers, self._flats, self._pieces = [], [], {}
+
+    # -- parameters on their way -----------------------------------------------------------------------------
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Return when all parameters are up to date on this rank.
+
+        Args:
+            patience: for how long at most; None: as long as the group waits.
+        """
+        while self._under_way:
+            self._finish(self._under_way[0], patience)
+
+    def _arrive(self, parameters: Iterable[Parameter | None]) -> None:
+        if self._under_way:
+            for parameter in parameters:
+                piece = self._pieces.get(id(parameter))
+                if piece is not None and piece.flat.work is not None:
+                    self._finish(piece.flat)
+
+    def _await_groups(self, optimizer: Any) -> None:
+        """Let whoever reads parameters in the optimizer's groups wait for them, too; or no longer."""
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            if self._arrivals is None:
+                group["params"] = list(parameters)
+            elif type(parameters) is not AwaitedList:
+                group["params"] = AwaitedList(parameters, self._arrive)
+
+    def _zero_grad(self, optimizer: Any, set_to_none: bool = True) -> None:
+        own = self._methods[id(optimizer)]["zero_grad"]
+        under_way, self._under_way = self._under_way, []  # gradients alone are looked at
+        try:
+            own(set_to_none)
+        finally:
+            self._under_way = under_way
+
+    def _finish(self, flat: Flat, patience: timedelta | None = None) -> None:
+        if patience is None:
+            flat.work.wait()
+        else:
+            flat.work.wait(patience)
+        flat.work = None
+        self._under_way.remove(flat)
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def set_aside(self) -> None:
+        """Before a backward: gradients that were reduced and not zeroed wait until the next round adds to them."""
+        for piece in self._pieces.values():
+            grad = piece.parameter.grad
+            if grad is piece.shown:
+                piece.keep()
+                self._kept = True
+            elif piece.is_kept and grad is None:  # zeroed since
+                piece.is_kept, piece.kept = False, None
+
+    def take(self, reduced: bool) -> None:
+        """After a backward: where it was reduced, let placeholders stand for the gradients."""
+        if not (reduced or self._kept):
+            return
+        for piece in self._pieces.values():
+            grad = piece.parameter.grad
+            if grad is None:
+                if not piece.is_kept:
+                    continue
+                piece.show_kept()
+                continue
+            if not reduced:
+                continue  # what this rank has added waits beside it
+            if grad is not piece.whole_gradient:  # of the layout before
+                piece.gradient.copy_(piece.cut(grad))
+            if piece.kept is not None:
+                piece.gradient.add_(piece.kept)
+            piece.parameter.grad = piece.shown
+            piece.is_kept, piece.kept = False, None
+        self._kept = any(piece.is_kept for piece in self._pieces.values()) if self._kept else False
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` of every parameter is its whole gradient, and what is done to it counts. A collective.
+
+        It lies where the rank's own gradients lay before they were reduced, and takes no memory.
+        """
+        shown = [piece for piece in self._pieces.values() if piece.parameter.grad is piece.shown]
+        for flat in self._flats:
+            if any(piece.parameter.grad is piece.shown for piece in flat.pieces):
+                flat.gather_gradients()
+        for piece in shown:
+            piece.parameter.grad = piece.whole_gradient
+        try:
+            yield
+        finally:
+            for piece in shown:
+                grad = piece.parameter.grad
+                if grad is not None:
+                    if grad is not piece.whole_gradient:
+                        piece.whole_gradient.copy_(grad)
+                    piece.parameter.grad = piece.shown
+
+    def reduced_names(self) -> list[str]:
+        """Names of the parameters whose gradients are spread over the ranks now."""
+        return [name for name, p in self._module.named_parameters() if self._is_spread(p)]
+
+    def hold(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Let ``gradient``, whole and the same on all ranks, be the reduced gradient of ``parameter``."""
+        piece = self._pieces.get(id(parameter))
+        if piece is None:
+            parameter.grad = gradient
+        else:
+            piece.gradient.copy_(piece.cut(gradient))
+            parameter.grad = piece.shown
+
+    def _is_spread(self, parameter: Parameter) -> bool:
+        piece = self._pieces.get(id(parameter))
+        return piece is not None and parameter.grad is piece.shown
+
+    @contextmanager
+    def lent(self, optimizer: Any) -> Iterator[None]:
+        """Inside, ``optimizer`` holds this rank's fragments, with their gradients."""
+        wholes = [group["params"] for group in optimizer.param_groups]
+        try:
+            for group, parameters in zip(optimizer.param_groups, wholes, strict=True):
+                group["params"] = fragments = []
+                for parameter in list.__iter__(parameters):
+                    piece = self._pieces.get(id(parameter))
+                    if piece is None:  # frozen, or none of the module's: updated on every rank
+                        fragments.append(parameter)
+                    elif piece.value is not None:
+                        piece.lend_gradient()
+                        fragments.append(piece.value)
+            yield
+        finally:  # `load_state_dict` makes new groups
+            for group, parameters in zip(optimizer.param_groups, wholes, strict=True):
+                group["params"] = parameters
+
+    def gradients_of(self, optimizer: Any) -> list[Tensor]:
+        """The gradients that this rank updates with; changed in place, they count."""
+        with self.lent(optimizer):
+            return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> Tensor | None:
+        """Clip the gradient of an optimizer's parameters by its 2-norm or by value. A collective.
+
+        Args:
+            optimizer: one of those that are sharded.
+            value: the largest norm, or the largest absolute value.
+            algorithm: "norm" or "value".
+
+        Returns:
+            the norm of the whole gradient, before it is clipped, the same on all ranks; None for "value".
+        """
+        cut = {id(piece.value) for piece in self._pieces_of(optimizer)}
+        with self.lent(optimizer):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if algorithm == "value":
+                clip_by_value(parameters, value)  # of a small model a rank may have nothing
+                return None
+            square = self._square([p.grad for p in parameters if id(p) in cut])
+            square += self._square([p.grad for p in parameters if id(p) not in cut]) / comm.world_size(self._group)
+            total = comm.all_reduce(square, "sum", self._group).sqrt()
+            dtypes = {flat.dtype for flat in self._flats} or {torch.float64}
+            if len(dtypes) == 1:
+                total = total.to(next(iter(dtypes)).to_real())
+            torch.nn.utils.clip_grads_with_norm_(parameters, value, total)
+        return total
+
+    def _square(self, gradients: list[Tensor]) -> Tensor:
+        """The sum of their elements' squares: a double, as squares of the largest float32 numbers are."""
+        device = next((flat.device for flat in self._flats), torch.device("cpu"))
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        norms = [norm.to(device) for norm in torch._foreach_norm(gradients)]
+        return torch.linalg.vector_norm(torch.stack(norms).double()).square()
+
+    def unscale(self, scaler: Any, optimizer: Any) -> None:
+        """``scaler.unscale_(optimizer)`` for a ``torch.amp.GradScaler``, all ranks seeing what is not finite on any."""
+        with self.lent(optimizer):
+            scaler.unscale_(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found:  # no fragment of it is here
+            device = self._flats[0].device
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        for tensor in found.values():
+            tensor.copy_(comm.all_reduce(tensor, "max", self._group))
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's slices, and begin to exchange them. A collective."""
+        if self._detached:
+            raise RuntimeError(
+                "this optimizer was sharded by a reducer that is detached: make a new one, or let `shards.restore()` "
+                "of that reducer give every rank the whole state, on all ranks together"
+            )
+        own = self._methods[id(optimizer)]["step"]
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            options["closure"] = lambda: loss
+        with update_within(optimizer, self._updating(optimizer), partial(self._send, optimizer)):
+            return own(**options)
+
+    @contextmanager
+    def _updating(self, optimizer: Any) -> Iterator[None]:
+        for piece in self._pieces_of(optimizer):
+            if piece.flat.work is not None:
+                self._finish(piece.flat)
+            if not piece.is_bound():
+                piece.bind()
+        with self.lent(optimizer):
+            yield
+
+    def _send(self, optimizer: Any) -> None:
+        self._await_groups(optimizer)  # one may have been added
+        pieces = self._pieces_of(optimizer)
+        flats = {piece.flat.index: piece.flat for piece in pieces}
+        for index in sorted(flats, reverse=True):  # the forward's order
+            flats[index].send()
+            self._under_way.append(flats[index])
+        if self._arrivals is None:
+            self.wait()
+        torch.autograd.graph.increment_version([piece.parameter for piece in pieces])
+
+    def _pieces_of(self, optimizer: Any) -> list[Piece]:
+        parameters = (p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
+        found = (self._pieces.get(id(parameter)) for parameter in parameters)
+        return [piece for piece in found if piece is not None]
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self, optimizer: Any, only: int | None = None) -> dict[str, Any]:
+        """The optimizer's state in its ordinary form, as without sharding. A collective.
+
+        Args:
+            optimizer: one of those that are sharded.
+            only: the rank that gets the whole state, on the CPU; the others get none of it, and keep the memory.
+                None: all ranks get it, on their devices.
+        """
+        if id(optimizer) not in self._methods:
+            return optimizer.state_dict()
+        groups = optimizer.param_groups
+        places = {id(p): place for place, p in enumerate(p for group in groups for p in group["params"])}
+        for parameter in [p for p, state in optimizer.state.items() if id(p) in places and not state]:
+            del optimizer.state[parameter]  # somebody looked: a defaultdict
+        with self.lent(optimizer):
+            saved: dict[str, Any] = self._own(optimizer, "state_dict")()
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+        here = only is None or only == comm.rank(self._group)
+        state: dict[int, Any] = {}
+        for number, parameter in enumerate(held):  # those that are not cut
+            if id(parameter) in places and number in saved["state"]:
+                state[places[id(parameter)]] = saved["state"][number]
+        for parameter, key, value in self._joined(optimizer, only):
+            if here:
+                moved = value.cpu() if only is not None and isinstance(value, Tensor) else value
+                state.setdefault(places[id(parameter)], {})[key] = moved
+        saved["state"] = {place: state[place] for place in sorted(state)} if here else {}
+        numbers = iter(range(len(places)))
+        for group, packed in zip(groups, saved["param_groups"], strict=True):
+            packed["params"] = [next(numbers) for _ in group["params"]]
+        return saved
+
+    def load_state_dict(self, optimizer: Any, saved: Mapping[str, Any]) -> None:
+        """Take over the state of ``optimizer`` in its ordinary form, of any run, sharded or not.
+
+        Raises:
+            ValueError: for parameter groups of another number or length, or a state that cannot be cut.
+        """
+        groups, theirs = optimizer.param_groups, saved["param_groups"]
+        if len(groups) != len(theirs):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if any(len(ours["params"]) != len(packed["params"]) for ours, packed in zip(groups, theirs, strict=True)):
+            raise ValueError("loaded state dict contains a parameter group of another size than the optimizer's")
+        pairs = [
+            (parameter, saved["state"].get(number, {}))
+            for group, packed in zip(groups, theirs, strict=True)
+            for parameter, number in zip(group["params"], packed["params"], strict=True)
+        ]
+        self._put_state(optimizer, {id(parameter): state for parameter, state in pairs if state}, theirs)
+
+    def _put_state(self, optimizer: Any, wholes: Mapping[int, Mapping[str, Any]], settings: Any) -> None:
+        """Give the optimizer its part of whole states (by the id of the parameter), through its own loading."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for group, setting in zip(optimizer.param_groups, settings, strict=True):
+            first = number
+            for parameter in group["params"]:
+                piece, whole = self._pieces.get(id(parameter)), wholes.get(id(parameter))
+                if piece is not None and piece.value is None:
+                    continue
+                if whole is not None:
+                    state[number] = whole if piece is None else cut_state(piece, whole, optimizer)
+                number += 1
+            groups.append({**setting, "params": list(range(first, number))})
+        with self.lent(optimizer):
+            self._own(optimizer, "load_state_dict")({"state": state, "param_groups": groups})
+
+    def _cut_state(self, optimizer: Any, wholes: Mapping[int, dict[str, Any]]) -> None:
+        """The same for another layout: as it is, where loading would cast it to the parameters' dtype."""
+        state: dict[Parameter, Any] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            piece, whole = self._pieces.get(id(parameter)), wholes.get(id(parameter))
+            if whole is not None and piece is None:
+                state[parameter] = whole
+            elif whole is not None and piece is not None and piece.value is not None:
+                state[piece.value] = cut_state(piece, whole, optimizer)
+        _replace_state(optimizer, state)
+
+    def _own(self, optimizer: Any, name: str) -> Callable[..., Any]:
+        own = self._methods.get(id(optimizer))
+        return getattr(optimizer, name) if own is None else own[name]
+
+    def _joined(self, optimizer: Any, only: int | None = None) -> Iterator[tuple[Parameter, str, Any]]:
+        members = {id(piece): piece for piece in self._pieces_of(optimizer)}
+
+        def state_of(piece: Piece) -> Mapping[str, Any]:
+            return optimizer.state.get(piece.value, {}) if id(piece) in members else {}
+
+        for piece, key, value in whole_states(self._flats, state_of, optimizer, self._group, only):
+            yield piece.parameter, key, value
+
+    def _whole_state(self, optimizer: Any) -> dict[int, dict[str, Any]]:
+        """All of an optimizer's state, by the id of the parameter, for another layout."""
+        whole: dict[int, dict[str, Any]] = {
+            id(p): dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor) and state
+        }
+        if self._flats:
+            fragments = {id(piece.value) for piece in self._pieces.values() if piece.value is not None}
+            whole = {key: state for key, state in whole.items() if key not in fragments}
+            for parameter, key, value in self._joined(optimizer):
+                whole.setdefault(id(parameter), {})[key] = value
+        return whole
+
+
+def _replace_state(optimizer: Any, state: Mapping[Parameter, Any]) -> None:
+    """Let it be all the optimizer's state of parameters."""
+    for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(state)

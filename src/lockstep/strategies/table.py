@@ -1,0 +1,117 @@
+"""Names of strategies: what ``Trainer(strategy="...")`` stands for."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies.base import SingleDeviceStrategy, Strategy
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.dp import DataParallelStrategy
+
+SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
+NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
+    "single_device": (SingleDeviceStrategy, {}),
+    "dp": (DataParallelStrategy, {}),
+    "ddp": (DDPStrategy, {}),
+    "ddp_find_unused_parameters_true": (DDPStrategy, {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": (DDPStrategy, {"find_unused_parameters": False}),
+    "ddp_spawn": (DDPStrategy, SPAWN),
+    "ddp_spawn_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
+    "ddp_spawn_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
+    "ddp_fork": (DDPStrategy, FORK),
+    "ddp_fork_find_unused_parameters_true": (DDPStrategy, FORK | {"find_unused_parameters": True}),
+    "ddp_fork_find_unused_parameters_false": (DDPStrategy, FORK | {"find_unused_parameters": False}),
+    # In Lightning these fork. A notebook's kernel has threads, and mostly has used the GPU in an earlier cell; fresh
+    # processes work all the same, and modules from cells travel by value.
+    "ddp_notebook": (DDPStrategy, SPAWN),
+    "ddp_notebook_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
+    "ddp_notebook_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
+}
+"""Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
+
+_SHARDED = 'lockstep has no strategy yet that shards the model; use "ddp", which holds all of it on every device'
+_XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'
+_SLICED = (
+    "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
+)
+_GONE = 'Lightning has dropped it, too; use "ddp"'
+REFUSED = {
+    "ddp2": 'it was dp within each node and ddp between them, and Lightning has dropped it; use "ddp"',
+    "fsdp": _SHARDED,
+    "fsdp_cpu_offload": _SHARDED,
+    "deepspeed": _SHARDED,
+    "deepspeed_stage_1": _SHARDED,
+    "deepspeed_stage_2": _SHARDED,
+    "deepspeed_stage_2_offload": _SHARDED,
+    "deepspeed_stage_3": _SHARDED,
+    "deepspeed_stage_3_offload": _SHARDED,
+    "deepspeed_stage_3_offload_nvme": _SHARDED,
+    "model_parallel": _SHARDED,
+    "xla": _XLA,
+    "xla_debug": _XLA,
+    "single_xla": _XLA,
+    "single_tpu": _XLA,
+    "tpu_spawn": _XLA,
+    "ddp_cpu": 'use accelerator="cpu", devices=2, strategy="ddp"',
+    "ddp_sharded": _SLICED,
+    "ddp_sharded_spawn": _SLICED,
+    "ddp_fully_sharded": _GONE,
+    "horovod": _GONE,
+    "bagua": _GONE,
+    "colossalai": _GONE,
+    "hivemind": _GONE,
+}
+"""Lightning's other names, those of its earlier versions too: why not, and what to use today."""
+
+
+def drives_all_devices(asked: str | Strategy) -> bool:
+    """Whether one process of a strategy works with all devices of its node; else each rank has one."""
+    kind = NAMES.get(asked.lower(), (Strategy, {}))[0] if isinstance(asked, str) else asked
+    return bool(getattr(kind, "drives_all_devices", False))
+
+
+def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = False) -> Strategy:
+    """The strategy for a name or an object.
+
+    Args:
+        asked: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), or a Strategy.
+        world_size: number of ranks of the run.
+        interactive: whether there is no script that could be started once for each rank.
+
+    Raises:
+        MisconfigurationException: for a name that is not known or refused, or a strategy of one rank for several.
+    """
+    if isinstance(asked, str):
+        asked = asked.lower()
+    if asked == "auto" and world_size > 1:
+        asked = "ddp_notebook" if interactive else "ddp"
+    made = asked if isinstance(asked, Strategy) else _named(asked)
+    if world_size > 1 and made.launcher is None:
+        name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
+        raise MisconfigurationException(
+            f"Trainer(strategy={name}) is for one rank, and devices and num_nodes make {world_size}: use devices=1, or "
+            'strategy="ddp".'
+        )
+    return made
+
+
+def _named(asked: Any) -> Strategy:
+    if asked == "auto":
+        return SingleDeviceStrategy()
+    if isinstance(asked, str) and asked in NAMES:
+        kind, arguments = NAMES[asked]
+        return kind(**arguments)
+    if isinstance(asked, str) and asked in REFUSED:
+        raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')
+    if isinstance(asked, type) and issubclass(asked, Strategy):
+        raise MisconfigurationException(
+            f"Trainer(strategy={asked.__name__}): this is a class; give an instance, {asked.__name__}()."
+        )
+    near = difflib.get_close_matches(str(asked), NAMES, n=1)
+    hint = f' Did you mean "{near[0]}"?' if near else ""
+    raise MisconfigurationException(
+        f'Trainer(strategy={asked!r:.100}): choose "auto", "single_device", "ddp", "ddp_spawn", or a Strategy '
+        f"object of lockstep's.{hint}"
+    )

@@ -1,0 +1,309 @@
+"""The first cause of a failure: found among what all ranks left, and put into words. Pure."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.launch.processes import Ended
+from lockstep.supervise.stack import Stack, calling, one_line, reason_of, shortened, stack_of
+
+# -- the causes ----------------------------------------------------------------------------------------------
+
+
+TRACE = 100_000
+"""Characters of a traceback that are noted: what takes a note in has a limit."""
+
+SLACK = 0.5
+"""Seconds by which the end of a process may be seen later than what follows from it in the others."""
+
+INTERRUPTED = "KeyboardInterrupt"
+EXIT = "sys.exit("
+RULE = "All ranks must make the same calls."
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An exception that came out of a rank's run."""
+
+    rank: int
+    at: float  #: seconds on the clock that the processes of this machine share (``time.monotonic``)
+    reason: str  #: ``"ValueError: what it said"``
+    place: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
+    trace: str  #: the traceback as Python prints it
+    call: int = 0  #: the call in which it came, counted from 1; 0: in none
+    lost: bool = False  #: whether a collective raised it: mostly since another rank had failed before
+    doing: str = ""  #: what lockstep was doing for the rank
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether it is a ``sys.exit()``, of which Python prints no traceback."""
+        return self.reason.startswith(EXIT)
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether this is a Ctrl-C, not a failure."""
+        return self.reason.startswith(INTERRUPTED)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed first, at {self.place}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands: in which of its calls, or behind which."""
+
+    rank: int
+    at: float  #: since when, on the clock of ``time.monotonic``
+    call: int  #: which call, counted from 1
+    inside: bool  #: whether it is in the call, or has come out of it
+    place: str  #: the line of the user's code that called
+    process: int = 0  #: id of the rank's process
+    answers: str = ""  #: where it answers for its stack
+    ended: bool = False  #: whether its process has come to its end
+    ledger: str = ""  #: where its ledger of collectives lies
+    hang_timeout: float | None = None  #: seconds of waiting after which it is told who waits for whom; None: never
+    hang_kill: float | None = None  #: seconds of waiting after which the run is ended; None: never
+
+
+@dataclass(frozen=True)
+class Stray:
+    """Ranks that went different ways, so that each would have waited for another for ever."""
+
+    text: str
+    trace: str = ""  #: the Python stacks of the ranks, to be printed before the text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -> Cause:
+    """The note on an exception, taken where it is caught.
+
+    Args:
+        rank: of this process.
+        error: the exception.
+        call: in which call it came.
+        called: the line of the user's code that made the call.
+    """
+    stack = stack_of(error)
+    stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
+    lost = stack.waits and isinstance(error, RuntimeError)  # torch's errors of collectives are RuntimeErrors
+    trace = shortened(error)[-TRACE:]
+    return Cause(rank, time.monotonic(), reason_of(error), stack.place(called), trace, call, lost, stack.doing)
+
+
+def first_cause(
+    ended: list[Ended],
+    noted: list[Cause],
+    stands: Mapping[int, Stand] | None = None,
+    caught: Sequence[Cause] = (),
+    proof: Stray | None = None,
+) -> Ended | Cause | Stray | None:
+    """What ended the run; None if nothing failed.
+
+    A process that ended without a note (killed, crashed, ``os._exit``) breaks the connections to it, so
+    exceptions of other ranks about that moment are its consequences. Else the earliest exception counts that
+    did not come out of a collective. Where all did, either a rank had left, or the ranks' calls did not match.
+
+    Args:
+        ended: processes that failed by themselves, in order of time.
+        noted: notes of ranks whose failure was not caught, in order of time.
+        stands: where the ranks stand, by rank.
+        caught: notes of ranks that did not fail, for their scripts caught what came out of their newest calls.
+        proof: that the ranks' calls did not match, which aborts processes and breaks connections.
+    """
+    own = [cause for cause in noted if not cause.lost]
+    ranks = {cause.rank for cause in noted}
+    silent = next((end for end in ended if end.rank not in ranks), None)
+    if silent is not None and not (own and own[0].at < silent.at - SLACK):
+        aborted = silent.code in (None, -signal.SIGABRT)  # None: nobody could ask
+        return proof if proof is not None and aborted else silent
+    if own:
+        return own[0]
+    if not noted:
+        return None
+    if caught:
+        return caught[0]
+    if proof is not None:
+        return proof
+    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.place})" for c in noted}) or noted[0]
+
+
+def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Stray | None:
+    """The rank that had left a call before others lost it there."""
+    for cause in lost:
+        for stand in stands.values():
+            if cause.call and has_left(stand, cause.call) and stand.at <= cause.at:
+                return left(stand, [cause.rank], f"{cause.doing} ({cause.place})")
+    return None
+
+
+def was_caught(cause: Cause, stands: Mapping[int, Stand]) -> bool:
+    """Whether an exception of its rank's own ended the newest call of that rank, and the script did not mind."""
+    stand = stands.get(cause.rank)
+    return stand is not None and not cause.lost and stand.call == cause.call and not stand.inside
+
+
+def has_left(stand: Stand, call: int) -> bool:
+    """Whether a rank that stands there has come out of the ``call``, or will never get to it."""
+    return stand.ended or stand.call > call or (stand.call == call and not stand.inside)
+
+
+def left(stand: Stand, waiting: Sequence[int], where: str) -> Stray:
+    """A rank came out of a call, or to its end, and others wait for it."""
+    did = f"left the call at {stand.place}" if stand.call else "made no call"
+    if stand.ended:
+        did += " and came to its end"
+    return Stray(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
+
+
+def mismatch(doings: Mapping[int, str]) -> Stray | None:
+    """Ranks wait for one another at different places; None if it is the same one.
+
+    Args:
+        doings: what each does, and where, by rank.
+    """
+    groups = alike(sorted(doings.items()))
+    if len(groups) < 2:
+        return None
+    parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first(groups)]
+    return Stray(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
+
+
+def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
+    """What is said of ranks, each thing once, with the ranks of which it is said."""
+    groups: dict[str, list[int]] = {}
+    for rank, words in said:
+        groups.setdefault(words, []).append(rank)
+    return list(groups.items())
+
+
+def odd_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+    """What is said of the fewest ranks first."""
+    return sorted(groups, key=lambda group: len(group[1]))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``"rank 3"`` or ``"ranks 0, 2"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Stray | None:
+    """Whether ranks that stand still wait for something that cannot come.
+
+    Args:
+        stands: where the ranks of this node stand.
+        stacks: of those that do nothing, in one and the same place for a while.
+        everyone: whether the ranks of this node are all there are.
+    """
+    waiting = {rank: stack for rank, stack in stacks.items() if rank in stands and stack.waits}
+    for rank, stack in sorted(waiting.items()):
+        for stand in stands.values():
+            if has_left(stand, stands[rank].call):
+                return left(stand, [rank], stack.described(stands[rank].place))
+    calls = {stand.call for stand in stands.values()}
+    if everyone and len(calls) == 1 and waiting.keys() == stands.keys():
+        return mismatch({rank: stack.described(stands[rank].place) for rank, stack in waiting.items()})
+    return None
+
+
+# -- the words -----------------------------------------------------------------------------------------------
+
+
+CODE_OF_INTERRUPT = 128 + signal.SIGINT
+"""The exit code of a run that Ctrl-C has ended."""
+
+First = Cause | Ended | Stray
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is to be said of a run, and its exit code."""
+
+    text: str  #: for the screen; its last line is the first cause
+    code: int
+
+
+def settled(
+    failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
+) -> Cause | Ended | None:
+    """The first cause, as soon as it is certain; None while a rank that has lost another is all that is known.
+
+    Args:
+        failed: processes that failed by themselves, in order of time.
+        notes: of ranks on their exceptions, in order of time.
+        stands: where the ranks stand, by rank.
+        left: ranks whose scripts an error has ended, and whose processes still run.
+    """
+    lost = {cause.rank for cause in notes if cause.lost}
+    gone = {end.rank for end in failed} | set(left)
+    own = [cause for cause in notes if not cause.lost and (cause.rank in gone or not was_caught(cause, stands))]
+    caught = [cause for cause in notes if cause not in own and was_caught(cause, stands)]
+    found = first_cause([end for end in failed if end.rank not in lost], own, stands, caught)
+    if found is None and caught and lost & gone:
+        return caught[0]
+    return found if isinstance(found, Cause | Ended) else None
+
+
+def concluded(
+    failed: Sequence[Ended],
+    notes: Sequence[Cause],
+    stands: Mapping[int, Stand],
+    left: Mapping[int, Cause],
+    shown: Collection[int],
+    proof: Stray | None = None,
+) -> tuple[First | None, bool]:
+    """The first cause, now that all have ended.
+
+    Args:
+        failed, notes, stands: as for `settled`.
+        left: the errors that ended the scripts of ranks which still wait to be told that they may end, by rank.
+        shown: ranks whose tracebacks are on the screen, whether their processes failed or were ended.
+        proof: that ranks were in different collectives, where it is known.
+
+    Returns:
+        it, and whether its traceback is on the screen already.
+    """
+    printed = {end.rank for end in failed} | left.keys() | set(shown)
+    noted = {cause.rank: cause for cause in notes if cause.rank in printed} | dict(left)
+    caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, stands)]
+    in_time = sorted(noted.values(), key=lambda cause: cause.at)
+    cause = first_cause(list(failed), in_time, stands, caught, **({} if proof is None else {"proof": proof}))
+    return cause, is_told(cause, printed)
+
+
+def is_told(cause: First | None, printed: Collection[int]) -> bool:
+    """Whether the traceback of a cause is on the screen, where those of the ranks ``printed`` are."""
+    return isinstance(cause, Cause) and (cause.is_exit or (cause.rank in printed and not cause.lost))
+
+
+def judgement(
+    cause: First | None, told: bool, interrupted: bool, codes: Sequence[int | None], host: str = ""
+) -> Judgement:
+    """What follows from a first cause.
+
+    Args:
+        cause: it; None where Ctrl-C ended the run before anything failed.
+        told: whether its traceback is on the screen.
+        interrupted: whether Ctrl-C had been pressed.
+        codes: of the processes that failed.
+        host: the name of this machine, where it has to be told from others.
+    """
+    by_hand = interrupted or (isinstance(cause, Cause) and cause.is_interrupt)
+    trace = "" if told or by_hand else getattr(cause, "trace", "")
+    if by_hand:
+        words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Stray) else "")
+        return Judgement(f"lockstep: {one_line(words, None)}", CODE_OF_INTERRUPT)
+    code = max((code for code in codes if code is not None), default=1)
+    words = one_line(located(cause, host), None)
+    return Judgement(f"{trace.rstrip()}\n" * bool(trace) + f"lockstep: {words}", code if code > 0 else 1)
+
+
+def located(cause: First | None, host: str) -> str:
+    """A cause in words, with the host of its rank."""
+    if not host or cause is None or isinstance(cause, Stray):
+        return str(cause)
+    return str(cause).replace(f"rank {cause.rank}", f"rank {cause.rank} on {host}", 1)

@@ -1,0 +1,683 @@
+"""A trace of torch's collectives, noted at a gate before each call, which also names calls that do not fit together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed.distributed_c10d import GroupMember
+
+from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
+from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, Ledger, own
+
+# -- what is noted -------------------------------------------------------------------------------------------
+
+
+COLLECTIVES = {
+    "all_reduce": "tensor",
+    "all_reduce_coalesced": "",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_single": "input_tensor",
+    "all_gather_coalesced": "",
+    "_all_gather_base": "input_tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "input",
+    "reduce_scatter_single": "input",
+    "_reduce_scatter_base": "input",
+    "gather": "tensor",
+    "scatter": "tensor",
+    "all_to_all": "",
+    "all_to_all_single": "input",
+    "barrier": "",
+    "monitored_barrier": "",
+    "all_gather_object": "",
+    "broadcast_object_list": "",
+    "gather_object": "",
+    "scatter_object_list": "",
+}
+"""torch's collectives, and the arguments whose shapes are noted."""
+
+MESSAGES = {
+    "send": "tensor",
+    "recv": "tensor",
+    "isend": "tensor",
+    "irecv": "tensor",
+    "send_object_list": "",
+    "recv_object_list": "",
+    "batch_isend_irecv": "",
+}
+"""Messages from rank to rank: noted, but not counted, since only some ranks of a group make them."""
+
+FUNCTIONAL = (
+    "broadcast",
+    "all_reduce",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
+    "permute_tensor",
+    "all_reduce_coalesced",
+    "all_gather_single_coalesced",
+    "all_gather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+)
+"""torch's functional collectives, which DTensor makes."""
+
+_SAME = {
+    "all_gather_single": "all_gather_into_tensor",
+    "_all_gather_base": "all_gather_into_tensor",
+    "all_gather_tensor": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "all_gather_single_coalesced": "all_gather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""Names by which the same is called."""
+
+_SIMPLE = ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "all_to_all_single", "barrier")
+"""Those that make one collective of the group, and call nothing that is noted."""
+
+_ROOTS = ("src", "dst")
+_REDUCTIONS = dist.ReduceOp.RedOpType.__members__
+SUM = dist.ReduceOp.SUM
+_LOOPS = tuple(f"{LOCKSTEP}loop/{name}.py" for name in ("fit", "evaluate", "session"))  # user code calls none of them
+_OTHERS, _USERS, _OUTERMOST = 0, 1, 2
+_PENDING = 4096
+
+
+class _Group:
+    """A process group as this rank has used it.
+
+    Every group counts its collectives and messages by itself, those too that do not come by the gate. As long as
+    that count only moves while the gate looks, this rank's numbers may be compared with another's.
+    """
+
+    __slots__ = ("counts", "number", "sequence", "whole", "word")
+
+    def __init__(self, word: int, sequence: int | None, whole: bool) -> None:
+        self.word = word
+        self.number = 0
+        self.counts = sequence is not None
+        self.sequence = sequence
+        self.whole = whole and self.counts
+
+
+class Noting:
+    """Makes functions of torch's write what they do into this process' ledger.
+
+    Attributes:
+        where: gives the hook in which this rank is, and the batch; None: nobody knows.
+        on_group: called when a group is met for the first time.
+    """
+
+    def __init__(self) -> None:
+        self.ledger: Ledger = own()
+        self.where: Callable[[], tuple[str, int]] | None = None
+        self.on_group: Callable[[], None] | None = None
+        self._busy: set[int] = set()  # threads inside a collective: what that calls in turn is not noted
+        self._groups: dict[int, _Group] = {}
+        self._watched: list[Any] = []
+        self._generations: dict[str, int] = {}
+        self._payloads: dict[Any, int] = {}
+        self._places: dict[tuple[int, int], int] = {}
+        self._kept: dict[int, CodeType] = {}  # so that no other code gets the id of one that is gone
+        self._files: dict[str, int] = {}
+        self._phases: dict[str, int] = {"": 0}
+        self._pending: dict[int, int] = {}  # works that nobody has waited for, and their notes
+        self._reductions = {id(value): f" {name}" for name, value in _REDUCTIONS.items()} | {id(None): ""}
+        default = GroupMember.WORLD
+        if default is not None:
+            self._meet(default, whole=True)
+
+    # -- what is put in the place of torch's functions
+
+    def collective(
+        self, name: str, function: Callable[..., Any], strided: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """A collective that is noted.
+
+        Args:
+            name: one of `COLLECTIVES`.
+            function: torch's.
+            strided: what is called instead for a tensor that is not contiguous.
+        """
+        names = list(inspect.signature(function).parameters)
+        return self._noted(name, function, names, COLLECTIVES[name], strided=strided)
+
+    def message(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A message from rank to rank that is noted."""
+        return self._noted(name, function, list(inspect.signature(function).parameters), MESSAGES[name], numbered=False)
+
+    def functional(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A functional collective that is noted, where it is made and not just traced."""
+        names = list(inspect.signature(function).parameters)
+        payload = "" if name.endswith("coalesced") else names[0]
+        return self._noted(name.removesuffix("_autograd"), function, names, payload)
+
+    def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """``Work.wait``, which notes that what was waited for is complete."""
+        pending, complete = self._pending, self.ledger.complete
+
+        def waited(work: Any, timeout: Any = None) -> Any:
+            result = wait(work) if timeout is None else wait(work, timeout)
+            if pending:
+                index = pending.pop(id(work), 0)
+                if index:
+                    complete(index)
+            return result
+
+        return functools.update_wrapper(waited, wait)
+
+    def _noted(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        names: list[str],
+        payload: str,
+        numbered: bool = True,
+        strided: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:
+        at = names.index("group") if "group" in names else len(names)
+        nests = name not in _SIMPLE
+        begin = self._begun(_SAME.get(name, name), names, payload, numbered)
+        busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.ledger.leave
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or (busy and get_ident() in busy):
+                return function(*args, **kwargs)
+            group: Any = args[at] if len(args) > at else kwargs.get("group")
+            if group is None:
+                group = GroupMember.WORLD
+            known = groups.get(id(group))
+            if known is None:
+                group, known = find(group)
+                if known is None:  # this rank is no member, or there is no group: the call itself says so
+                    return function(*args, **kwargs)
+            index = begin(args, kwargs, group, known)
+            call = function
+            if strided is not None:
+                tensor = args[0] if args else kwargs.get("tensor")
+                if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+                    call = strided
+            if nests:
+                busy.add(get_ident())
+            work: Any = call  # what is no answer, if there is none
+            try:
+                work = call(*args, **kwargs)
+            finally:
+                if nests:
+                    busy.discard(get_ident())
+                    if known.counts:
+                        known.sequence = group._get_sequence_number_for_group()
+                complete = work is None or work.__class__ is int  # a received message's source
+                if work is call:
+                    complete, known.whole = True, False  # nobody knows whether it has been begun
+                leave(index, complete)
+                if not complete:
+                    pending[id(work)] = index
+                    if not index & 1023 and len(pending) > _PENDING:
+                        pending.clear()
+            return work
+
+        return functools.update_wrapper(noted, function)
+
+    def _begun(self, name: str, names: list[str], payload: str, numbered: bool) -> Callable[..., int]:
+        """What notes that a call begins, and gives the note's index. Every line runs at each collective."""
+        what = names.index(payload) if payload else -1
+        op = names.index("op") if "op" in names else -1
+        root, root_name = next(((names.index(each), each) for each in _ROOTS if each in names), (-1, ""))
+        word = self.ledger.word("operation", name)
+        enter, payloads, describe = self.ledger.enter, self._payloads, self._describe
+        place_of, phase_of = self._place, self._phase
+        main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
+
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: _Group) -> int:
+            if known.counts:
+                sequence = group._get_sequence_number_for_group()
+                if sequence != known.sequence:
+                    known.whole = False
+                known.sequence = sequence + 1
+            given = len(args)
+            shape: Any = 0
+            source: Any = -1
+            if what >= 0:
+                tensor: Any = args[what] if given > what else kwargs.get(payload)
+                reduction = None if op < 0 else args[op] if given > op else kwargs.get("op", SUM)
+                try:
+                    shape = payloads.get((tensor.shape, tensor.dtype, id(reduction)))
+                    if shape is None:
+                        shape = describe(tensor, reduction)
+                except (AttributeError, TypeError, RuntimeError):  # no tensor: the call itself says so
+                    shape = 0
+            if root >= 0:
+                source = args[root] if given > root else kwargs.get(root_name)
+                if source.__class__ is not int:
+                    source = -1
+            phase, batch = (0, -1) if self.where is None else phase_of()
+            if numbered:
+                number = known.number = known.number + 1
+                flags = WHOLE if known.whole else 0
+            else:
+                number, flags = 0, MESSAGE
+            thread = get_ident()
+            if thread != main and thread in threads:  # one of Python's; autograd's are none
+                flags |= ASIDE
+            return enter(number, shape, place_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
+
+        return begin
+
+    def stop(self) -> None:
+        """Note nothing of this thread any more, also where somebody has kept a function that notes."""
+        self._busy.add(get_ident())
+
+    # -- words
+
+    def _describe(self, tensor: Any, reduction: Any) -> int:
+        """The word for a tensor, and the reduction of it, if there is one."""
+        name = self._reductions.get(id(reduction))
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
+        found = self.ledger.word("payload", text, tensor.numel())
+        if found and name is not None:  # other reductions may be gone soon, and their ids another's
+            self._payloads[tensor.shape, tensor.dtype, id(reduction)] = found
+        return found
+
+    def _phase(self) -> tuple[int, int]:
+        assert self.where is not None
+        name, batch = self.where()
+        found = self._phases.get(name)
+        if found is None:
+            found = self._phases[name] = self.ledger.word("phase", name)
+        return found, batch
+
+    def say(self) -> None:
+        """Write into the ledger where this rank is. It may come between any two lines of anybody's."""
+        with contextlib.suppress(Exception):
+            if self.where is not None:
+                self.ledger.say(*self._phase())
+
+    def _place(self, frame: FrameType | None) -> int:
+        """The innermost line of the user's; 0 where lockstep's loop has made the call."""
+        files = self._files
+        while frame is not None:
+            code = frame.f_code
+            kind = files.get(code.co_filename)
+            if kind is None:
+                kind = files[code.co_filename] = _kind(code.co_filename)
+            if kind:
+                break
+            frame = frame.f_back
+        if frame is None or kind == _OUTERMOST:
+            return 0
+        key = (id(code), frame.f_lasti)
+        found = self._places.get(key)
+        if found is None:
+            self._kept[id(code)] = code
+            found = self._places[key] = self.ledger.word("place", code.co_filename, frame.f_lineno, code.co_name)
+        return found
+
+    # -- groups
+
+    def _find(self, group: Any) -> tuple[Any, _Group | None]:
+        """A group that is new here, or that is named in another way."""
+        if not isinstance(group, dist.ProcessGroup):
+            try:
+                group = _resolved(group)
+            except Exception:  # of whatever kind it is, the call itself says it better
+                group = None
+            if group is None:
+                return None, None
+        return group, self._groups.get(id(group)) or self._meet(group, whole=False)
+
+    def _meet(self, group: Any, whole: bool) -> _Group | None:
+        try:
+            members = dist.get_process_group_ranks(group)
+        except (KeyError, RuntimeError, ValueError):  # one that torch does not know
+            return None
+        try:
+            sequence: int | None = group._get_sequence_number_for_group()
+        except RuntimeError:  # its backend does not count
+            sequence = None
+        name = group.group_name
+        generation = self._generations[name] = self._generations.get(name, -1) + 1
+        if self.on_group is not None:
+            self.on_group()
+        word = self.ledger.word("group", f"{name}{chr(39) * generation}", members)
+        known = self._groups[id(group)] = _Group(word, sequence, whole or sequence == 0)
+        key = id(group)
+
+        def gone(_: Any) -> None:
+            self._groups.pop(key, None)
+
+        self._watched.append(weakref.ref(group, gone))
+        return known
+
+
+def _kind(file: str) -> int:
+    if file.startswith(FOREIGN):
+        return _OUTERMOST if file in _LOOPS else _OTHERS
+    return _USERS
+
+
+def _resolved(group: Any) -> Any:
+    """The group that a functional collective was given by name, mesh, or mesh and dimension; None where that is not
+    told."""
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], int):
+        return group[0].get_group(group[1])
+    if hasattr(group, "get_group"):
+        return group.get_group()
+    if isinstance(group, str):
+        return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return None
+
+
+# -- the gate before collectives -----------------------------------------------------------------------------
+
+
+IN_PLACE = ("all_reduce", "reduce")
+"""Collectives that gloo performs wrongly on strided views."""
+
+COMPARED = {
+    "all_reduce": ("tensor",),
+    "broadcast": ("tensor",),
+    "reduce": ("tensor",),
+    "all_gather": ("tensor",),
+    "all_gather_into_tensor": ("input_tensor",),
+    "reduce_scatter": ("output",),
+    "reduce_scatter_tensor": ("input",),
+    "gather": ("tensor",),
+    "scatter": ("tensor",),
+    "all_to_all": (),
+    "all_to_all_single": (),
+    "barrier": (),
+}
+"""Collectives, and the arguments whose shapes and dtypes all ranks have in common."""
+
+LIKEWISE = ("op", "src", "dst", "group_src", "group_dst")
+"""Further arguments that all ranks give alike."""
+
+
+WAIT = timedelta(seconds=5)
+"""How long this process asks the store at a time what the other ranks are about to do; signals are heard between."""
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks are about to do different things in one collective."""
+
+
+# -- strided tensors
+
+
+class _Done:
+    """The work of a collective that has been waited for."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing is left to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """A failure was raised when it happened."""
+        return True
+
+    def result(self) -> list[Tensor]:
+        """The tensors."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that has its value."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def whole(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.is_contiguous() or tensor.layout != torch.strided:
+            return function(tensor, *args, **kwargs)
+        given = inspect.signature(function).bind(tensor, *args, **kwargs)
+        waits = not given.arguments.pop("async_op", False)
+        given.arguments["tensor"] = copy = tensor.contiguous()
+        work = function(*given.args, **given.kwargs)
+        with torch.no_grad():
+            tensor.copy_(copy)
+        return work if waits else _Done([tensor])
+
+    return whole
+
+
+# -- what the ranks are about to do
+
+
+class _Comparison:
+    """Compares each collective with the other ranks', through the store over which they have met.
+
+    A group of its own would do, but torch names the groups of some ranks by how many groups a rank has, which may
+    differ, and such a group never comes together.
+    """
+
+    def __init__(self) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._counts: dict[str, int] = {}
+        self._inside = False
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with a comparison before it."""
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                self._inside = True
+                try:
+                    self._compare(name, given.arguments)
+                finally:
+                    self._inside = False
+            return function(*args, **kwargs)
+
+        return compared
+
+    def _compare(self, name: str, given: dict[str, Any]) -> None:
+        group = given.get("group") or dist.group.WORLD
+        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_world_size(group) == 1:
+            return
+        count = self._counts[group.group_name] = self._counts.get(group.group_name, 0) + 1
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+        mine = f"{name}({', '.join(_words(name, given))})"
+        self._store.set(self._key(group, count, rank), f"{mine}\0{calling().place()}")
+        found = self._wait([self._key(group, count, other) for other in ranks])
+        # whoever has written this one has read those before it
+        self._store.delete_key(self._key(group, count - 1, rank))
+        if any(call != mine for call, _ in found):
+            told = "; ".join(
+                f"rank {other} calls {call} at {place}" for other, (call, place) in zip(ranks, found, strict=False)
+            )
+            raise CollectiveMismatch(
+                f"the ranks are about to do different things in collective {count} of their group: {told}. "
+                "All ranks must make the same calls in the same order"
+            )
+
+    def _wait(self, keys: list[str]) -> list[tuple[str, str]]:
+        """What the ranks have written; waits until all have, which may take as long as a rank is busy elsewhere."""
+        while True:
+            try:
+                self._store.wait(keys, WAIT)
+                break
+            except dist.DistStoreError:
+                continue
+        found = [value.decode().split("\0") for value in self._store.multi_get(keys)]
+        return [(call, place) for call, place in found]
+
+    @staticmethod
+    def _key(group: dist.ProcessGroup, count: int, rank: int) -> str:
+        return f"lockstep/gate/{group.group_name}/{count}/{rank}"
+
+
+def _words(name: str, given: dict[str, Any]) -> Iterator[str]:
+    for argument in COMPARED[name]:
+        tensor = given[argument]
+        yield f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+    for argument in LIKEWISE:
+        value = given.get(argument)
+        if value is not None:
+            yield f"{argument}={getattr(value, 'name', None) or str(value).removeprefix('RedOpType.')}"
+
+
+# -- putting it up
+
+_HOMES = (dist, dist.distributed_c10d)
+_replaced: list[tuple[Any, str, Any]] = []
+"""What stood where the gate stands: object, name, value."""
+_noting: Noting | None = None
+
+
+def put_up() -> None:
+    """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
+    global _noting
+    if not _replaced:
+        _forget_in_children()
+        _noting = noting = Noting()
+        for name in COLLECTIVES:
+            function = getattr(dist.distributed_c10d, name, None)
+            if function is not None:
+                _replace(name, _with_note(name, function))
+        _put_up_messages(noting)
+        _set(dist.Work, "wait", noting.waited(dist.Work.wait))
+        noting.on_group = _take_in_functional
+    _take_in_functional()
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """Once: a process that is forked here must not write into this one's ledger. Its own gate, if any, has another."""
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    take_down()
+    if _noting is not None:
+        _noting.stop()
+
+
+def _take_in_functional() -> None:
+    """Note torch's functional collectives once they are imported: DTensor makes them, in groups that are new here."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and _noting is not None and not hasattr(functional.all_reduce, "is_gate"):
+        for name in FUNCTIONAL:
+            function = getattr(functional, name, None)
+            if function is not None:
+                _set(functional, name, _noting.functional(name, function))
+        functional.all_reduce.is_gate = True
+
+
+def take_down() -> None:
+    """Put torch's own functions back: for what is to be measured or tested without the gate."""
+    while _replaced:
+        home, name, value = _replaced.pop()
+        setattr(home, name, value)
+
+
+def told_by(where: Callable[[], tuple[str, int]] | None) -> None:
+    """Say who knows in which hook this rank is, and at which batch; None: nobody any more."""
+    if _noting is not None:
+        put_up()
+        _noting.where = where
+        answer_by(None if where is None else _noting.say)
+
+
+def _with_note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    assert _noting is not None
+    noted = _noting.collective(name, function, _whole(function) if name in IN_PLACE else None)
+    noted.inner = function  # type: ignore[attr-defined]
+    return noted
+
+
+def _put_up_messages(noting: Noting) -> None:
+    """Messages, too. A ``P2POp`` holds ``isend`` or ``irecv``, and torch asks which of them by their identity, so one
+    that somebody has taken before is made the one of now."""
+    c10d: Any = dist.distributed_c10d
+    now = {}
+    for name in MESSAGES:
+        before = getattr(c10d, name)
+        now[before] = noting.message(name, before)
+        _replace(name, now[before])
+    check, init = c10d._check_op, dist.P2POp.__init__
+
+    def check_op(op: Any) -> None:
+        check(now.get(op, op))
+
+    @functools.wraps(init)
+    def made(self: Any, op: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, now.get(op, op), *args, **kwargs)
+
+    _set(c10d, "_check_op", check_op)
+    _set(dist.P2POp, "__init__", made)
+
+
+@contextmanager
+def compared() -> Iterator[None]:
+    """Inside, the ranks compare each collective before they begin it; it costs a look into the store that
+    they share, and the wait for the slowest.
+
+    Compared are the name, the reduction, source or destination, shape and dtype, and with them the order. Messages
+    from rank to rank are not.
+
+    Raises:
+        CollectiveMismatch: on every rank of the group, in place of the collective: they are about to do different
+            things. It says which, and where.
+    """
+    put_up()
+    before = len(_replaced)
+    comparison = _Comparison()
+    for name in COMPARED:
+        _replace(name, _with_note(name, comparison.wrap(name, getattr(dist, name).inner)))
+    try:
+        yield
+    finally:
+        while len(_replaced) > before:
+            home, name, value = _replaced.pop()
+            setattr(home, name, value)
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    for home in _HOMES:
+        if hasattr(home, name):
+            _set(home, name, function)
+
+
+def _set(home: Any, name: str, value: Any) -> None:
+    _replaced.append((home, name, getattr(home, name)))
+    setattr(home, name, value)

@@ -1,0 +1,285 @@
+"""Who strays: what the ranks' ledgers, stacks and processes say together, once somebody waits. Pure functions.
+
+Proofs end a run at once: two ranks did different things as the same collective of one group (`diverged`); ranks wait
+for one another in a circle (`circle`); a rank has been stopped, and others wait for it (`stopped`). All else may come
+right: a rank that is busy outside a collective keeps others waiting with good reason. It is told once (`overdue`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.supervise.causes import RULE, Stand, Stray, alike, named, odd_first
+from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.trace_memory import Note
+
+_BESIDE = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
+RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced", "is gone"
+"""States of a process."""
+
+TOGETHER = {
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "all_gather_object",
+}
+"""Collectives that no rank comes out of before all have gone in."""
+
+HALTED = 1.0
+"""Seconds after which a rank that was stopped is given up, where others wait for it."""
+
+SHORT = 6
+"""Frames of a stack that are told."""
+STACKS = 3
+"""Different stacks that are told."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What is seen of one rank from outside, at one moment."""
+
+    rank: int
+    at: float  #: the moment, on the clock of its host's ``time.monotonic``
+    stand: Stand
+    state: str = SLEEPS
+    still: float = 0.0  #: seconds without any work of the processor
+    stopped: float = 0.0  #: seconds since it was stopped
+    notes: tuple[Note, ...] = ()  #: the newest of its ledger, the newest first
+    stack: Stack | None = None
+    worker: Stack | None = None  #: of a loader's worker, where the rank waits for it
+    phase: str = ""  #: the hook in which it is, if it said so
+    batch: int = -1  #: the training batch at which it is, if it said so
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Sight:
+        """The sight that `plain` was made of."""
+        notes = tuple(Note(**{**note, "members": tuple(note["members"])}) for note in plain["notes"])
+        stacks = {name: _stack(plain[name]) for name in ("stack", "worker")}
+        return cls(**{**plain, "stand": Stand(**plain["stand"]), "notes": notes, **stacks})
+
+    @property
+    def inside(self) -> Note | None:
+        """The collective that the thread that trains is in."""
+        return next((note for note in self.notes if note.inside and not note.aside), None)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that it has waited for other ranks, as far as its notes tell, or its stack; 0: it does not."""
+        inside = self.inside
+        if inside is not None:
+            return self.at - inside.entered
+        return self.still if self.stack is not None and self.stack.waits else 0.0
+
+    @property
+    def place(self) -> str:
+        """The line of the user's code at which it is; the innermost of the loader's worker where it waits for that."""
+        if self.worker is not None:
+            return self.worker.place()
+        inside = self.inside
+        if self.stack is not None and (inside is None or not inside.place):
+            return self.stack.place(self.stand.place)
+        noted = inside or (self.notes[0] if self.notes and self.state in (STOPPED, GONE) else None)
+        return (noted.place if noted is not None else "") or self.stand.place
+
+    def described(self) -> str:
+        """What it does, and where: ``"waits in all_reduce #417, train.py:88 (on_validation_epoch_end)"``."""
+        inside, stack = self.inside, self.stack
+        if self.state in (STOPPED, GONE):
+            what = f"{self.state} in {inside.named}" if inside is not None else self.state
+        elif inside is not None:
+            doing = "" if stack is None else stack.doing
+            what = f"waits in {inside.named}" + (f" ({doing})" if doing not in ("", inside.operation) else "")
+        elif stack is None:
+            what = self.state
+        elif stack.loads:
+            what = "is in its data loader"
+        elif stack.waits:
+            what = f"waits in {_outstanding(self) or stack.doing or 'a collective'}"
+        else:
+            what = f"is in {stack.doing}" if stack.doing else "is in its own code"
+        return f"{what}, {self.place}{_when(self)}"
+
+
+def _outstanding(sight: Sight) -> str:
+    """The oldest asynchronous collective that is not known to be complete."""
+    open_ = [note for note in sight.notes if note.left is not None and note.done is None and not note.aside]
+    return open_[-1].named if open_ and sight.stack is not None and sight.stack.doing == "wait" else ""
+
+
+def _when(sight: Sight) -> str:
+    inside = sight.inside
+    if inside is None:
+        loads = sight.stack is not None and sight.stack.loads  # between two steps: the hook is that of the last one
+        said = ["" if loads else sight.phase, f"since batch {sight.batch}" if sight.batch >= 0 else ""]
+    else:
+        said = [inside.phase or inside.function, f"batch {inside.batch}" if inside.batch >= 0 else ""]
+    said = [words for words in said if words and words != "<module>"]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _stack(plain: Mapping[str, Any] | None) -> Stack | None:
+    return None if plain is None else Stack(tuple(Frame(**frame) for frame in plain["frames"]))
+
+
+# -- proofs
+
+
+def compare(sights: Sequence[Sight]) -> Stray | None:
+    """Whether ranks wait, or will, for what cannot come.
+
+    Args:
+        sights: of all ranks that can be seen.
+    """
+    return diverged(sights) or circle(sights) or stopped(sights)
+
+
+def diverged(sights: Sequence[Sight]) -> Stray | None:
+    """Ranks that did different things as the same collective of one group."""
+    made: dict[tuple[str, tuple[int, ...], int], list[tuple[Sight, Note]]] = {}
+    for sight in sights:
+        for note in sight.notes:
+            if note.whole and note.number:
+                made.setdefault((note.group, note.members, note.number), []).append((sight, note))
+    for _, notes in sorted(made.items(), key=lambda item: item[0][2]):
+        first = notes[0][1]
+        if any(first.differs(note) for _, note in notes):
+            return parted([(sight.rank, _place(sight, note), note) for sight, note in notes], _trace(sights))
+    return None
+
+
+def _place(sight: Sight, note: Note) -> str:
+    """Where a collective was called; autograd's own threads have no line of the user's, but who waits for them has."""
+    waiting = sight.stack.place(sight.stand.place) if note.inside and sight.stack is not None else sight.stand.place
+    return note.place or waiting
+
+
+def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Stray:
+    """What different ranks did as one collective.
+
+    Args:
+        calls: rank, line of the user's code, and note.
+        trace: stacks of the ranks.
+    """
+    said = []
+    for rank, place, note in sorted(calls, key=lambda call: call[0]):
+        verb = "waits in" if note.inside else "called"
+        payload = f" of {note.payload}" if note.payload else ""
+        root = f" with rank {note.root}" if note.root >= 0 else ""
+        phase = note.phase or (note.function if note.function != "<module>" else "")
+        when = ", ".join(filter(None, [phase, f"batch {note.batch}" if note.batch >= 0 else ""]))
+        said.append((rank, f"{verb} {note.named}{payload}{root}, {place}" + (f" ({when})" if when else "")))
+    told = "; ".join(f"{named(ranks)} {what}" for what, ranks in odd_first(alike(said)))
+    return Stray(f"the ranks' calls do not match: {told}. {RULE}", trace)
+
+
+def circle(sights: Sequence[Sight]) -> Stray | None:
+    """Ranks in collectives that need one another, each in another one."""
+    needs = {sight.rank: _needed(sight, sights) for sight in sights}
+    for sight in sights:
+        if sight.rank in _reachable(sight.rank, needs):
+            ranks = _reachable(sight.rank, needs)
+            ours = [other for other in sights if other.rank in ranks and sight.rank in _reachable(other.rank, needs)]
+            told = _told(ours)
+            return Stray(f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(sights))
+    return None
+
+
+def _needed(sight: Sight, sights: Sequence[Sight]) -> set[int]:
+    """The ranks without which a rank cannot come out of where it is, and who have not come there."""
+    inside = sight.inside
+    if inside is None or not inside.whole or inside.operation not in TOGETHER:
+        return set()
+    found = set()
+    for other in sights:
+        if other.rank == sight.rank or other.rank not in inside.members or other.inside is None:
+            continue
+        theirs = [note for note in other.notes if (note.group, note.members) == (inside.group, inside.members)]
+        numbers = [note.number for note in theirs if note.number]
+        # what is older than all that is known of a rank may have been there: nothing is said then
+        if numbers and max(numbers) < inside.number and all(note.whole for note in theirs):
+            found.add(other.rank)
+    return found
+
+
+def _reachable(rank: int, needs: Mapping[int, set[int]]) -> set[int]:
+    found: set[int] = set()
+    to_do = list(needs.get(rank, ()))
+    while to_do:
+        each = to_do.pop()
+        if each not in found:
+            found.add(each)
+            to_do += needs.get(each, ())
+    return found
+
+
+def stopped(sights: Sequence[Sight]) -> Stray | None:
+    """A rank that somebody has stopped, for which others wait. A debugger's, that stops and goes on, is let be."""
+    halted = [sight for sight in sights if sight.state == STOPPED and sight.stopped >= HALTED]
+    waiting = [sight for sight in sights if sight.state in (RUNS, SLEEPS) and sight.waited >= HALTED / 2]
+    if not halted or not waiting:
+        return None
+    return Stray(f"{_told(halted)} (SIGSTOP), and {_told(waiting)}", _trace(sights))
+
+
+# -- no proofs
+
+
+def overdue(sights: Sequence[Sight], limit: float) -> Stray | None:
+    """That ranks have waited longer than so many seconds, and what the others do."""
+    waiting = [sight for sight in sights if sight.waited >= limit]
+    if not waiting:
+        return None
+    seconds = max(sight.waited for sight in waiting)
+    others = [sight for sight in sights if sight not in waiting]
+    told = "; ".join(filter(None, [_told(others), _told(waiting)]))
+    return Stray(f"for {seconds:.0f} s, {told}", _trace(sights))
+
+
+def _told(sights: Iterable[Sight]) -> str:
+    groups = alike((sight.rank, sight.described()) for sight in sorted(sights, key=lambda sight: sight.rank))
+    return "; ".join(f"{named(ranks)} {_plural(what) if len(ranks) > 1 else what}" for what, ranks in groups)
+
+
+def _plural(what: str) -> str:
+    verb, _, rest = what.partition(" ")
+    plural = {"is": "are", "waits": "wait", "runs": "run", "sleeps": "sleep"}.get(verb.rstrip(","), verb.rstrip(","))
+    return f"{plural}{',' if verb.endswith(',') else ''} {rest}".replace(" its ", " their ", 1)
+
+
+def _trace(sights: Iterable[Sight]) -> str:
+    """The ranks' Python stacks, each in a few lines, those alike once."""
+    groups = alike(
+        (sight.rank, f"{whose}:\n{brief(stack)}")
+        for sight in sights
+        for stack, whose in ((sight.stack, ""), (sight.worker, ", a worker of its data loader"))
+        if stack is not None
+    )
+    shown = sorted(groups, key=lambda group: (len(group[1]), group[1]))[:STACKS]
+    return "\n".join(f"{named(ranks)}{text}" for text, ranks in shown)
+
+
+def brief(stack: Stack, most: int = SHORT) -> str:
+    """A stack in a few lines, the innermost call last: the user's lines, and the innermost of the others."""
+    frames = [frame for frame in stack.frames if not frame.file.startswith(_BESIDE)]
+    users = [index for index, frame in enumerate(frames) if frame.is_users][: most - 2]
+    kept = sorted({*range(min(2, len(frames))), *users})
+    kept = sorted({*kept, *[index for index in range(len(frames)) if index not in kept][: max(0, most - len(kept))]})
+    lines = []
+    for index in reversed(kept):
+        frame = frames[index]
+        file = frame.file.replace(LOCKSTEP, "lockstep/").replace(TORCH, "torch/")
+        lines.append(f"    {file}:{frame.line} in {frame.function}")
+    return "\n".join(lines)

@@ -1,0 +1,615 @@
+"""The watch over the ranks of a node: what their traces, stacks and processes show from one second to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lockstep.launch.processes import FAREWELL as LONGEST
+from lockstep.launch.processes import stat_of
+from lockstep.supervise import signals
+from lockstep.supervise.causes import Cause, Stand, Stray, named, strayed, was_caught
+from lockstep.supervise.hang import (
+    GONE,
+    HALTED,
+    RUNS,
+    SLEEPS,
+    STOPPED,
+    TRACED,
+    Sight,
+    compare,
+    diverged,
+    overdue,
+    parted,
+)
+from lockstep.supervise.signals import Ear
+from lockstep.supervise.stack import Stack, ask, ask_stopped, ask_workers, is_there, one_line, speak
+from lockstep.supervise.status import Notes
+from lockstep.supervise.trace_memory import Note, Reading
+
+# -- the lookout for hangs -----------------------------------------------------------------------------------
+
+
+MOST = 256
+"""Notes of a rank that are compared in one look; where more are made in a second, the older ones are not."""
+KNOWN = 8192
+"""Collectives that some ranks have made and others not yet, of which the first rank's note is kept."""
+ANSWER = 0.03
+"""Seconds in which a rank that can says at which batch it is."""
+PATIENCE = 5.0
+"""Seconds for which what was heard from another node counts."""
+SHOWN = 10.0
+"""Seconds from one time to the next at which ranks are asked for their stacks since another node wants to know."""
+STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
+
+
+class Channel(Protocol):
+    """The way to the supervisors of other nodes."""
+
+    def send(self, topic: str, body: Any) -> None:
+        """To all others."""
+        ...
+
+    def listen(self, topic: str, callback: Any) -> None:
+        """``callback(node, body)`` for what comes from others."""
+        ...
+
+
+class Histories:
+    """What ranks did as each collective of each group, compared as it comes in."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, tuple[int, ...], int], dict[int, Note]] = {}
+
+    def take(self, rank: int, notes: Iterable[Note], ranks: int) -> dict[int, Note] | None:
+        """Take in notes of a rank.
+
+        Args:
+            rank: whose.
+            notes: new ones, in order.
+            ranks: how many ranks' notes are taken in here.
+
+        Returns:
+            by rank, the notes on the first collective as which ranks did different things.
+        """
+        for note in notes:
+            if not note.whole or not note.number or len(note.members) < 2:
+                continue
+            key = note.group, note.members, note.number
+            made = self._open.setdefault(key, {})
+            if any(note.differs(other) for other in made.values()):
+                return {**made, rank: note}
+            made[rank] = note
+            if len(made) >= min(ranks, len(note.members)):
+                del self._open[key]
+        while len(self._open) > KNOWN:
+            del self._open[next(iter(self._open))]
+        return None
+
+
+class Lookout:
+    """Looks at the ranks of a node, and hears of those of others.
+
+    Args:
+        channel: to the other nodes; None: there are none, or no way to them.
+    """
+
+    def __init__(self, channel: Channel | None = None) -> None:
+        self._readings: dict[int, tuple[str, Reading]] = {}
+        self._stands: dict[int, Stand] = {}
+        self._read: dict[int, int] = {}
+        self._histories = Histories()
+        self._halted: dict[int, float] = {}
+        self._asked_for: frozenset[int] = frozenset()
+        self._ask_again = 0.0
+        self._waits: dict[int, tuple[float, Sight]] = {}  # ranks whose stacks waited, since when that is known
+        self._said: set[tuple[Any, ...]] = set()
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
+        self._elsewhere: dict[int, tuple[float, list[Sight]]] = {}
+        self._heard_at, self._shown_at = -PATIENCE, -SHOWN
+        if channel is not None:
+            channel.listen("sights", self._hear)
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether a rank is stopped, so that one should look again soon."""
+        return bool(self._halted)
+
+    def close(self) -> None:
+        """Let go of the ledgers."""
+        for _, reading in self._readings.values():
+            reading.close()
+        self._readings.clear()
+
+    def forget(self) -> None:
+        """This process was stopped itself: what it knows of how long others have stood still is worth nothing."""
+        self._halted.clear()
+        self._waits.clear()
+        self._asked_for, self._ask_again = frozenset(), 0.0
+
+    def look(self, inside: Mapping[int, Stand], still: Mapping[int, float], now: float) -> Stray | None:
+        """One look; says why the run has to be ended, if it has.
+
+        Args:
+            inside: where the ranks stand that are in a call.
+            still: for how many seconds each has not worked.
+            now: the moment, on the clock of ``time.monotonic``.
+        """
+        self.open(inside)
+        self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
+        limit = next((stand.hang_timeout for stand in inside.values() if stand.hang_timeout is not None), math.inf)
+        kill = next((stand.hang_kill for stand in inside.values() if stand.hang_kill is not None), math.inf)
+        if limit == kill == math.inf:
+            return None
+        with self._reads:
+            differing = self._compare_histories()
+        if differing is not None:
+            return self._told(differing)
+        sights = {rank: self._sight(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
+        late = [sight for sight in sights.values() if sight.stopped >= HALTED]
+        if late or self._is_due(sights, min(limit, kill), now):
+            for rank, sight in sights.items():
+                sights[rank] = self._asked(sight, now)
+        everybody = [*sights.values(), *self._others(sights.values(), limit, now)]
+        found = compare(everybody)
+        if found is not None and late:
+            return compare([_woken(sight) for sight in everybody]) or found
+        return found or self._overdue(everybody, limit, kill, now)
+
+    def divergence(self) -> Stray | None:
+        """What all ledgers prove, those of ranks too that have come to their end; once, since it takes a while."""
+        histories = Histories()
+        with self._reads:
+            for rank, (_, reading) in sorted(self._readings.items()):
+                found = histories.take(rank, reading.notes(1), len(self._readings))
+                if found is not None:
+                    return self._told(found)
+            clash = self._clash()
+            return None if clash is None else self._told(clash)
+
+    def _clash(self) -> dict[int, Note] | None:
+        """Of what some rank has not come out of: the notes on a collective to which ranks brought other sizes."""
+        made: dict[tuple[str, tuple[int, ...], int], dict[int, Note]] = {}
+        for rank, (_, reading) in sorted(self._readings.items()):
+            for note in reading.newest(16):
+                if note.whole and note.number:
+                    made.setdefault((note.group, note.members, note.number), {})[rank] = note
+        for _, notes in sorted(made.items(), key=lambda item: item[0][2]):
+            first = next(iter(notes.values()))
+            if any(first.clashes(note) for note in notes.values()) and any(note.inside for note in notes.values()):
+                return notes
+        return None
+
+    # -- one rank
+
+    def open(self, stands: Mapping[int, Stand]) -> None:
+        """Open the ledgers of ranks, while their processes live: what is open outlives them."""
+        with self._reads:
+            for rank, stand in stands.items():
+                self._stands[rank] = stand
+                if stand.ledger and self._readings.get(rank, ("",))[0] != stand.ledger:
+                    with contextlib.suppress(OSError, ValueError):
+                        self._readings[rank] = stand.ledger, Reading(stand.ledger)
+                        self._read[rank] = 0
+
+    def _compare_histories(self) -> dict[int, Note] | None:
+        for rank, (_, reading) in self._readings.items():
+            count = reading.count
+            if count == self._read[rank]:
+                continue
+            first = max(self._read[rank] + 1, count - MOST + 1)
+            self._read[rank] = count
+            found = self._histories.take(rank, reading.notes(first), len(self._readings))
+            if found is not None and self._is_so(found):
+                return found
+        return None
+
+    def _is_so(self, notes: Mapping[int, Note]) -> bool:
+        """Whether a second reading gives the same."""
+        for rank, note in notes.items():
+            again = next((n for n in self._readings[rank][1].notes(note.index) if n.index == note.index), note)
+            if (again.operation, again.payload, again.number) != (note.operation, note.payload, note.number):
+                return False
+        return True
+
+    def _told(self, notes: Mapping[int, Note]) -> Stray:
+        sights = [self._asked(self._sight(self._stands[rank], 0.0, 0.0), 0.0) for rank in notes]
+        trace = diverged([replace(sight, notes=(notes[sight.rank],)) for sight in sights])
+        calls = [(rank, note.place or self._stands[rank].place, note) for rank, note in notes.items()]
+        return trace if trace is not None else parted(calls)
+
+    def _sight(self, stand: Stand, still: float, now: float) -> Sight:
+        state = _state(stand.process)
+        halted = 0.0
+        if state == STOPPED:
+            halted = now - self._halted.setdefault(stand.rank, now)
+        else:
+            self._halted.pop(stand.rank, None)
+        reading = self._readings.get(stand.rank)
+        with self._reads:
+            notes = tuple(reading[1].newest(16)) if reading is not None else ()
+        sight = Sight(stand.rank, now, stand, state, still, halted, notes)
+        if sight.inside is None and still == 0.0:
+            self._waits.pop(stand.rank, None)
+        return sight
+
+    def _asked(self, sight: Sight, now: float) -> Sight:
+        """With its stack."""
+        if sight.state not in (RUNS, SLEEPS):
+            return sight
+        stack = ask(sight.stand.process, sight.stand.answers)
+        sight = self._spoken(sight)
+        worker = None
+        if stack is not None and stack.loads:
+            workers = ask_workers(sight.stand.process, sight.stand.answers)
+            worker = next((each for each in workers if each.fetches), None)
+        sight = replace(sight, stack=stack, worker=worker)
+        if sight.waited:
+            self._waits.setdefault(sight.rank, (now, sight))
+        else:
+            self._waits.pop(sight.rank, None)
+        return sight
+
+    def _spoken(self, sight: Sight) -> Sight:
+        """With the hook and the batch at which it is, if it can say so at once."""
+        if sight.inside is not None or sight.rank not in self._readings:
+            return sight
+        begun = time.monotonic()
+        speak(sight.stand.answers)
+        time.sleep(ANSWER)
+        said = self._readings[sight.rank][1].said(begun)
+        return sight if said is None else replace(sight, phase=said[0], batch=said[1])
+
+    # -- those that wait long
+
+    def _is_due(self, sights: Mapping[int, Sight], limit: float, now: float) -> bool:
+        """Whether it is time to ask the ranks for their stacks."""
+        long = frozenset(rank for rank, sight in sights.items() if sight.waited >= limit or sight.still >= limit)
+        due = bool(long) and (bool(long - self._asked_for) or now >= self._ask_again)
+        self._asked_for = long
+        if due:
+            self._ask_again = now + max(limit, 10.0)
+        return due
+
+    def _overdue(self, sights: list[Sight], limit: float, kill: float, now: float) -> Stray | None:
+        if self._channel is not None and all(sight.rank in self._stands for sight in sights):
+            limit += 1.0  # others have not answered yet
+        found = overdue(sights, limit)
+        halted = any(sight.state == STOPPED for sight in sights)  # which is told in a moment
+        if found is not None and found.trace and not halted:
+            key = tuple((sight.rank, sight.place) for sight in sights if sight.waited >= limit)
+            if key not in self._said:
+                self._said.add(key)
+                _say(found, kill)
+        # of one whose stack alone says that it waits, it counts since that was first seen
+        patient = any(sight.inside is not None and sight.waited >= kill for sight in sights)
+        if not patient and not any(now - since >= kill for since, _ in self._waits.values()):
+            return None
+        asked = [self._asked(sight, now) if sight.rank in self._stands else sight for sight in sights]
+        final = overdue(asked, min(limit, kill))
+        return None if final is None else replace(final, text=f"{final}; hang_kill={kill:g} s are over")
+
+    # -- other nodes
+
+    def _others(self, own: Iterable[Sight], limit: float, now: float) -> list[Sight]:
+        """The ranks of other nodes, as they were seen there."""
+        if self._channel is None:
+            return []
+        own = list(own)
+        # in time, so that others are known when it is told who waits for whom
+        wanted = any(max(sight.waited, sight.still, sight.stopped) >= limit / 2 for sight in own)
+        with self._lock:
+            heard = now - self._heard_at < PATIENCE
+            asks = heard and now - self._shown_at > SHOWN  # ranks are not asked for their stacks each second
+            elsewhere = [sight for at, sights in self._elsewhere.values() if now - at < PATIENCE for sight in sights]
+        if asks:
+            self._shown_at = now
+            own = [sight if sight.stack is not None else self._asked(sight, now) for sight in own]
+        if wanted or heard:
+            self._channel.send("sights", {"wanted": wanted, "sights": [sight.plain() for sight in own]})
+        return elsewhere
+
+    def _hear(self, node: int, body: Any) -> None:
+        with self._lock:
+            now = time.monotonic()
+            before = {sight.rank: sight for sight in self._elsewhere.get(node, (0.0, []))[1]}
+            sights = [Sight.of(plain) for plain in body["sights"]]
+            for index, sight in enumerate(sights):
+                if sight.stack is None and sight.rank in before:
+                    known = before[sight.rank]
+                    sights[index] = replace(sight, stack=known.stack, worker=known.worker)
+            self._elsewhere[node] = now, sights
+            if body["wanted"]:
+                self._heard_at = now
+
+
+def _state(process: int) -> str:
+    try:
+        return STATES.get(stat_of(process)[0], SLEEPS)
+    except OSError:
+        return GONE
+
+
+def _woken(sight: Sight) -> Sight:
+    """With the stack of a rank that is stopped: it answers before it goes on, and then it is to be ended anyway."""
+    if sight.state != STOPPED:
+        return sight
+    return replace(sight, stack=ask_stopped(sight.stand.process, sight.stand.answers))
+
+
+def _say(found: Stray, kill: float) -> None:
+    """The warning: the run goes on."""
+    then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}", file=sys.stderr, flush=True)
+
+
+# -- failures and ends ---------------------------------------------------------------------------------------
+
+
+PERIOD = 1.0
+"""Seconds from one look to the next. A look costs this process some 50 us for each rank, and the ranks nothing."""
+
+QUIET = 2.0
+"""Seconds without any work of the processor after which a rank is asked where it is."""
+
+QUIET_AT_FIRST = 3.0
+"""The same while ranks connect to one another, which a signal disturbs, and where nobody looks for hangs."""
+
+BUSY = 0.05
+"""The part of a second of processor time from which on a rank counts as working."""
+
+FAREWELL = 5.0
+"""Seconds that a rank gets to end after its failure before it is asked where it is."""
+
+LATE = 5.0
+"""Seconds from one look to the next after which this process was asleep itself."""
+
+OPENING = 30.0
+"""Seconds after the first rank has come to a call in which the others' ledgers are looked for every tenth of one."""
+
+AT_ONCE = 3.0
+"""Seconds that the ranks get to end after a second Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the ranks have to be ended."""
+
+    cause: Cause | Stray | None  #: the first cause; None: what is noted tells
+    interrupted: bool = False
+
+
+class Watch:
+    """A thread that looks at the ranks of a node once a second, and gives its verdict at most once.
+
+    Args:
+        notes: of the ranks.
+        everyone: whether the ranks of this node are all there are.
+        on_verdict: called in the thread when the ranks have to be ended.
+        ended: ranks whose processes came to their end and did not fail, with the time.
+        channel: to the watches of other nodes; None: there are none, or no way to them.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        everyone: bool,
+        on_verdict: Callable[[Verdict], None],
+        ended: Callable[[], dict[int, float]],
+        channel: Channel | None = None,
+    ) -> None:
+        self.ear = Ear()
+        self.interrupted_at: float | None = None
+        self._notes = notes
+        self._everyone = everyone
+        self._on_verdict = on_verdict
+        self._ended = ended
+        self._presses = 0
+        self._second_at = 0.0
+        self._stopping = threading.Event()
+        self._stillness: dict[int, _Stillness] = {}
+        self._seconds: dict[int, float] = {}  # for which each rank has not worked
+        self._looked_at = 0.0
+        self._lookout = Lookout(channel)
+        self._asked_at, self._wait = 0.0, 0.0
+        self._opens_until = math.inf
+        self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def interrupt(self) -> None:
+        """Ctrl-C reached this process, which is no rank itself: pass it on."""
+        self._presses += 1
+        self.ear.wake()
+
+    def stop(self) -> None:
+        """Stop looking; called once, and not from ``on_verdict``."""
+        self._stopping.set()
+        self.ear.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.ear.close()
+        self._lookout.close()
+
+    def divergence(self) -> Stray | None:
+        """What the ledgers prove, those of ranks included that have come to their end: that calls do not match."""
+        return self._lookout.divergence()
+
+    def stands(self) -> dict[int, Stand]:
+        """Where the ranks stand, those included that have come to their end."""
+        stands = self._notes.stands()
+        for rank, at in self._ended().items():
+            there = stands.get(rank) or Stand(rank, at, 0, False, "")
+            stands[rank] = replace(there, at=min(there.at, at) if not there.inside else at, inside=False, ended=True)
+        return stands
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._await_period()
+            self._presses += self.ear.heard()
+            verdict = None if self._stopping.is_set() else self._look()
+            if verdict is not None and not self._stopping.is_set():
+                self._on_verdict(verdict)
+                return
+
+    def _await_period(self) -> None:
+        """Sleep until the next look, or a signal. Ledgers are opened as soon as ranks say where they lie: a rank that
+        dies in its first second takes an unopened one with it."""
+        until = time.monotonic() + (PERIOD / 4 if self._lookout.is_alarmed else PERIOD)
+        while (left := until - time.monotonic()) > 0:
+            if time.monotonic() < self._opens_until:
+                stands = self._notes.stands()
+                self._lookout.open(stands)
+                if stands and self._opens_until == math.inf:
+                    self._opens_until = time.monotonic() + OPENING
+                left = min(left, PERIOD / 10)
+            if select.select([self.ear], [], [], left)[0]:
+                return
+
+    def _look(self) -> Verdict | None:
+        stands, now = self.stands(), time.monotonic()
+        since, self._looked_at = now - (self._looked_at or now), now
+        inside = {rank: stand for rank, stand in stands.items() if stand.inside}
+        if not inside:
+            if stands:  # a call is over, and its Ctrl-C with it
+                self._presses, self.interrupted_at, self._second_at = 0, None, 0.0
+            return None
+        if self._presses:
+            verdict = self._pass_on(inside, now)
+            if verdict is not None:
+                return verdict
+        if since > max(
+            3 * PERIOD, LATE
+        ):  # this process was stopped, or starved: what it knows of time is worth nothing
+            self._stillness.clear()
+            self._lookout.forget()
+        still = {rank for rank, stand in inside.items() if self._is_still(stand, now)}
+        return self._failed(inside, now) or self._stray(stands, inside, still, now) or self._hung(inside, now)
+
+    def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+        """Ranks that wait for what their ledgers say cannot come, or for too long."""
+        if self._presses or any(cause.rank in inside for cause in self._notes.read() if cause.call):
+            return None  # it is ending
+        found = self._lookout.look(inside, self._seconds, now)
+        return None if found is None else Verdict(found)
+
+    def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+        if self.interrupted_at is None:
+            self.interrupted_at, self._wait = now, 0.0
+        for stand in inside.values():
+            if stand.process != os.getpid() and is_there(stand.answers):
+                signals.pass_on(stand.process)
+        if self._presses > 1:
+            self._second_at = self._second_at or now
+            if now - self._second_at >= AT_ONCE:
+                return Verdict(None, interrupted=True)
+        return None
+
+    def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
+        """A rank that has failed, and has still not come out of its call."""
+        for cause in self._notes.read():
+            stand = inside.get(cause.rank)
+            if stand is None or stand.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
+                continue
+            stack = ask(stand.process, stand.answers)
+            if now - cause.at >= LONGEST or stack is None or stack.waits:
+                return Verdict(None if cause.lost else cause)
+        return None
+
+    def _stray(self, stands: dict[int, Stand], inside: dict[int, Stand], still: set[int], now: float) -> Verdict | None:
+        """Ranks that wait for what cannot come."""
+        if not still:
+            self._wait = 0.0
+            return None
+        someone_left = any(stand.ended or not stand.inside for stand in stands.values())
+        if not someone_left and still != inside.keys() and len({stand.call for stand in inside.values()}) == 1:
+            return None
+        if now - self._asked_at < (self._wait if self.interrupted_at is None else PERIOD):
+            return None
+        if any(_runs(inside[rank].process) for rank in still):
+            return None
+        stacks = _alike(_ask(inside, still), inside, still)
+        self._asked_at, self._wait = now, min(60.0, 2 * self._wait + 1)
+        found = strayed(stands, stacks, self._everyone)
+        if found is not None:
+            own = [cause for cause in self._notes.read() if was_caught(cause, stands)]
+            return Verdict(own[0] if own else found, self.interrupted_at is not None)
+        waiting = {rank: stack for rank, stack in stacks.items() if stack.waits}
+        patience = QUIET if self._everyone else LONGEST  # ranks elsewhere may have more to do
+        asked_to_end = self.interrupted_at is not None and now - self.interrupted_at >= patience
+        if asked_to_end and waiting.keys() == inside.keys():
+            rank, stack = next(iter(waiting.items()))
+            where = stack.described(inside[rank].place)
+            return Verdict(Stray(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True)
+        return None
+
+    def _is_still(self, stand: Stand, now: float) -> bool:
+        """Whether a rank has not worked for a while."""
+        stillness = self._stillness.setdefault(stand.rank, _Stillness())
+        seconds = self._seconds[stand.rank] = stillness.seconds(stand.process, now)
+        connects = stand.hang_timeout is None and stand.hang_kill is None
+        return seconds >= (QUIET_AT_FIRST if connects else QUIET)
+
+
+def _ask(inside: dict[int, Stand], ranks: set[int]) -> dict[int, Stack]:
+    answers = {rank: ask(inside[rank].process, inside[rank].answers) for rank in sorted(ranks)}
+    return {rank: stack for rank, stack in answers.items() if stack is not None}
+
+
+def _alike(stacks: dict[int, Stack], inside: dict[int, Stand], ranks: set[int]) -> dict[int, Stack]:
+    """Those that answer the same a moment later."""
+    if not any(stack.waits for stack in stacks.values()):
+        return stacks
+    time.sleep(0.2)
+    again = _ask(inside, ranks)
+    return {rank: stack for rank, stack in stacks.items() if again.get(rank) == stack}
+
+
+class _Stillness:
+    """For how long a process has not worked."""
+
+    def __init__(self) -> None:
+        self._used, self._at, self._since = -1.0, 0.0, 0.0
+
+    def seconds(self, process: int, now: float) -> float:
+        """Seconds; 0 where it cannot be told."""
+        used, sleeps = _processor_time(process)
+        if not sleeps or used - self._used > BUSY * max(PERIOD, now - self._at):
+            self._since = now
+        self._used, self._at = used, now
+        return now - self._since
+
+
+def _runs(process: int) -> bool:
+    """Whether a thread of a process could go on, if only the processor or a disk had time for it."""
+    try:
+        threads = [int(name) for name in os.listdir(f"/proc/{process}/task")]
+        for thread in threads:
+            if stat_of(f"{process}/task/{thread}")[0] != "S" and thread != threading.get_native_id():
+                return True
+    except OSError:
+        return True
+    return False
+
+
+def _processor_time(process: int) -> tuple[float, bool]:
+    """Seconds of processor time that a process has used, and whether all its threads sleep."""
+    try:
+        fields = stat_of(process)
+        used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return used, fields[0] == "S"
+    except OSError:
+        return -1.0, False

@@ -1,0 +1,197 @@
+"""Signals to a rank: noted, and Ctrl-C heard once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import current_process
+from typing import Any
+
+from lockstep.launch.parent_death import PARENT
+
+# -- signals, noted ------------------------------------------------------------------------------------------
+
+
+ENDED = 128 + signal.SIGTERM
+"""The exit code of a process that SIGTERM has ended."""
+
+
+@contextmanager
+def heeding(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[None]:
+    """Have ``note`` called for these signals. Outside the main thread nothing is changed.
+
+    A handler that the user has set stays, as does what a parent told this process to ignore. Forked processes, loader
+    workers say, take no notice: a cluster signals them too, and the run could not come to its boundary without them.
+
+    Args:
+        numbers: the signals.
+        note: called in the handler, so it must not print: the next signal may strike while it does.
+    """
+    process = os.getpid()
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == process:
+            note(number)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in taken:
+            if signal.getsignal(number) is handle:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether lockstep started this process as a rank beside its own: it sends SIGTERM only after a failure."""
+    return environ.get(PARENT) == str(os.getppid())
+
+
+def end_at_once() -> None:
+    """End this process as an unhandled SIGTERM does; for handlers."""
+    os._exit(ENDED)
+
+
+@contextmanager
+def unheeded(number: int) -> Iterator[None]:
+    """Inside, a signal does what the system does by itself: SIGTERM ends this process, also inside a collective."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def send_again(number: int) -> None:
+    """Send a signal that nobody has acted on to this process once more, now that nobody heeds it."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.kill(os.getpid(), number)
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------
+
+
+PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux") else None
+"""The signal by which a Ctrl-C is passed on. Not SIGINT: a rank that the terminal told too would count two."""
+
+
+def hear() -> None:
+    """From here on a Ctrl-C may be passed on to this process; it has no effect outside :func:`interruptible`."""
+    if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
+        signal.signal(PASS, signal.SIG_IGN)
+
+
+def pass_on(process: int) -> None:
+    """Tell a process that has called :func:`hear` of a Ctrl-C; more than once is as once."""
+    if PASS is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, PASS)
+
+
+@contextmanager
+def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Have the first Ctrl-C call ``ask``; the second one calls ``end`` and raises where it strikes.
+
+    Loader workers that are forked meanwhile take no notice: a terminal tells them too, and the run could not come
+    to its boundary without them. Outside the main thread nothing is changed.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    process, presses = os.getpid(), 0
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal presses
+        if os.getpid() != process:  # a process that was forked here: a loader worker, or one of the user's own
+            if current_process().daemon:
+                return
+            raise KeyboardInterrupt
+        presses += number == signal.SIGINT
+        if presses > 1:
+            end()
+            raise KeyboardInterrupt
+        ask()
+
+    numbers = [signal.SIGINT] if PASS is None else [signal.SIGINT, PASS]
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class Ear:
+    """Hears of every Ctrl-C to this process, also while its main thread waits in a collective.
+
+    Python runs handlers in the main thread between two of its instructions, so one that waits for another rank
+    never comes to them. The system's own handler writes the signal's number into a pipe at once.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen, in the main thread; elsewhere, and where somebody else listens, this does nothing."""
+        if not _in_main_thread():
+            yield
+            return
+        _forget_in_children()
+        before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's
+            signal.set_wakeup_fd(before)
+            yield
+            return
+        self.heard()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+
+    def fileno(self) -> int:
+        """For ``select``: readable when there is something to hear."""
+        return self._read
+
+    def heard(self) -> int:
+        """How often Ctrl-C was pressed since the last time."""
+        try:
+            return os.read(self._read, 4096).count(signal.SIGINT)
+        except BlockingIOError:
+            return 0
+
+    def wake(self) -> None:
+        """Make :meth:`fileno` readable."""
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\0")
+
+    def close(self) -> None:
+        """Give the pipe back."""
+        os.close(self._read)
+        os.close(self._write)
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """Once: a process that is forked here must not report what it hears as if it were this one."""
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _in_main_thread() else None)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

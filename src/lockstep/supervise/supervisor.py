@@ -1,0 +1,483 @@
+"""The supervisor of a node: a small process that is no rank, watches the ranks, ends them, and tells why.
+
+It is started by local rank 0, and imports no torch, so that it is there within a tenth of a second. Where nobody else
+starts the ranks it starts the others, each in a process group of its own. Whoever ends first and badly, rank 0
+included, it lets the others raise and save what they have, ends those that still run two seconds later, and has the
+first cause be the last line on the screen. Supervisors of several nodes agree on which that is (`hub`).
+
+All is decided in the main thread, event by event; the other threads only bring events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.cluster.torchelastic import hand_cause, promise_cause
+from lockstep.launch.parent_death import bound
+from lockstep.launch.processes import FAREWELL, GRACE, Children, Ended, Foreign, is_stopped
+from lockstep.supervise.causes import Cause, First, Judgement, Stray, concluded, is_told, judgement, located, settled
+from lockstep.supervise.channel import Line, Message, Nodes, caller, door
+from lockstep.supervise.monitor import Verdict, Watch
+from lockstep.supervise.status import RANK, Notes
+
+TICK = 0.1
+"""Seconds from one look for the first cause to the next, while it is not certain."""
+
+ANSWER = 2.0
+"""Seconds that rank 0 gets to do what it is told."""
+
+NEWS = 0.5
+"""Seconds that other nodes get to say what they know."""
+
+IDLE = 1.0
+"""Seconds from one look at whether anybody is left to the next."""
+
+TERMINATED = (None, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""How a process ends that SIGTERM has ended, or that nobody can ask any more."""
+
+
+class Supervisor:
+    """Watches the ranks of a node from their start to the end of the last.
+
+    Args:
+        line: to local rank 0.
+        notes: of the ranks.
+        ear: descriptor of a pipe into which the system writes the signals that local rank 0 gets.
+        order: what local rank 0 wants, see `lockstep.supervise.client`.
+    """
+
+    def __init__(self, line: Line, notes: Notes, ear: int, order: Message) -> None:
+        self._line, self._notes, self._ear, self._order = line, notes, ear, order
+        self._rank, self._node = int(order["rank"]), int(order["node"])
+        self._starts = order["command"] is not None
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._children = Children(
+            lambda: self._put("wound up"),
+            notes.is_inside,
+            notes.is_someone_ending,
+            notes.failed_at,
+            lambda rank: self._put("ended"),
+            self._is_excused,
+        )
+        self._children.hurries = self._starts
+        everyone = order["local_size"] == order["size"]
+        self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
+        self._watch = Watch(
+            notes, everyone, lambda found: self._put("verdict", found), lambda: self._children.ended, self._nodes.hub
+        )
+        self._zero = Foreign(order["process"], lambda: self._said(self._rank))
+        self._lines: list[Line] = []
+        self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
+        self._interrupted = False  # it was Ctrl-C
+        self._has_left = False
+        self._sigterm = threading.Event()  # it has come to rank 0, or here
+        self._verdict: Verdict | None = None
+        self._first: First | None = None
+        self._told = False
+
+    def _put(self, event: str, what: Any = None) -> None:
+        self._events.put((event, what))
+
+    # -- the ranks ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the other ranks, or let them come, and begin to watch."""
+        order = self._order
+        self._children.adopt(self._rank, self._zero, stop=not self._starts)
+        if self._starts:
+            first = bound()
+            environ = {**order["environ"], order["parent"]: str(os.getpid())}
+            for local_rank in range(1, order["local_size"]):
+                environ["LOCAL_RANK"], environ[RANK] = str(local_rank), str(self._rank + local_rank)
+                handed = (self._notes.descriptor,)
+                self._children.start(self._rank + local_rank, order["command"], environ, handed, order["folder"], first)
+        elif order["name"]:
+            self._thread(self._admit, door(order["name"]))
+        self._children.watch()
+        self._watch.start()
+        self._thread(self._hear, self._line, self._rank)
+        self._thread(self._hear_presses)
+
+    def _thread(self, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
+
+    def _admit(self, entrance: socket.socket | None) -> None:
+        """In a thread: ranks that somebody else has started come and say who they are."""
+        while entrance is not None:
+            connection, _ = entrance.accept()
+            process, line = caller(connection), Line(connection)
+            if process <= 0 or not line.send({"do": "come"}, self._notes.descriptor):
+                line.close()
+                continue
+            hello = line.receive()
+            if hello is None:
+                continue
+            rank = int(hello["rank"])
+            self._lines.append(line)
+            self._children.adopt(rank, Foreign(process, lambda rank=rank: self._said(rank)))  # type: ignore[misc]
+            self._children.watch()
+            self._thread(self._hear, line, rank)
+
+    def _hear(self, line: Line, rank: int) -> None:
+        """In a thread: what a rank says."""
+        while (message := line.receive()) is not None:
+            if message["say"] == "left" and message["cause"] is not None:
+                message["cause"] = Cause(**message["cause"])
+            self._put(message["say"], (rank, message))
+
+    def _hear_presses(self) -> None:
+        """In a thread: the signals that rank 0 hears."""
+        poll = select.poll()
+        poll.register(self._ear, select.POLLIN)
+        while True:
+            poll.poll()
+            with contextlib.suppress(BlockingIOError):
+                heard = os.read(self._ear, 4096)
+                if not heard:  # rank 0 is gone, and all that it has forked
+                    return
+                if signal.SIGTERM in heard:
+                    self._sigterm.set()
+                for _ in range(heard.count(signal.SIGINT)):
+                    self._watch.interrupt()
+
+    def _said(self, rank: int) -> int | None:
+        """The exit code that a rank has announced."""
+        return next((note["code"] for note in self._notes.others("left") if note["left"] == rank), None)
+
+    def _is_excused(self, rank: int, code: int | None) -> bool:
+        """Whether an end is what a scheduler asked for, that asked all: it sees to the others, too."""
+        if self._starts or self._first is not None or code not in TERMINATED:
+            return False
+        self._sigterm.wait(NEWS)  # the same signal may not have been heard here yet
+        return self._sigterm.is_set()
+
+    # -- signals -----------------------------------------------------------------------------------------------
+
+    def heed(self, number: int) -> None:
+        """A signal has come to this process: with others of its group, or its step of a job."""
+        if number == signal.SIGINT and self._starts:
+            self._children.signal(number)  # a terminal would have told them
+        if number == signal.SIGTERM:
+            self._sigterm.set()
+        if number == signal.SIGTSTP:
+            self._children.signal_groups(signal.SIGSTOP)
+            before = signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)  # stops this process, unless nobody could let its group go on: a shell, say
+            signal.signal(number, before)  # later, when it goes on
+            self._children.signal_groups(signal.SIGCONT)
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """From event to event; comes back when nothing is left to do."""
+        handlers: dict[str, Callable[[Any], bool]] = {
+            "ended": self._on_ended,
+            "left": self._on_left,
+            "stop": self._on_stop,
+            "wound up": lambda _: self._conclude(),
+            "verdict": self._on_verdict,
+            "claim": self._nodes.claimed,
+            "first": self._nodes.heard,
+            "lost": self._nodes.lost,
+            "running": self._on_running,
+            "silent": self._on_silent,
+            "hub": self._on_hub,
+            "join": self._on_join,
+        }
+        while True:
+            try:
+                event, what = self._events.get(timeout=TICK if self._is_open() else IDLE)
+            except queue.Empty:
+                self._look()
+                if not self._children.running and self._zero.wait(0):
+                    return  # nobody is left who could bring an event
+                continue
+            if handlers[event](what):
+                return
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._nodes.close()
+        self._watch.stop()
+
+    def _is_open(self) -> bool:
+        """Whether something has failed, and what is not certain yet."""
+        return self._first is None and bool(self._children.failed or self._left)
+
+    def _look(self) -> None:
+        if self._is_open():
+            found: First | None
+            found = settled(self._children.failed, self._notes.read(), self._watch.stands(), self._left)
+            if isinstance(found, Ended) and found.code in (None, -signal.SIGABRT):  # gloo, where sizes differ
+                found = self._watch.divergence() or found
+            if found is not None:
+                self._publish(found)
+
+    def _on_ended(self, _: Any) -> bool:
+        self._look()
+        if self._is_failing():
+            return self._told and not self._children.running
+        if self._starts and not self._has_left and self._rank not in self._children.running:
+            self._children.stop()  # rank 0 ended by itself, outside of any call
+            return True
+        if self._children.running:
+            return False
+        self._line.send({"do": "go"})
+        return True
+
+    def _is_failing(self) -> bool:
+        return bool(self._children.failed or self._left or self._verdict or self._nodes.decided or self._interrupted)
+
+    def _on_left(self, what: tuple[int, Message]) -> bool:
+        """A rank has come to its end, and waits for its leave; one that a launcher started only if it has failed."""
+        rank, message = what
+        cause: Cause | None = message["cause"]
+        if not self._starts:
+            if cause is not None:
+                self._left[rank] = cause
+            self._thread(self._children.wind_up, message["at"])
+            self._look()
+            return False
+        self._take_leave(*what)
+        if self._interrupted and self._verdict is None:
+            until = time.monotonic() + GRACE
+            while self._children.running and time.monotonic() < until:
+                time.sleep(TICK / 5)
+            self._children.stop()
+            self._line.send({"do": "go"})
+            return True
+        if cause is not None:
+            self._thread(self._children.wind_up, cause.at)
+        return self._on_ended(None)
+
+    def _take_leave(self, rank: int, message: Message) -> None:
+        cause: Cause | None = message["cause"]
+        self._has_left = True
+        self._interrupted = cause is not None and cause.is_interrupt
+        if cause is not None:
+            self._left[rank] = cause
+        self._children.has_left(rank, message["at"] if cause is None else None)
+
+    def _on_stop(self, _: Any) -> bool:
+        """Ctrl-C, while rank 0 waited for the others to end."""
+        self._children.stop()
+        self._line.send({"do": "go"})
+        return True
+
+    def _on_verdict(self, verdict: Verdict) -> bool:
+        if self._told or self._children.failed:  # what follows from it is under way
+            return False
+        self._verdict = verdict
+        cause = verdict.cause
+        if cause is not None and not verdict.interrupted:
+            self._publish(cause)
+        self._children.stop(GRACE / 4)
+        self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
+        return self._conclude()
+
+    def _on_running(self, _: Any) -> bool:
+        self._line.send({"do": "running", "ranks": self._children.running})
+        return False
+
+    def _on_silent(self, words: str) -> bool:
+        """A node does not answer, and a scheduler that sees to it looks for another one: ending would be giving up."""
+        self._write(f"lockstep: {words}: waiting for the scheduler to end the run, or to start it elsewhere")
+        return False
+
+    # -- other nodes -------------------------------------------------------------------------------------------
+
+    def _on_hub(self, _: Any) -> bool:
+        """Local rank 0 asks where the other nodes can call."""
+        port, token = self._nodes.open()
+        self._line.send({"do": "hub", "port": port, "token": token})
+        return False
+
+    def _on_join(self, what: tuple[int, Message]) -> bool:
+        """Local rank 0 knows where the hub is."""
+        message = what[1]
+        self._nodes.join(message["address"], message["port"], message["token"])
+        return False
+
+    def _follow(self, decided: dict[str, Any]) -> None:
+        """The first cause of all nodes is known: end this node's ranks."""
+        if self._nodes.is_elsewhere:
+            self._notes.leave({"first": decided["words"], "rank": decided.get("rank", -1)})
+            self._thread(self._children.wind_up, time.monotonic() - GRACE / 4)
+        if not self._starts:
+            self._tell_at_once()
+
+    def _publish(self, cause: First) -> None:
+        """The first cause of this node is certain: tell its ranks, whose collectives raise now, and the other nodes."""
+        self._first = cause
+        self._notes.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
+        self._nodes.say(cause)
+        if self._nodes.hub is None and not self._starts:
+            self._tell_at_once()
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _await_rank_zero(self, seconds: float | None) -> None:
+        """Let rank 0 end by itself; longer, if something has been raised in it: it may be saving what it has."""
+        until = None if seconds is None else time.monotonic() + seconds
+        latest = time.monotonic() + FAREWELL
+        while self._rank in self._children.running and not self._has_left:
+            self._take_in_left()
+            now = time.monotonic()
+            if until is not None and now >= until and not (now < latest and self._notes.is_someone_ending()):
+                return
+            time.sleep(TICK / 5)
+
+    def _take_in_left(self) -> None:
+        """Whether rank 0 has said that it ends; other events can wait."""
+        later = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event, what = self._events.get_nowait()
+                if event == "left" and self._starts:
+                    self._take_leave(*what)
+                elif event in ("first", "claim", "lost"):
+                    later.append((event, what))
+        for event, what in later:
+            self._events.put((event, what))
+
+    def _conclude(self) -> bool:
+        """All others have ended: tell why, and end."""
+        if self._starts:
+            if self._children.failed and all(end.code == -signal.SIGINT for end in self._children.failed):
+                self._await_rank_zero(None)
+            if self._interrupted and self._verdict is None:
+                self._line.send({"do": "go"})
+            else:
+                self._tell_rank_zero(self._judged())
+            return True
+        if not self._told:
+            self._print(self._judged())
+        return not self._children.running
+
+    def _judged(self) -> Judgement:
+        failed, verdict, shown = self._children.failed, self._verdict, self._shown()
+        cause: First | None
+        if verdict is not None:
+            printed = {end.rank for end in failed} | self._left.keys() | shown
+            cause, told = verdict.cause, is_told(verdict.cause, printed)
+        else:
+            proof = self._watch.divergence()
+            cause, told = concluded(failed, self._notes.read(), self._watch.stands(), self._left, shown, proof)
+        interrupted = verdict is not None and verdict.interrupted
+        codes = [end.code for end in failed]
+        if self._nodes.hub is not None and not interrupted:
+            if self._first is None and cause is not None:
+                self._await_decision()  # nothing is certain here, and another node may know more: let it speak first
+                if self._nodes.decided is None:
+                    self._publish(cause)
+            self._await_decision()
+            if self._nodes.decided is not None and self._nodes.is_elsewhere:
+                return judgement(Stray(self._nodes.decided["words"]), True, False, codes)
+        return judgement(cause, told, interrupted, codes, self._nodes.host)
+
+    def _shown(self) -> set[int]:
+        """The ranks that have printed their tracebacks."""
+        return {note["printed"] for note in self._notes.others("printed")}
+
+    def _await_decision(self) -> None:
+        until, nodes = time.monotonic() + NEWS, self._nodes
+        handlers: dict[str, Callable[[Any], bool]] = {
+            "first": nodes.heard,
+            "claim": nodes.claimed,
+            "lost": nodes.lost,
+        }
+        while nodes.decided is None and nodes.hub is not None and nodes.hub.nodes and time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                event, what = self._events.get(timeout=TICK / 5)
+                handlers.get(event, bool)(what)
+
+    def _tell_rank_zero(self, found: Judgement) -> None:
+        """Have rank 0 print the last line and end. Where it cannot, end it, and print."""
+        text = "" if self._is_quiet() else _left_to_say(found.text)
+        if self._rank in self._children.running or self._has_left:
+            stopped = is_stopped(self._order["process"])
+            if not stopped and self._line.send({"do": "end", "text": text, "code": found.code}):
+                acts = self._await_event("acts", ANSWER)
+                if acts and self._zero.wait(ANSWER):
+                    return
+                text = "" if acts else text
+            self._zero.signal(signal.SIGKILL)
+            self._zero.wait(ANSWER)
+        self._write(text)
+
+    def _is_quiet(self) -> bool:
+        """Whether SIGTERM has ended rank 0, and it had been heard before: nothing has failed."""
+        return (
+            self._sigterm.is_set() and not self._left and all(end.code in TERMINATED for end in self._children.failed)
+        )
+
+    def _await_event(self, wanted: str, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                event, _ = self._events.get(timeout=max(0.0, until - time.monotonic()))
+                if event == wanted:
+                    return True
+        return False
+
+    def _tell_at_once(self) -> None:
+        """Where a launcher ends the ranks, and prints its own summary: be there before it."""
+        nodes, decided = self._nodes, self._nodes.decided
+        if self._told or (nodes.hub is not None and decided is None):
+            return
+        if decided is not None and nodes.is_elsewhere:
+            self._print(judgement(Stray(decided["words"]), True, False, []))
+        elif self._first is not None:
+            self._print(judgement(self._first, is_told(self._first, self._shown()), False, [], nodes.host))
+
+    def _print(self, found: Judgement) -> None:
+        self._told = True
+        hub = self._nodes.hub
+        if not (self._order["one_screen"] and self._node and hub is not None and hub.nodes):
+            self._write(_left_to_say(found.text))
+        for line in [self._line, *self._lines]:
+            line.send({"do": "go"})
+
+    def _write(self, text: str) -> None:
+        if text:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _left_to_say(text: str) -> str:
+    """What is to be printed, where the agent of `lockstep run` says the last line."""
+    before, _, last = text.rpartition("\n")  # the last line, whatever a message before it says
+    words = last.removeprefix("lockstep: ")
+    return before.rstrip("\n") if words != last and hand_cause(words) else text
+
+
+def main(line: int, notes: int, ear: int) -> None:
+    """The life of the process.
+
+    Args:
+        line, notes, ear: descriptors: of the socket to local rank 0, the notes, and the pipe of its signals.
+    """
+    to_rank_zero = Line(socket.socket(fileno=line))
+    order = to_rank_zero.receive()
+    if order is None:  # it has ended already
+        return
+    supervisor = Supervisor(to_rank_zero, Notes(notes), ear, order)
+    # Handlers, where others would ignore: the ranks that are started are not to inherit it.
+    for number in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP"):
+        known = getattr(signal, f"SIG{number}")
+        if signal.getsignal(known) is not signal.SIG_IGN:
+            signal.signal(known, lambda number, frame: supervisor.heed(number))
+    promise_cause()
+    supervisor.start()
+    supervisor.run()
+    supervisor.close()
+    os._exit(0)  # threads that wait for messages have nobody to wait for
