@@ -796,7 +796,7 @@ class _Other(torch.optim.Adam):
         (torch.optim.Adafactor, "Adafactor: it keeps row"),
         (torch.optim.SparseAdam, "SparseAdam: it updates the rows"),
         (torch.optim.Muon, "Muon: it orthogonalises"),
-        (_Other, "_Other: it is not known .*elementwise.elementwise`"),
+        (_Other, "_Other: it is not known .*optimizers.elementwise`"),
         (lambda p: torch.optim.Adam(p, differentiable=True), r"Adam\(differentiable=True\)"),
     ],
 )

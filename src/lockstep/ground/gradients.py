@@ -1,8 +1,11 @@
-"""Norms of gradients, to be logged."""
+"""Gradients: their norms, to be logged, and clipping by value."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 
 def grad_norm(
@@ -40,3 +43,15 @@ def grad_norm(
         together = torch.stack([value.to(values[0].device) for value in values])
         norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(together, p)
     return norms
+
+
+def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
+    """Clip the gradients of ``parameters``, in place; of a complex one its real and its imaginary part."""
+    real: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_complex():  # for which torch has no clamp
+            torch.view_as_real(parameter.grad).clamp_(-value, value)
+        else:
+            real.append(parameter)
+    if real:  # torch refuses none, and a window may be without a loss
+        torch.nn.utils.clip_grad_value_(real, value)

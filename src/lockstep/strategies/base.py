@@ -16,8 +16,8 @@ from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import Agreement
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.gradients import clip_by_value
 from lockstep.parallel.late_parameters import beside
-from lockstep.parallel.zero.optimizers import clip_by_value
 from lockstep.precision.base import Precision
 
 # -- the seam ------------------------------------------------------------------------------------------------

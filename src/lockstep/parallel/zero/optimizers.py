@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
+from lockstep.ground.gradients import clip_by_value
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.zero.flat_parameters import Flat, Piece
 from lockstep.parallel.zero.optimizer_state import cut_state, whole_states
@@ -119,18 +120,6 @@ def elementwise(kind: Kind) -> Kind:
     """
     _declared.add(kind)
     return kind
-
-
-def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:
-    """Clip the gradients of ``parameters``, in place; of a complex one its real and its imaginary part."""
-    real: list[Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_complex():  # for which torch has no clamp
-            torch.view_as_real(parameter.grad).clamp_(-value, value)
-        else:
-            real.append(parameter)
-    if real:  # torch refuses none, and a window may be without a loss
-        torch.nn.utils.clip_grad_value_(real, value)
 
 
 def concerned(parameters: Iterable[Tensor], optimizers: Iterable[Any]) -> list[Any]:
