@@ -94,6 +94,9 @@ def draw(seed: int) -> Program:
     manual = chance.random() < 0.15
     epochs = chance.choice((2, 3))
     some = [trait for trait in TRAITS if chance.random() < 0.15]
+    loss = "mean" if manual else chance.choice(LOSSES)
+    if loss == "none in some" and "scaled gradients" in some:
+        loss = "mean"  # on_after_backward does not run where there is no loss, which is said
     loader = chance.choice(LOADERS)
     if loader == "two uneven loaders" and manual:
         loader = "two loaders"  # one loss for all cannot be right there, which is said
@@ -114,7 +117,7 @@ def draw(seed: int) -> Program:
         schedule=chance.choice(("none", "step", "epoch", "plateau")),
         clip=None if manual else chance.choice((None, None, ("norm", 0.3), ("value", 0.05))),
         manual=manual,
-        loss="mean" if manual else chance.choice(LOSSES),
+        loss=loss,
         traits=frozenset(some),
         events=tuple(events),
         validation=chance.choice((0, 0, 1, 5, 9)),

@@ -61,6 +61,16 @@ FOUND = {
     "a step's value held that of an earlier micro-batch where a rank had no samples of the last one": replace(
         PLAIN, world=3, samples=14, batch_size=4, accumulate=2, loader="iterable"
     ),
+    "a parameter that was frozen between forward and backward got a gradient of zeros, or raised": replace(
+        PLAIN, accumulate=2, events=(Event("freeze", "on_before_zero_grad", 1, True),)
+    ),
+    "the same in a micro-batch that reduces": replace(PLAIN, events=(Event("freeze", "on_before_zero_grad", 1, True),)),
+    "buffers of synchronized layers that were replaced were not aligned before a validation": replace(
+        PLAIN,
+        traits=frozenset({"norm"}),
+        validation=5,
+        events=(Event("assign state", "on_before_optimizer_step", 1, False),),
+    ),
     "ranks without samples showed logged values in float32": replace(PLAIN, world=3, validation=1),
     "a training step on a padding batch was counted in an object of the user's": replace(
         PLAIN, world=3, samples=13, batch_size=1, manual=True
@@ -75,10 +85,6 @@ def test_what_programs_found_stays_mended(ranks: RankPool, fault: str) -> None:
 
 
 REFUSED = {
-    "frozen after the forward": (
-        replace(PLAIN, events=(Event("freeze", "on_before_zero_grad", 1, False),)),
-        "'first.bias' got a gradient after its bucket was reduced: its requires_grad was switched off",
-    ),
     "statistics of a part that a rank lacks": (
         replace(PLAIN, samples=8, batch_size=1, world=3, loader="two uneven loaders", traits=frozenset({"norm"})),
         "rank 2 has no samples of loader 0",

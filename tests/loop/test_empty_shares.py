@@ -457,3 +457,28 @@ def evaluate(stream: bool) -> dict[str, int]:
 def test_evaluation_gives_each_sample_to_one_rank(ranks: RankPool, stream: bool) -> None:
     found: Counter[str] = sum((Counter(each) for each in ranks(WORLD).run(evaluate, stream)), Counter())
     assert found == {"validation": SAMPLES, "end": SAMPLES, "predict": SAMPLES}
+
+
+class Nothing(Slope):
+    """Has no loss on rank 1, and changes gradients where there was one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.global_rank else super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        assert self.w.grad is not None
+        self.w.grad *= 0.5
+
+
+def without_a_loss() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(max_epochs=1).fit(Nothing(), numbers(4))
+    return [str(warning.message) for warning in caught if "on_after_backward" in str(warning.message)]
+
+
+def test_a_rank_without_a_loss_says_that_a_hook_which_changes_gradients_does_not_run(ranks: RankPool) -> None:
+    zero, one = ranks(2).run(without_a_loss)
+    assert not zero
+    assert all("rank 1: `training_step` returned None" in text for text in one)
+    assert one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,10 @@ from lockstep.module import LightningModule
 
 MicroBatch = tuple[tuple[int, ...], Any, int, float, Any]  # (ranks without samples, batch, batch_idx, weight, share)
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
+NO_HOOK = (
+    "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
+    "not run here. If it changes gradients, and other ranks had a loss, the ranks' weights part: return `0.0 * loss`."
+)
 SKIPPED = (
     "The data set does not go round: ranks {ranks} have no samples of a micro-batch that is left at the end, and run "
     "neither `training_step` nor the batch hooks for it: {names}. What belongs to each update (an average of the "
@@ -354,6 +359,8 @@ class Step:
             self._publish()
         if loss is None:
             strategy.skip_backward()
+            if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
+                warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=2)  # on this rank, whichever it is
         else:
             if share != 1.0:
                 loss = loss * share

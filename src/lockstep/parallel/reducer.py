@@ -60,11 +60,6 @@ NESTED = (
     "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
 )
 
-ASLEEP = (
-    "parameter {name!r} got a gradient after its bucket was reduced: its requires_grad was switched off after the "
-    "forward whose backward this is. Switch it off before the forward (in on_train_batch_start, say)"
-)
-
 MarksGroup = Callable[[], "comm.Group | Literal[False]"]
 
 
@@ -426,6 +421,8 @@ class Reducer:
         used, waiting, complete = bucket.used, bucket.waiting, self._complete
 
         def accumulated(parameter: Tensor) -> None:
+            if not parameter.requires_grad:  # frozen since its forward: torch calls its hooks, and leaves no gradient
+                return
             if bucket.kept is None:
                 used[index] = 1
             else:
@@ -439,6 +436,8 @@ class Reducer:
         view, poured = bucket.views[index], bucket.poured
 
         def accumulated_big(parameter: Tensor) -> None:
+            if not parameter.requires_grad:
+                return
             if self._pours and bucket.kept is None:
                 if index in poured:
                     raise RuntimeError(NESTED.format(names=[bucket.names[index]]))
@@ -464,7 +463,7 @@ class Reducer:
                 self.stray()
             return
         if bucket.work is not None:
-            raise RuntimeError(_late_gradient(bucket))
+            raise RuntimeError(NESTED.format(names=bucket.names))
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             self._launch(self._buckets[self._next])
 
@@ -537,9 +536,3 @@ class Reducer:
         self._record = Record(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.turn)
         self._hooks = self._record.hooks
         self._overlap = True
-
-
-def _late_gradient(bucket: Bucket) -> str:
-    """Why a gradient may have come into a bucket that was reduced already."""
-    asleep = [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if not p.requires_grad]
-    return ASLEEP.format(name=asleep[0]) if asleep else NESTED.format(names=bucket.names)

@@ -25,6 +25,7 @@ from lockstep.launch.script import side
 from lockstep.parallel.bucket import plan_by_caps
 from lockstep.parallel.consistency import (
     RollCall,
+    broadcast_buffers,
     broadcast_module_state,
     check_same_module,
     sparse_names,
@@ -332,6 +333,8 @@ class DDPStrategy(Collectives, Sharding):
             self._buffers = self._buffers if self.own_buffers() else None
         if self._norms is not None:
             self._norms.mute(self._muted)
+            if self._init_sync:  # nobody else aligns those of synchronized layers, and they may have been replaced
+                broadcast_buffers([b for layer in self._norms.layers for b in layer.buffers()], 0, None)
         if reducer.lacks(parameters):
             reducer.take_in(parameters.items(), sparse_names(self.module))
             if self._checks is not None:
