@@ -53,9 +53,9 @@ def _difference(call: Callable[[], object], gate: object, told: bool) -> float:
     with_gate, without = [], []
     for _ in range(ROUNDS):
         without.append(_seconds(call))
-        gate.put_up()  # type: ignore[attr-defined]
+        gate.install_trace()  # type: ignore[attr-defined]
         if told:
-            gate.told_by(lambda: ("training_step", 7))  # type: ignore[attr-defined]
+            gate.set_location(lambda: ("training_step", 7))  # type: ignore[attr-defined]
         with_gate.append(_seconds(call))
         gate.take_down()  # type: ignore[attr-defined]
     return 1e6 * (min(with_gate) - min(without)) / CALLS

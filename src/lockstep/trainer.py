@@ -46,7 +46,7 @@ from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.logging import Published
+from lockstep.loop.logging import LoggedMetrics
 from lockstep.module import LightningModule
 from lockstep.precision.names import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
@@ -241,7 +241,7 @@ class Trainer(Attributes):
         self.results: Any = None
         self.agreement: Any = None
         self.stop_flag = self.interrupt_flag = 0
-        self.published = Published()
+        self.published = LoggedMetrics()
         self.fit_loop = FitLoop(self)
         self.fit_loop.epochs_by_default = flags["max_epochs"] is None
         self.validate_loop = EvaluationLoop(self, RunningStage.VALIDATING)

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Accumulation, Course, Given, Plan, accumulation, course
+from lockstep.loop.batch_counting import Accumulation, BatchCounting, Given, Plan, accumulation, course
 from lockstep.loop.feed import Feed
 from tests.data.loaders import Rank, SizedStream, Stream, alike, by_sampler, feed_of, indices, loader, numbers
 
@@ -60,7 +60,7 @@ def play(
     found: list[list[int]] = []
     for rank in range(size):
 
-        def chart(batches: list[int], flexible: bool) -> Course:
+        def chart(batches: list[int], flexible: bool) -> BatchCounting:
             return course(saved, Given(size, accumulate, batches, flexible, keep=keep))
 
         planned = None if saved is None else saved.ranks
@@ -191,7 +191,7 @@ def test_several_loaders_go_on_together() -> None:
         found: list[Any] = []
         for rank in range(life_size):
 
-            def chart(batches: list[int], flexible: bool) -> Course:
+            def chart(batches: list[int], flexible: bool) -> BatchCounting:
                 return course(saved, Given(life_size, 1, batches, flexible))
 
             feed = Feed.train(make(), world=Rank(rank, life_size), seed=1, chart=chart, gather=alike(life_size))

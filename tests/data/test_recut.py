@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.cut import Cut
-from lockstep.data.recut import Grouping, Recut, Rest
+from lockstep.data.recut import Recut, Rest, WindowPlan
 from lockstep.data.stream import Life, Sizes
 
 small = st.integers(1, 7)
@@ -33,7 +33,7 @@ def windows(cut: Cut | Recut | Rest, micro: int, first: int = 0) -> list[list[in
 def test_a_window_has_the_same_positions_on_any_number_of_ranks(
     n: int, batch: int, before: int, after: int, accumulate: int
 ) -> None:
-    grouping = Grouping(before, accumulate)
+    grouping = WindowPlan(before, accumulate)
     cut = grouping.cut(n, batch, after, drop_last=False)
     planned = windows(Cut(n, batch, before), accumulate)
     assert windows(cut, grouping.micro(after)) == planned
@@ -72,7 +72,7 @@ def test_lives_with_other_ranks_draw_what_was_left(
     drawn: list[int] = []
     place, number = 0, 0
     for turn, (size, played) in enumerate(lives):
-        grouping = Grouping(ranks, accumulate, limit, number, place)
+        grouping = WindowPlan(ranks, accumulate, limit, number, place)
         cut = grouping.cut(n, batch, size, drop_last)
         micro = grouping.micro(size)
         found = windows(cut, micro, number)
@@ -96,7 +96,7 @@ def test_what_lives_have_drawn_of_a_stream(n: int, batch: int, planned: int, liv
     """Each worker's first samples, as a loader deals them out: to one worker after the other, batch by batch."""
     left = list(range(n))
     for ranks, workers, played in lives:
-        grouping, of_ranks = Grouping(planned, 1), [Sizes(rank, ranks, batch) for rank in range(ranks)]
+        grouping, of_ranks = WindowPlan(planned, 1), [Sizes(rank, ranks, batch) for rank in range(ranks)]
         if grouping.window(batch) < ranks:
             continue
         for sizes in of_ranks:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.ground import agreement as module
 from lockstep.ground import pages
-from lockstep.ground.agreement import Agreement
+from lockstep.ground.agreement import ConsensusFlags
 from lockstep.testing.pool import RankPool
 
 Seen = list[tuple[int, int]]
@@ -27,7 +27,7 @@ def _reduce() -> None:
 def _race(mode: str, every: int | None, windows: int, seed: int) -> tuple[list[int], Seen]:
     """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit)."""
     chance = random.Random(seed * 100 + dist.get_rank())
-    agreement = Agreement(mode=mode, every=every)  # type: ignore[arg-type]
+    agreement = ConsensusFlags(mode=mode, every=every)  # type: ignore[arg-type]
     bits = [agreement.register(name) for name in ("stop", "save", "signal")]
     asked: list[int] = []
     seen: Seen = []
@@ -74,7 +74,7 @@ def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, 
 
 def _windows_until_seen(seconds: float) -> int:
     """After how many windows, which take so long on rank 1, a request of rank 0's is seen."""
-    agreement = Agreement(mode="messages")
+    agreement = ConsensusFlags(mode="messages")
     bit = agreement.register("signal")
     for window in range(100):
         if window == 20 and dist.get_rank() == 0:
@@ -97,7 +97,7 @@ def test_messages_go_more_often_where_windows_are_long(ranks: RankPool) -> None:
 
 
 def _one_request(mode: str, every: int, asking: int, windows: int) -> list[int]:
-    agreement = Agreement(mode=mode, every=every)  # type: ignore[arg-type]
+    agreement = ConsensusFlags(mode=mode, every=every)  # type: ignore[arg-type]
     stop = agreement.register("stop")
     seen = []
     for window in range(windows):
@@ -128,7 +128,7 @@ def test_messages_answer_within_two_periods_and_once(ranks: RankPool, every: int
 
 def _two_clocks() -> list[int]:
     """Both ranks' clocks ring, one of them after it has published: one save answers both."""
-    agreement = Agreement(mode="shared")
+    agreement = ConsensusFlags(mode="shared")
     save = agreement.register("save-by-time")
     seen = []
     for window in range(5):
@@ -152,7 +152,7 @@ def test_lower_answers_requests_of_all_ranks(ranks: RankPool) -> None:
 
 def _asked_at_once(mode: str) -> list[Any]:
     # every=1: the request is on its way in a message when the answer comes
-    agreement = Agreement(mode=mode, every=1)  # type: ignore[arg-type]
+    agreement = ConsensusFlags(mode=mode, every=1)  # type: ignore[arg-type]
     stop, save = agreement.register("stop"), agreement.register("save")
     answers: list[Any] = [agreement.now(stop)]
     if dist.get_rank() == 1:
@@ -180,7 +180,7 @@ def _kind(hidden: bool) -> str:
     """The channel that is chosen; ``hidden``: as if rank 1 were on another host."""
     if hidden and dist.get_rank() == 1:
         original, pages.host = pages.host, lambda: "elsewhere"
-    agreement = Agreement()
+    agreement = ConsensusFlags()
     if hidden and dist.get_rank() == 1:
         pages.host = original
     kind = type(agreement._channel).__name__
@@ -196,7 +196,7 @@ def test_memory_on_one_host_messages_between_hosts(ranks: RankPool) -> None:
 def _unmapped() -> str:
     if dist.get_rank() == 1:
         original, pages._map = pages._map, lambda handle, size, part: None
-    agreement = Agreement()
+    agreement = ConsensusFlags()
     if dist.get_rank() == 1:
         pages._map = original
     kind = type(agreement._channel).__name__
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_map_the_page_moves_all_to_messages(ranks: RankPool) 
 
 
 def test_one_rank_sees_its_own_request_at_the_boundary() -> None:
-    agreement = Agreement()
+    agreement = ConsensusFlags()
     stop, save = agreement.register("stop"), agreement.register("save")
     assert agreement.register("stop") == stop
     agreement.request(stop)
@@ -229,7 +229,7 @@ def test_one_rank_sees_its_own_request_at_the_boundary() -> None:
 
 
 def test_at_one_rank_a_step_costs_next_to_nothing() -> None:
-    agreement = Agreement()
+    agreement = ConsensusFlags()
     stop = agreement.register("stop")
 
     def step() -> None:
@@ -244,8 +244,8 @@ def test_at_one_rank_a_step_costs_next_to_nothing() -> None:
 
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match="every=0"):
-        Agreement(every=0)
-    agreement = Agreement()
+        ConsensusFlags(every=0)
+    agreement = ConsensusFlags()
     for index in range(module.BITS):
         agreement.register(str(index))
     with pytest.raises(ValueError, match=r"'one too many'.*63 flags"):

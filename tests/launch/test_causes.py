@@ -8,7 +8,7 @@ import re
 import pytest
 
 from lockstep.launch.processes import Ended
-from lockstep.supervise.causes import Cause, Stand, Stray, cause_of, first_cause, strayed
+from lockstep.supervise.causes import Cause, Divergence, Stand, cause_of, first_cause, strayed
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.status import Notes, leave_note
 
@@ -175,4 +175,4 @@ def test_who_waits_for_one_that_left_or_ended_has_strayed() -> None:
     assert "rank 1 left the call" in str(strayed({**inside(1), 1: LEFT}, {0: BARRIER}, everyone=False))
     ended = Stand(1, 8.0, 0, False, "", ended=True)
     assert "rank 1 made no call and came to its end" in str(strayed({**inside(1), 1: ended}, {0: BARRIER}, True))
-    assert isinstance(strayed({**inside(2), 1: ended}, {0: BARRIER}, True), Stray)
+    assert isinstance(strayed({**inside(2), 1: ended}, {0: BARRIER}, True), Divergence)

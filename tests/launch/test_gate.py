@@ -16,17 +16,17 @@ from lockstep.supervise.collective_trace import (
     MESSAGES,
     CollectiveMismatch,
     compared,
-    put_up,
+    install_trace,
+    set_location,
     take_down,
-    told_by,
 )
 from lockstep.supervise.trace_memory import Reading, own
 from lockstep.testing.pool import RankPool
 
 
 def _strided(async_op: bool) -> list[Any]:
-    put_up()
-    put_up()
+    install_trace()
+    install_trace()
     try:
         rank = dist.get_rank()
         everything = torch.full((4, 4), 1.0 + rank)
@@ -111,11 +111,11 @@ def _noted() -> list[tuple[Any, ...]]:
     take_down()
     from torch.distributed import irecv, isend  # before the gate is put up, as a module's own import
 
-    put_up()
+    install_trace()
     assert collective_trace._noting is not None
     reading, rank = Reading(collective_trace._noting.ledger.address), dist.get_rank()
     before = reading.count
-    told_by(lambda: ("on_validation_epoch_end", 7))
+    set_location(lambda: ("on_validation_epoch_end", 7))
     try:
         ones, both = torch.ones(4), torch.zeros(8)
         dist.all_reduce(ones, dist.ReduceOp.MAX)
@@ -134,7 +134,7 @@ def _noted() -> list[tuple[Any, ...]]:
             dist.all_reduce("no tensor")  # type: ignore[arg-type]
         dist.barrier()
     finally:
-        told_by(None)
+        set_location(None)
         take_down()
     dist.barrier()  # no more
     return [
@@ -171,7 +171,7 @@ def test_every_collective_is_noted(ranks: RankPool) -> None:
 def _past_the_gate() -> list[tuple[str, bool]]:
     take_down()
     before = dist.all_reduce
-    put_up()
+    install_trace()
     assert collective_trace._noting is not None
     reading = Reading(collective_trace._noting.ledger.address)
     count = reading.count
@@ -194,7 +194,7 @@ def _compiled() -> tuple[list[float], int, int]:
     from torch.distributed import _functional_collectives as functional
 
     take_down()
-    put_up()
+    install_trace()
     assert collective_trace._noting is not None
     reading = Reading(collective_trace._noting.ledger.address)
     count = reading.count
@@ -224,7 +224,7 @@ def test_taken_down_all_is_as_it_was() -> None:
     names = (*COLLECTIVES, *MESSAGES)
     before = [getattr(home, name) for home in (dist, dist.distributed_c10d) for name in names if hasattr(home, name)]
     wait, made = dist.Work.wait, dist.P2POp.__init__
-    put_up()
+    install_trace()
     assert dist.all_reduce is not before[0]
     assert dist.Work.wait is not wait
     take_down()
@@ -235,7 +235,7 @@ def test_taken_down_all_is_as_it_was() -> None:
 
 def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
     """It once wrote words between those of the process that it was forked from, which then were read as one another."""
-    put_up()
+    install_trace()
     try:
         assert collective_trace._noting is not None
         mine, kept = collective_trace._noting.ledger, dist.all_reduce
@@ -246,7 +246,7 @@ def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
             passed = not collective_trace._replaced
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             kept(torch.ones(3))
-            put_up()
+            install_trace()
             dist.all_reduce(torch.ones(3))
             os._exit(
                 0 if passed and collective_trace._noting.ledger is not mine and Reading(own().address).count == 1 else 1

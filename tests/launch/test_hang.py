@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise.causes import Stand
-from lockstep.supervise.hang import GONE, RUNS, STOPPED, TRACED, Sight, brief, compare, overdue
+from lockstep.supervise.hang import GONE, RUNS, STOPPED, TRACED, RankSnapshot, brief, compare, overdue
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
 
@@ -58,11 +58,11 @@ def past(number: int, operation: str = "all_reduce", **changed: Any) -> Note:
     return note(number, operation, left=41.0, done=41.0, **changed)
 
 
-def sight(rank: int, *notes: Note, **changed: Any) -> Sight:
-    return Sight(rank, NOW, Stand(rank, 1.0, 1, True, "/me/fit.py:7"), notes=notes, **changed)
+def sight(rank: int, *notes: Note, **changed: Any) -> RankSnapshot:
+    return RankSnapshot(rank, NOW, Stand(rank, 1.0, 1, True, "/me/fit.py:7"), notes=notes, **changed)
 
 
-def text(sights: list[Sight]) -> str:
+def text(sights: list[RankSnapshot]) -> str:
     return str(compare(sights) or "")
 
 
@@ -119,7 +119,7 @@ def test_ranks_that_need_one_another_in_two_groups_are_a_proof() -> None:
         sight(1, note(4, "barrier", group="1", members=(0, 1), aside=True), past(4)),  # another thread is there
     ],
 )
-def test_a_circle_that_may_open_is_no_proof(second: Sight) -> None:
+def test_a_circle_that_may_open_is_no_proof(second: RankSnapshot) -> None:
     assert text([sight(0, note(5), past(3, group="1", members=(0, 1))), second]) == ""
 
 
@@ -182,7 +182,7 @@ def test_a_long_stack_is_told_in_a_few_lines() -> None:
 
 def test_sights_travel_as_json() -> None:
     one = sight(1, note(3), past(2), stack=REDUCING, worker=LOADING, state=STOPPED, stopped=2.5, batch=3)
-    assert Sight.of(json.loads(json.dumps(one.plain()))) == one
+    assert RankSnapshot.of(json.loads(json.dumps(one.plain()))) == one
 
 
 def test_a_call_of_autograds_is_where_the_backward_was_called() -> None:

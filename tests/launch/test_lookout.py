@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise import monitor
-from lockstep.supervise.causes import Stand, Stray
+from lockstep.supervise.causes import Divergence, Stand
 from lockstep.supervise.monitor import MOST, Lookout
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
 from lockstep.supervise.trace_memory import WHOLE, Ledger
@@ -51,7 +51,7 @@ class Scene:
         self.ranks = [Rank(rank, timeout, kill) for rank in range(2)]
         self.lookout = Lookout(channel)
 
-    def look(self, later: float = 0.0) -> Stray | None:
+    def look(self, later: float = 0.0) -> Divergence | None:
         """What is seen, so many seconds from now."""
         inside = {rank.stand.rank: rank.stand for rank in self.ranks}
         still = {rank.stand.rank: rank.still for rank in self.ranks}

@@ -21,7 +21,7 @@ from lockstep.ground.seed import current_seed, hand_down_seed
 from lockstep.launch.processes import Children
 from lockstep.launch.spawn import SpawnLauncher, _failure
 from lockstep.launch.topology import launcher
-from lockstep.supervise.causes import Stray
+from lockstep.supervise.causes import Divergence
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.status import Notes
 
@@ -130,7 +130,7 @@ def test_the_stacks_of_ranks_that_went_different_ways_come_before_the_last_line(
     """Under strategy="ddp" they stood on the screen, and here only the line that says who waits for whom."""
     children, notes = Children(), Notes()
     watch = Watch(notes, True, print, dict)
-    verdict = Verdict(Stray("rank 1 is stopped", "rank 0:\n    train.py:3 in wait"))
+    verdict = Verdict(Divergence("rank 1 is stopped", "rank 0:\n    train.py:3 in wait"))
     said = str(_failure("ddp_spawn", children, notes, verdict, watch))
     watch.stop()
     notes.close()

@@ -20,7 +20,7 @@ from lockstep.ground.errors import RankFailed
 from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
-from lockstep.supervise.causes import Cause, Stand, concluded, judgement, settled
+from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
 from lockstep.supervise.channel import Line
 from lockstep.supervise.stack import shortened
 from lockstep.supervise.status import Notes
@@ -261,18 +261,18 @@ def inside(rank: int) -> Stand:
 def test_what_is_certain_and_what_is_not() -> None:
     stands = {0: inside(0), 1: inside(1)}
     dead = Ended(0, 100, 1, 2.0)
-    assert settled([dead], [note(0, lost=True)], stands) is None  # another one knows why
-    assert settled([dead], [note(0, lost=True), note(1)], stands) == note(1)
-    assert settled([dead], [], stands) == dead
-    assert settled([], [note(1)], {}, left=[1]) == note(1)
+    assert early_cause([dead], [note(0, lost=True)], stands) is None  # another one knows why
+    assert early_cause([dead], [note(0, lost=True), note(1)], stands) == note(1)
+    assert early_cause([dead], [], stands) == dead
+    assert early_cause([], [note(1)], {}, left=[1]) == note(1)
 
 
 def test_a_traceback_is_shown_once() -> None:
     ended = Ended(1, 100, 1, 2.0)
-    cause, told = concluded([ended], [note(1)], {}, {}, shown=[])
+    cause, told = final_cause([ended], [note(1)], {}, {}, shown=[])
     assert (cause, told) == (note(1), True)
     # a rank that was ended after it had printed
-    cause, told = concluded([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, shown=[1])
+    cause, told = final_cause([Ended(0, 100, 1, 2.0)], [note(0, lost=True), note(1)], {}, {}, shown=[1])
     assert (cause, told) == (note(1), True)
     last = "lockstep: rank 1 failed first, at train.py:3: ValueError: no"
     assert judgement(cause, True, False, [1]).text == last

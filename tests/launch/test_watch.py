@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.supervise import monitor, stack
-from lockstep.supervise.causes import Cause, Stand, Stray
+from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.status import Notes, leave_note
@@ -98,7 +98,7 @@ def test_who_waits_for_one_that_left_is_ended(scene: Scene, how: str) -> None:
         scene.ended[1] = time.monotonic()
     found = scene.verdict()
     assert found is not None
-    assert isinstance(found.cause, Stray)
+    assert isinstance(found.cause, Divergence)
     assert "rank 1 left the call at fit.py:1" in str(found.cause)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import Callback
 from lockstep.callbacks import EarlyStopping, ModelCheckpoint
-from lockstep.loop.logging import Results
+from lockstep.loop.logging import LogCollector
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, Validated, numbers, on_ranks, quiet
 
@@ -281,20 +281,20 @@ def test_a_rank_that_begins_with_sync_dist_later_joins_at_the_next_logging_inter
 def reductions(sync_dist: bool, start: Any = on_ranks) -> tuple[int, list[float | None]]:
     """How often single steps were reduced in six of them, and what rank 0 could read."""
     calls = []
-    real = Results.agree_on_step
+    real = LogCollector.agree_on_step
 
-    def counted(self: Results) -> Any:
+    def counted(self: LogCollector) -> Any:
         calls.append(1)
         return real(self)
 
-    Results.agree_on_step = counted  # type: ignore[method-assign]
+    LogCollector.agree_on_step = counted  # type: ignore[method-assign]
     stops = Stops(99.0)
     try:
         start(max_epochs=1, log_every_n_steps=3, callbacks=[stops]).fit(
             Parts(sync_dist=sync_dist), numbers(12 if start is on_ranks else 6)
         )
     finally:
-        Results.agree_on_step = real  # type: ignore[method-assign]
+        LogCollector.agree_on_step = real  # type: ignore[method-assign]
     return len(calls), stops.seen
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.callbacks import GradientAccumulationScheduler
-from lockstep.loop.logging import Results, merged
+from lockstep.loop.logging import LogCollector, merged
 from lockstep.loop.state import load_metric
 from lockstep.parallel.hooks import Int8State, int8
 from lockstep.strategies import DDPStrategy
@@ -349,7 +349,7 @@ def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) ->
 def test_weights_and_metrics_that_were_logged_are_added_up() -> None:
     def saved(name: str, fx: str, total: float, weight: float) -> dict[str, Any]:
         options = (False, None, False, True, fx, True, False, False)
-        found = Results(lambda vector: vector[None], lambda item: [item])
+        found = LogCollector(lambda vector: vector[None], lambda item: [item])
         found.enter("training_step")
         found.log(name, total / weight if fx == "mean" else total, options, weight)
         return found.state_dict()[0]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 
 from lockstep import Callback
-from lockstep.loop.logging import Entry, Results, extreme, merged
+from lockstep.loop.logging import Entry, LogCollector, extreme, merged
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
@@ -232,8 +232,8 @@ def test_nan_disappeared_from_extremes(ranks: RankPool, world: int, on_tensors: 
 
 @pytest.mark.parametrize(("op", "values", "expected"), EXTREMES)
 def test_a_resume_keeps_the_extreme(op: str, values: list[float], expected: float) -> None:
-    def collected(some: list[float]) -> Results:
-        results = Results(lambda vector: vector.unsqueeze(0), lambda obj: [obj])
+    def collected(some: list[float]) -> LogCollector:
+        results = LogCollector(lambda vector: vector.unsqueeze(0), lambda obj: [obj])
         results.enter("training_step")
         for value in some:
             results.log("x", value, (False, None, False, True, op, True, False, False), None)

@@ -12,12 +12,12 @@ from lockstep.data.measured import Measure
 from lockstep.data.order import make_key
 from lockstep.data.randomness import draws_nothing
 from lockstep.data.sampler import Drawn, Ordered, OwnShare, Schedule, holders, length_of, order_of, own_generator
-from lockstep.data.source import Draft, Indexed, Source, Stream, Untouched, copy_loader
+from lockstep.data.source import Indexed, Source, SourceSpec, Stream, Untouched, copy_loader
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 
 
-def make_source(loader: Any, draft: Draft, number: int, name: str) -> Source:
+def make_source(loader: Any, draft: SourceSpec, number: int, name: str) -> Source:
     """The source for a loader or other iterable.
 
     Args:
@@ -60,7 +60,7 @@ def plain_cut(loader: Any, size: int) -> Cut | None:
     return None if count is None else Cut(count, batches.batch_size, size, batches.drop_last)
 
 
-def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> Indexed:
+def make_indexed(loader: DataLoader[Any], draft: SourceSpec, key: int, name: str) -> Indexed:
     """Takes over a loader of a map-style data set: finds the schedule that its sampler asks for."""
     quiet = draws_nothing(loader.dataset, loader.collate_fn)
     batches: Any = loader.batch_sampler
@@ -109,7 +109,7 @@ def make_indexed(loader: DataLoader[Any], draft: Draft, key: int, name: str) -> 
     return Indexed(loader, drawn if distributed is None else OwnShare(drawn, draft.size), draft, key, measure)
 
 
-def check_own_share(sampler: DistributedSampler[Any], draft: Draft, name: str) -> None:
+def check_own_share(sampler: DistributedSampler[Any], draft: SourceSpec, name: str) -> None:
     """Refuses a `DistributedSampler` that was made for another number of ranks than there are."""
     if (sampler.rank, sampler.num_replicas) != (draft.rank, draft.size):
         raise MisconfigurationException(

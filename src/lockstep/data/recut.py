@@ -106,7 +106,7 @@ class Rest:
 
 
 @dataclass(frozen=True)
-class Grouping:
+class WindowPlan:
     """How an epoch is cut that another number of ranks has planned, or begun."""
 
     ranks: int

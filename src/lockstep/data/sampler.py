@@ -17,7 +17,7 @@ from lockstep.data.cut import Cut
 from lockstep.data.drawn_order import DrawnOrder, generators_of, initial_bits, stateful, states_of
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
 from lockstep.data.randomness import Lane, SeededIndex, SeededIndices
-from lockstep.data.recut import Grouping, Recut, Rest
+from lockstep.data.recut import Recut, Rest, WindowPlan
 
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 _DRAW = 512  # positions asked of a user's sampler at once
@@ -78,7 +78,7 @@ class Schedule(ABC):
         """:attr:`length` on another number of ranks, ungrouped."""
 
     @abstractmethod
-    def group(self, grouping: Grouping) -> None:
+    def group(self, grouping: WindowPlan) -> None:
         """Cut the passes to come as another number of ranks has planned or begun them."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Ordered(Schedule):
     ) -> None:
         super().__init__(rank, cut.size, key=key, borrow=borrow, quiet=quiet)
         self._whole = cut
-        self._grouping: Grouping | None = None
+        self._grouping: WindowPlan | None = None
         self.alone = alone
         self.batch = cut.batch
         self._use(cut)
@@ -136,7 +136,7 @@ class Ordered(Schedule):
         self.length = cut.length
         self.even = cut.full
 
-    def group(self, grouping: Grouping) -> None:
+    def group(self, grouping: WindowPlan) -> None:
         whole = self._whole
         self._grouping = grouping
         self._use(grouping.cut(whole.n, whole.batch, whole.size, whole.drop_last))
@@ -241,7 +241,7 @@ class Drawn(Schedule):
         self.batch = size_of_batch or 1
         self.length = self.planned(size)
         self._unit = size * self.batch  # positions that are pulled together
-        self._grouping: Grouping | None = None
+        self._grouping: WindowPlan | None = None
         self._position = 0  # pulled from the sampler so far
         held = {id(made): made for holder in holders(sampler) for made in generators_of(holder)}
         self._generators = [(made, agreed(initial_bits(made))) for made in held.values()]
@@ -321,7 +321,7 @@ class Drawn(Schedule):
         count = length_of(self.sampler)
         return math.inf if count is None else Cut(count, self.batch, ranks, self.drop_last).length
 
-    def group(self, grouping: Grouping) -> None:
+    def group(self, grouping: WindowPlan) -> None:
         self._grouping = grouping
         self._unit = grouping.window(self.batch)
         count = length_of(self.sampler)
@@ -390,7 +390,7 @@ class Drawn(Schedule):
         if grouping is None:
             cut: Cut | Recut | Rest = Cut(len(drawn), self.batch, self.size, self.drop_last)
         else:
-            here = Grouping(grouping.ranks, grouping.accumulate)
+            here = WindowPlan(grouping.ranks, grouping.accumulate)
             cut = here.cut(len(drawn), self.batch, self.size, self.drop_last)
         for number in range(cut.length):
             spans = [cut.span(number, rank) for rank in range(self.size)]
@@ -437,7 +437,7 @@ class OwnShare(Schedule):
         samples = self._drawn.planned(1) * self._drawn.batch * self.size
         return -(-samples // (self._drawn.batch * ranks))
 
-    def group(self, grouping: Grouping) -> None:
+    def group(self, grouping: WindowPlan) -> None:
         """Nothing is cut anew: the sampler's share is, by the user."""
 
     def place(self, number: int) -> int:

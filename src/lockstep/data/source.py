@@ -31,9 +31,9 @@ from lockstep.data.drawn_order import (
 from lockstep.data.measured import Measure
 from lockstep.data.order import generator, make_key
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, put_back
-from lockstep.data.recut import Grouping
+from lockstep.data.recut import WindowPlan
 from lockstep.data.sampler import Schedule, call_set_epoch, holders, length_of
-from lockstep.data.stream import Counting, Life, Shard, Sizes, WatchedInit, stream_length
+from lockstep.data.stream import Counting, DrawHistory, Shard, Sizes, WatchedInit, stream_length
 from lockstep.data.workers import opened
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import isolate_rng, random_states, set_random_states
@@ -45,7 +45,7 @@ SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
 
 
 @dataclass(frozen=True)
-class Draft:
+class SourceSpec:
     """What every source of a stage is made with."""
 
     rank: int
@@ -130,7 +130,7 @@ class Source(ABC):
         """Micro-batches that a pass would have on another number of ranks."""
         return self.length
 
-    def group(self, grouping: Grouping) -> None:  # noqa: B027
+    def group(self, grouping: WindowPlan) -> None:  # noqa: B027
         """Cut the passes to come as another number of ranks has planned or begun them; before they are opened."""
 
     def place(self, number: int) -> Any:
@@ -170,7 +170,7 @@ class Indexed(Source):
     """
 
     def __init__(
-        self, loader: DataLoader[Any], schedule: Schedule, draft: Draft, key: int, measure: Measure | None = None
+        self, loader: DataLoader[Any], schedule: Schedule, draft: SourceSpec, key: int, measure: Measure | None = None
     ) -> None:
         self.rank = draft.rank
         self._trains = draft.stage == "train"
@@ -219,7 +219,7 @@ class Indexed(Source):
     def planned(self, ranks: int) -> int | float:
         return self._schedule.planned(ranks)
 
-    def group(self, grouping: Grouping) -> None:
+    def group(self, grouping: WindowPlan) -> None:
         self._schedule.group(grouping)
         self.length, self.even = self._schedule.length, self._schedule.even
 
@@ -305,7 +305,7 @@ class Stream(Source):
 
     ahead = False
 
-    def __init__(self, loader: DataLoader[Any], draft: Draft, key: int, measure: Measure) -> None:
+    def __init__(self, loader: DataLoader[Any], draft: SourceSpec, key: int, measure: Measure) -> None:
         self.rank = draft.rank
         self._measure = measure  # of what the data set gives as a batch by itself
         self._key = key
@@ -407,8 +407,8 @@ class Stream(Source):
     def planned(self, ranks: int) -> int | float:
         return self._length_on(ranks)
 
-    def group(self, grouping: Grouping) -> None:
-        lives = [Life(*life) for life in grouping.place] if isinstance(grouping.place, list) else []
+    def group(self, grouping: WindowPlan) -> None:
+        lives = [DrawHistory(*life) for life in grouping.place] if isinstance(grouping.place, list) else []
         changes = self.flexible and self._sizes.group(grouping)
         if changes:
             self._copy = copy_loader(self._copy, batch_sampler=self._sizes)
@@ -419,7 +419,7 @@ class Stream(Source):
 
     def place(self, number: int) -> list[list[Any]]:
         taken = self._sizes.taken(number - self._first, self._workers)
-        here = Life(self._sizes.size, self._workers, taken)
+        here = DrawHistory(self._sizes.size, self._workers, taken)
         return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -452,7 +452,7 @@ class Untouched(Source):
         measure: tells the size of a batch.
     """
 
-    def __init__(self, loader: Any, cut: Cut | None, draft: Draft, measure: Measure) -> None:
+    def __init__(self, loader: Any, cut: Cut | None, draft: SourceSpec, measure: Measure) -> None:
         self._measure = measure
         self.rank = draft.rank
         self._loader = loader
@@ -662,7 +662,7 @@ class Mixed(Source):
         lengths = [part.planned(ranks) for part in self._parts]
         return LENGTHS[self._mode](map(min, lengths, self._limits))
 
-    def group(self, grouping: Grouping) -> None:
+    def group(self, grouping: WindowPlan) -> None:
         for part in self._parts:  # which go on by the number of micro-batches
             part.group(replace(grouping, number=0, place=None))
         self._measure()

@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.order import make_key, mix
 from lockstep.data.randomness import seed_all
-from lockstep.data.recut import Grouping
+from lockstep.data.recut import WindowPlan
 from lockstep.data.sampler import call_set_epoch
 from lockstep.ground.errors import MisconfigurationException
 
@@ -24,7 +24,7 @@ _END = object()
 
 
 @dataclass(frozen=True)
-class Life:
+class DrawHistory:
     """What one life of a run has drawn of a stream, or of what those before it had left of it."""
 
     ranks: int
@@ -67,7 +67,7 @@ class Sizes:
         self.micro = 1
         self.window = batch * size
 
-    def group(self, grouping: Grouping) -> bool:
+    def group(self, grouping: WindowPlan) -> bool:
         """Cut the passes to come anew; tells whether that changes anything.
 
         Raises:
@@ -153,7 +153,7 @@ class Shard(IterableDataset[Any]):
         self._read = 0  # samples of the stream in this pass
         self._looked = False
         self._resume: dict[str, Any] | None = None
-        self.lives: list[Life] = []
+        self.lives: list[DrawHistory] = []
         self._drawn: list[int] = []  # samples that each of the lives has drawn, as far as they were read
 
     def set_epoch(self, epoch: int, turn: int) -> None:

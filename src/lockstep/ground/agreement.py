@@ -4,7 +4,7 @@ Scalars that steer control flow must be agreed before they steer, or one rank le
 waits for it in a collective. An agreement costs neither a device sync nor, on one host, a message.
 
 Words: a *window* is the stretch between two boundaries, a *boundary* the end of a window. Windows are counted
-alike on all ranks. A flag is a *bit*, named at `Agreement.register`.
+alike on all ranks. A flag is a *bit*, named at `ConsensusFlags.register`.
 
 **Ranks on one host** (`_Shared`) share a page of memory with two cells for each bit, one for even and one for
 odd windows. A rank that wants the bit in window ``w`` writes ``w`` into the cell of ``w``'s parity; at the
@@ -28,7 +28,7 @@ wait for the same message at the same boundary. A flag is seen k to 2k - 1 windo
 follows the time of a window on the slowest rank, which travels with the requests: a signal is to be acted on before
 a scheduler's patience ends, also where a window takes seconds.
 
-In both, what is agreed on is the number of the window in which the bit was wanted, so that `Agreement.lower`
+In both, what is agreed on is the number of the window in which the bit was wanted, so that `ConsensusFlags.lower`
 answers every request up to now, on whichever rank, and what was asked for later still counts.
 """
 
@@ -58,7 +58,7 @@ _PAGE = 4096
 _ANY = 2 * BITS  # the two cells that say whether any bit at all is wanted in a window
 
 
-class Agreement:
+class ConsensusFlags:
     """Flags that every rank sees at the same boundary; the module's docstring says how.
 
     The loop calls, in every window on every rank: `publish` before the last backward that synchronises (or
@@ -76,7 +76,7 @@ class Agreement:
         ValueError: if ``mode="shared"`` and the ranks have no memory in common, or ``every`` is below 1.
 
     Example:
-        >>> agreement = Agreement()
+        >>> agreement = ConsensusFlags()
         >>> stop = agreement.register("stop")
         >>> agreement.request(stop)
         >>> agreement.publish(); agreement.settle(synced=True); agreement.is_up(stop)
@@ -91,7 +91,7 @@ class Agreement:
         mode: Literal["shared", "messages", "alone"] | None = None,
     ) -> None:
         if every is not None and every < 1:
-            raise ValueError(f"Agreement(every={every}): messages are sent every 1 or more windows")
+            raise ValueError(f"ConsensusFlags(every={every}): messages are sent every 1 or more windows")
         self._group = group
         self._alone = mode == "alone" or comm.world_size(group) == 1
         self._names: list[str] = []
@@ -108,7 +108,7 @@ class Agreement:
             if page is not None:
                 return _Shared(page)
             if mode == "shared":
-                raise ValueError('Agreement(mode="shared"): the ranks are not on one host; use mode="messages"')
+                raise ValueError('ConsensusFlags(mode="shared"): the ranks are not on one host; use mode="messages"')
         return _Messages(self._group, every)
 
     # -- flags
@@ -118,7 +118,7 @@ class Agreement:
         if name in self._names:
             return self._names.index(name)
         if len(self._names) == BITS:
-            raise ValueError(f"Agreement.register({name!r}): all {BITS} flags are taken: {self._names}")
+            raise ValueError(f"ConsensusFlags.register({name!r}): all {BITS} flags are taken: {self._names}")
         self._names.append(name)
         return len(self._names) - 1
 

@@ -33,7 +33,7 @@ from lockstep.launch.environment import free_port, share_cores
 from lockstep.launch.inherit import bind_loader_workers, inherit
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Children, Ended
-from lockstep.supervise.causes import Cause, Stray, first_cause, settled
+from lockstep.supervise.causes import Cause, Divergence, first_cause, early_cause
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.stack import calling, one_line
 from lockstep.supervise.status import Notes, attended, failed
@@ -128,7 +128,7 @@ class SpawnLauncher:
 
         def tell(rank: int) -> None:
             """Let the others, whose collectives raise now, know why."""
-            first = settled(children.failed, notes.read(), watch.stands()) if children.failed else None
+            first = early_cause(children.failed, notes.read(), watch.stands()) if children.failed else None
             if first is not None and not notes.others("first"):
                 notes.leave({"first": str(first), "rank": first.rank})
 
@@ -202,19 +202,19 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
 def _failure(strategy: str, children: Children, notes: Notes, verdict: Verdict | None, watch: Watch) -> BaseException:
     """What to raise in the calling process: the first cause; or that all was interrupted."""
     ranks = {end.rank for end in children.failed}
-    cause: Cause | Ended | Stray | None = None if verdict is None else verdict.cause
+    cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
     if cause is None and not (verdict is not None and verdict.interrupted):
         noted = notes.read()
         caught = [cause for cause in noted if cause.rank in ranks] or noted
         cause = first_cause(children.failed, caught, watch.stands(), proof=watch.divergence())
     if (verdict is not None and verdict.interrupted) or (isinstance(cause, Cause) and cause.is_interrupt):
-        return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Stray) else []))
+        return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Divergence) else []))
     if isinstance(cause, Ended) and watch.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
     before = ""  # the first cause is the last thing on the screen
     if isinstance(cause, Cause) and not cause.is_exit:
         before = f"a rank failed:\n\n{cause.trace}\n"
-    elif isinstance(cause, Stray) and cause.trace:
+    elif isinstance(cause, Divergence) and cause.trace:
         before = f"the ranks went different ways:\n\n{cause.trace}\n\n"
     return RuntimeError(f"{before}strategy={strategy!r}: {one_line(str(cause), None)}")
 

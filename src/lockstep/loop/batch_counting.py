@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data.recut import Grouping
+from lockstep.data.recut import WindowPlan
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.loop.progress import EPOCH_START
@@ -15,7 +15,7 @@ Accumulation = int | dict[int, int]  # as of `Trainer(accumulate_grad_batches=..
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumePoint:
     """Where, in the middle of an epoch, a life of the run began."""
 
     epoch: int
@@ -38,9 +38,9 @@ class Plan:
     """``batch_size`` of each loader."""
     size: int
     """The number of ranks of the life that saved it."""
-    at: Origin
+    at: ResumePoint
     """The last boundary, by the counts of that life."""
-    origin: Origin | None = None
+    origin: ResumePoint | None = None
     """Where that life had begun, if that was in the same epoch."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class Plan:
             for name in ("epoch", "number", "rows"):
                 if not isinstance(at.get(name, 0), int) or at.get(name, 0) < 0:
                     raise ValueError(f"{name} is {at[name]!r:.50}")
-        of_life = None if origin is None else Origin(**origin)
-        return cls(**{**state, "at": Origin(**state["at"]), "origin": of_life})
+        of_life = None if origin is None else ResumePoint(**origin)
+        return cls(**{**state, "at": ResumePoint(**state["at"]), "origin": of_life})
 
 
 @dataclass(frozen=True)
-class Course:
+class BatchCounting:
     """By what this life of a run counts, and where it began. Made by :func:`course`.
 
     A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. What flags and schedulers
@@ -80,7 +80,7 @@ class Course:
 
     ranks: int
     size: int
-    origin: Origin | None = None
+    origin: ResumePoint | None = None
     moved: bool = False
     """Whether another life, with other ranks or batches, left off at ``origin`` (or between two epochs)."""
     said: str = ""
@@ -115,13 +115,13 @@ class Course:
         windows, more = divmod(number - first, self.micro(accumulate))
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
 
-    def grouping(self, epoch: int, accumulate: int, limit: int | float) -> Grouping | None:
+    def grouping(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
         """How an epoch is to be cut; None: as the loaders and the ranks at hand do it."""
         here = self.origin is not None and self.origin.epoch == epoch
         if not self.elastic and not here:
             return None
         place = self.origin.place if here and self.origin is not None else None
-        return Grouping(self.ranks, accumulate, limit, self.begins(epoch)[0] if here else 0, place)
+        return WindowPlan(self.ranks, accumulate, limit, self.begins(epoch)[0] if here else 0, place)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Given:
     """``Trainer(keep_global_batch=...)``."""
 
 
-def course(saved: Plan | None, given: Given) -> Course:
+def course(saved: Plan | None, given: Given) -> BatchCounting:
     """By what a run counts that goes on from ``saved``; pure.
 
     The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
@@ -149,19 +149,19 @@ def course(saved: Plan | None, given: Given) -> Course:
         MisconfigurationException: the plan's windows cannot be shared out over these ranks.
     """
     if saved is None:
-        return Course(given.size, given.size)
+        return BatchCounting(given.size, given.size)
     as_planned = _table(given.accumulate) == _table(saved.accumulate) and given.batches == saved.batches
     planned = as_planned and (given.keep or saved.ranks == given.size) and _can_step(saved, given)
     ranks = saved.ranks if planned else given.size
     if saved.size == given.size and planned:
-        return Course(ranks, given.size, saved.origin)
+        return BatchCounting(ranks, given.size, saved.origin)
     if planned and not given.flexible:
         _check_divides(saved, given)
-    made = Course(ranks, given.size)
+    made = BatchCounting(ranks, given.size)
     before, now = _samples(saved.ranks, saved.accumulate, saved), _samples(ranks, given.accumulate, saved, given)
     differs = before != now
     said = _plan_holds(saved, given, made) if planned else _users_hold(saved, given, as_planned, before, now)
-    return Course(ranks, given.size, _origin(saved, given, made), True, said, differs)
+    return BatchCounting(ranks, given.size, _origin(saved, given, made), True, said, differs)
 
 
 def accumulation(flag: Accumulation, epoch: int) -> int:
@@ -183,7 +183,7 @@ def _can_step(saved: Plan, given: Given) -> bool:
     return given.automatic or (saved.ranks <= given.size and (given.flexible or saved.ranks == given.size))
 
 
-def _origin(saved: Plan, given: Given, made: Course) -> Origin | None:
+def _origin(saved: Plan, given: Given, made: BatchCounting) -> ResumePoint | None:
     """Where the last boundary of ``saved`` is, by the counts of this life; None: it is the beginning of an epoch."""
     at = saved.at
     if at.rows == 0:
@@ -192,10 +192,10 @@ def _origin(saved: Plan, given: Given, made: Course) -> Origin | None:
     if made.ranks == saved.ranks and given.batches == saved.batches:
         windows, more = divmod(at.rows, accumulate)
         number = windows * made.micro(accumulate) + more * saved.ranks // given.size
-        return Origin(at.epoch, number, at.rows, at.place)
+        return ResumePoint(at.epoch, number, at.rows, at.place)
     before = saved.ranks * max(saved.batches, default=1)
     number = at.rows * before // (given.size * max(given.batches, default=1))
-    return Origin(at.epoch, number, number, at.place)
+    return ResumePoint(at.epoch, number, number, at.place)
 
 
 def _check_divides(saved: Plan, given: Given) -> None:
@@ -247,12 +247,12 @@ class Elastic:
                 f"an epoch, and does not tell how its data were cut: resume with {len(own['ranks'])} ranks."
             )
 
-    def chart(self, batches: list[int], flexible: bool) -> Course:
+    def chart(self, batches: list[int], flexible: bool) -> BatchCounting:
         """The course of the fit, given the ``batch_size`` of its loaders and whether they can be cut at will."""
         trainer, config = self._trainer, self._trainer.config
         size = trainer.world_size
         if self.saved is None:
-            return Course(self._ranks or size, size)
+            return BatchCounting(self._ranks or size, size)
         automatic = trainer.lightning_module.automatic_optimization
         given = Given(size, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch)
         return course(self.saved, given)
@@ -293,7 +293,7 @@ class Elastic:
         feed = self._trainer.fit_loop.feed
         if feed is None:
             return None
-        found, at = feed.course, Origin(progress.epoch, 0, 0)
+        found, at = feed.course, ResumePoint(progress.epoch, 0, 0)
         if progress.phase != EPOCH_START:
             at = feed.reached(progress.batch - begun)
         here = found.origin is not None and found.origin.epoch == progress.epoch
@@ -320,7 +320,7 @@ def _step(ranks: int, flag: Accumulation, batches: list[int], epoch: int) -> str
     return f"{ranks} rank{plural} x batch_size={size} x accumulate_grad_batches={accumulate} = {total} samples a step"
 
 
-def _plan_holds(saved: Plan, given: Given, made: Course) -> str:
+def _plan_holds(saved: Plan, given: Given, made: BatchCounting) -> str:
     epoch, size = saved.at.epoch, given.size
     accumulate, batch = accumulation(saved.accumulate, epoch), max(saved.batches, default=1)
     was = _step(saved.ranks, saved.accumulate, saved.batches, epoch)

@@ -18,7 +18,7 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loop import logging
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.logging import Results
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import session
 from lockstep.loop.transfer import Transfer
@@ -120,7 +120,7 @@ class EvaluationLoop:
         trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
         outer, outer_sync = trainer.results, trainer.strategy.sync_gradients
         strategy = trainer.strategy
-        results = trainer.results = Results.of(strategy, trainer.lightning_module)
+        results = trainer.results = LogCollector.of(strategy, trainer.lightning_module)
         strategy.sync_gradients = False
         try:
             with strategy.one_model(), self._no_gradients(), self._eval_mode():
@@ -148,7 +148,7 @@ class EvaluationLoop:
                 key=f"{step} returned values",
             )
 
-    def _end(self, results: Results, to_loggers: bool) -> list[dict[str, float]]:
+    def _end(self, results: LogCollector, to_loggers: bool) -> list[dict[str, float]]:
         trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
         assert self.feed is not None
         results.weight = 1.0  # what is logged from here on is no batch's
@@ -205,7 +205,7 @@ class EvaluationLoop:
         if several:
             results.end_loader(loader)
 
-    def _log_steps(self, results: Results, dataloader_idx: int) -> None:
+    def _log_steps(self, results: LogCollector, dataloader_idx: int) -> None:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
         seen = self.seen.get(dataloader_idx, 0)
         self.seen[dataloader_idx] = seen + 1

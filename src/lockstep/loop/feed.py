@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.combined import LENGTHS, CombinedLoader, flatten
 from lockstep.data.loader_adapter import in_order, make_source
-from lockstep.data.recut import Grouping
+from lockstep.data.recut import WindowPlan
 from lockstep.data.sampler import length_of
-from lockstep.data.source import Draft, Mixed, RowWeight, Source, Untouched
+from lockstep.data.source import Mixed, RowWeight, Source, SourceSpec, Untouched
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.comm import all_gather_tensor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.batch_counting import Course, Origin
+from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.hooks import is_overridden
 
 # -- where loaders come from ---------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def opened(source: Any, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
     return loaders, None if bare else spec, mode
 
 
-def make_sources(loaders: list[Any], draft: Draft, names: list[str]) -> list[Source]:
+def make_sources(loaders: list[Any], draft: SourceSpec, names: list[str]) -> list[Source]:
     """A source for each loader."""
     parts = enumerate(zip(loaders, names, strict=True))
     return [make_source(loader, draft, number, name) for number, (loader, name) in parts]
@@ -210,7 +210,7 @@ def longest(count: int | float, gather: Gather) -> int | float:
     return most if math.isinf(most) else int(most)
 
 
-def check_alike(parts: list[Source], draft: Draft, names: list[str]) -> bool:
+def check_alike(parts: list[Source], draft: SourceSpec, names: list[str]) -> bool:
     """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
 
     Raises:
@@ -260,7 +260,7 @@ def no_batches(loader: Any, name: str, size: int) -> str:
 # -- feeds ---------------------------------------------------------------------------------------------------
 
 
-Chart = Callable[[list[int], bool], Course]
+CountingFor = Callable[[list[int], bool], BatchCounting]
 """The course of a run, given the ``batch_size`` of its loaders and whether they can be cut into windows of any size."""
 
 Part = tuple[float, float]
@@ -359,7 +359,7 @@ class Feed:
         limited: bool,
         ahead: bool,
         gather: Gather | None,
-        course: Course,
+        course: BatchCounting,
         batches: list[int],
         padded: bool = False,
     ) -> None:
@@ -402,7 +402,7 @@ class Feed:
         order: Literal["keyed", "torch"] | None = None,
         overfit: bool = False,
         gather: Gather | None = None,
-        chart: Chart | None = None,
+        chart: CountingFor | None = None,
         planned: int | None = None,
         padded: bool = False,
     ) -> Feed:
@@ -431,7 +431,9 @@ class Feed:
         by_torch = order == "torch"
         loaders, spec, mode = opened(source, "max_size_cycle")
         pads = padded or spec is not None  # loaders side by side count their batches alike on all ranks
-        draft = Draft(world.rank, world.size, seed, "train", pads, distribute, by_torch, planned or world.size, gather)
+        draft = SourceSpec(
+            world.rank, world.size, seed, "train", pads, distribute, by_torch, planned or world.size, gather
+        )
         if mode == "sequential":
             raise MisconfigurationException(
                 'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
@@ -445,7 +447,7 @@ class Feed:
         parts = make_sources(loaders, draft, names)
         ahead, batches = check_alike(parts, draft, names), [part.batch for part in parts]
         made = parts[0] if spec is None else Mixed(parts, spec, mode)
-        course = Course(world.size, world.size) if chart is None else chart(batches, made.flexible)
+        course = BatchCounting(world.size, world.size) if chart is None else chart(batches, made.flexible)
         check_batches(parts, loaders, names, course.ranks)
         whole = made.planned(course.ranks)
         count = limited(limit, whole, "overfit_batches" if overfit else "limit_train_batches")
@@ -474,7 +476,7 @@ class Feed:
         if grouping is None and not self._grouped:
             return
         self._grouped = True
-        source.group(grouping or Grouping(course.ranks, accumulate, most))
+        source.group(grouping or WindowPlan(course.ranks, accumulate, most))
         most = course.batches(most, accumulate)
         if self._ahead:
             self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
@@ -502,12 +504,12 @@ class Feed:
         """Micro-batches of the window that is under way after so many of the epoch."""
         return (number - self._first) % self.course.micro(accumulate)
 
-    def reached(self, number: int) -> Origin:
+    def reached(self, number: int) -> ResumePoint:
         """A boundary of the epoch that was begun, for a life with other ranks."""
         origin = self.course.origin
         if origin is not None and (origin.epoch, origin.number) == (self._epoch, number):
             return origin
-        return Origin(self._epoch, number, self.rows_at(number), self._source.place(number) if number else None)
+        return ResumePoint(self._epoch, number, self.rows_at(number), self._source.place(number) if number else None)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
         """The windows of the epoch, of ``accumulate`` batches of the plan each, the last one perhaps of fewer.
@@ -743,7 +745,7 @@ class EvaluationFeed:
             gather = all_gather_tensor
         stage = flag.split("_")[1]
         by_torch = order == "torch"
-        draft = Draft(world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather)
+        draft = SourceSpec(world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather)
         loaders, spec, mode = opened(source, "sequential")
         names = names_of(f"{stage}_dataloader", len(loaders))
         if overfit:

@@ -21,7 +21,7 @@ from lockstep.loop.batch_counting import Elastic
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.forwards import forwards
-from lockstep.loop.logging import Results
+from lockstep.loop.logging import LogCollector
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import session
 from lockstep.loop.signals import TERMINATED, Signals
@@ -190,7 +190,7 @@ class FitLoop:
         self.validation = EvaluationLoop(trainer, RunningStage.VALIDATING)
         self.feed: Feed | None = None
         self.given: Any = None  # the training loaders as the user made them
-        self.results: Results | None = None
+        self.results: LogCollector | None = None
         self.logged_elsewhere = False  # by Lightning, in the epoch that a resume goes on with
         self.cut_epoch: dict[str, Any] | None = None  # what an epoch that ended early had logged, for a checkpoint
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none

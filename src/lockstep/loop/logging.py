@@ -75,8 +75,8 @@ class Entry:
     """One name logged in one hook: its running reduction and its newest value.
 
     Attributes:
-        step_fresh: the micro-batch in which ``last`` was logged, as `Results.micro_batch` counts; 0 where that is not
-            newer than the last reduction over the ranks (alone: than what loggers have).
+        step_fresh: the micro-batch in which ``last`` was logged, as `LogCollector.micro_batch` counts; 0 where that is
+            not newer than the last reduction over the ranks (alone: than what loggers have).
         epoch_fresh: whether anything was collected since the last :meth:`clear`.
         dtype: of the reduced values: float64 for float64, the default type (or float32) for all others.
         quick: the type (torch's, or float) of values that ``LightningModule.log`` may take in itself; None: none.
@@ -261,7 +261,7 @@ Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-
 Part = tuple[float, float, float]  # the same of one rank, as it travels
 
 
-class Results:
+class LogCollector:
     """What was logged in one stage (training or one evaluation).
 
     Single steps' values are this rank's own until one of the reductions here, all of them collective:
@@ -310,8 +310,8 @@ class Results:
         self._barebones = getattr(getattr(module, "_trainer", None), "barebones", False)
 
     @classmethod
-    def of(cls, strategy: Any, module: Any) -> Results:
-        """Results of ``module``, reduced over the ranks of ``strategy``."""
+    def of(cls, strategy: Any, module: Any) -> LogCollector:
+        """A collector of what ``module`` logs, reduced over the ranks of ``strategy``."""
         gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
         on_cpu = strategy.root_device.type == "cpu"
         return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu)
@@ -604,7 +604,7 @@ def checked_size(name: str, batch_size: Any) -> float:
 
 
 def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What several ranks had collected in an epoch, as one of them goes on with it; see `Results.state_dict`."""
+    """What several ranks had collected in an epoch, as one of them goes on with it; see `LogCollector.state_dict`."""
     found: dict[Key, dict[str, Any]] = {}
     for saved in (each for part in parts for each in part):
         key: Any = tuple(saved["key"])
@@ -631,7 +631,7 @@ def _combine(op: str, parts: list[Part]) -> float:
     return sum(values) if op == "sum" else reduce(partial(extreme, op), values)
 
 
-class Published:
+class LoggedMetrics:
     """The three dicts that users read: what callbacks, loggers and the progress bar see."""
 
     def __init__(self) -> None:
@@ -643,7 +643,7 @@ class Published:
         """Show ``values``; returns those that loggers get.
 
         Args:
-            values: as the reductions of :class:`Results` give them.
+            values: as the reductions of :class:`LogCollector` give them.
             to_callbacks: False for single steps of an evaluation, which only loggers and the progress bar see.
         """
         for_loggers = {}

@@ -22,14 +22,14 @@ from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import state
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
-from lockstep.loop.logging import Published, Results
+from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
 from lockstep.loop.signals import TERMINATED, undisturbed
 from lockstep.module import LightningModule
 from lockstep.profilers.base import PassThroughProfiler
 from lockstep.supervise import status
-from lockstep.supervise.collective_trace import compared, told_by
+from lockstep.supervise.collective_trace import compared, set_location
 from lockstep.supervise.signals import ENDED, interruptible
 
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
@@ -103,7 +103,7 @@ def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | N
 def _be_watched(trainer: Any) -> None:
     """Say how long this rank may wait, and who knows where it is, to those who look for hangs."""
     status.expect(trainer.config.hang_timeout, trainer.config.hang_kill)
-    told_by(partial(_whereabouts, trainer))
+    set_location(partial(_whereabouts, trainer))
 
 
 def _whereabouts(trainer: Any) -> tuple[str, int]:
@@ -142,7 +142,7 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     module.trainer = trainer
     if trainer.datamodule is not None:
         trainer.datamodule.trainer = trainer
-    trainer.results = Results.of(strategy, module)
+    trainer.results = LogCollector.of(strategy, module)
     trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
     check_module(trainer, fn)
     strategy.setup_environment()
@@ -159,7 +159,7 @@ def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | No
     trainer.interrupt_flag = trainer.agreement.register("interrupt")
     if trainer.signals is not None:
         trainer.signals.set_up()
-    trainer.published = Published()
+    trainer.published = LoggedMetrics()
     trainer.hooks = Hooks(trainer, module, trainer.callbacks)
     _choose_seed(trainer)
     _prepare_data(trainer)
@@ -327,7 +327,7 @@ def _release(trainer: Any) -> None:
     if trainer.agreement is not None:
         trainer.agreement.close()
     trainer.state.stage = None
-    told_by(None)
+    set_location(None)
     if trainer.instruments is not None:
         trainer.instruments.conclude()
 

@@ -14,7 +14,7 @@ from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from lockstep.cluster.world import World
 from lockstep.ground import comm
-from lockstep.ground.agreement import Agreement
+from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.gradients import clip_by_value
 from lockstep.parallel.late_parameters import beside
@@ -89,9 +89,9 @@ class Strategy:
         """Take over what ``configure_optimizers`` made; training begins after this."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
 
-    def make_agreement(self) -> Agreement:
+    def make_agreement(self) -> ConsensusFlags:
         """The flags that this run's ranks share."""
-        return Agreement(mode="alone")
+        return ConsensusFlags(mode="alone")
 
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""

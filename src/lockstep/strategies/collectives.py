@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.ground.agreement import Agreement
+from lockstep.ground.agreement import ConsensusFlags
 from lockstep.strategies.base import Strategy
 
 
 class Collectives(Strategy):
     """The base of strategies with a process group."""
 
-    def make_agreement(self) -> Agreement:
+    def make_agreement(self) -> ConsensusFlags:
         """Shared flags: a word in shared memory on one host, an asynchronous message across hosts."""
-        return Agreement()
+        return ConsensusFlags()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

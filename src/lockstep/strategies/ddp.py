@@ -46,7 +46,7 @@ from lockstep.strategies.options import (
 )
 from lockstep.strategies.sharded import Sharding, check_options, check_shardable
 from lockstep.supervise.client import meet_nodes
-from lockstep.supervise.collective_trace import put_up
+from lockstep.supervise.collective_trace import install_trace
 
 if TYPE_CHECKING:
     from lockstep.cluster.nccl import NcclVariables
@@ -209,7 +209,7 @@ class DDPStrategy(Collectives, Sharding):
                 rank_zero_info(told)
         if not dist.is_initialized():
             self._make_group()
-        put_up()
+        install_trace()
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
                 f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "

@@ -69,7 +69,7 @@ class Stand:
 
 
 @dataclass(frozen=True)
-class Stray:
+class Divergence:
     """Ranks that went different ways, so that each would have waited for another for ever."""
 
     text: str
@@ -100,8 +100,8 @@ def first_cause(
     noted: list[Cause],
     stands: Mapping[int, Stand] | None = None,
     caught: Sequence[Cause] = (),
-    proof: Stray | None = None,
-) -> Ended | Cause | Stray | None:
+    proof: Divergence | None = None,
+) -> Ended | Cause | Divergence | None:
     """What ended the run; None if nothing failed.
 
     A process that ended without a note (killed, crashed, ``os._exit``) breaks the connections to it, so
@@ -132,7 +132,7 @@ def first_cause(
     return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.place})" for c in noted}) or noted[0]
 
 
-def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Stray | None:
+def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
     """The rank that had left a call before others lost it there."""
     for cause in lost:
         for stand in stands.values():
@@ -152,15 +152,15 @@ def has_left(stand: Stand, call: int) -> bool:
     return stand.ended or stand.call > call or (stand.call == call and not stand.inside)
 
 
-def left(stand: Stand, waiting: Sequence[int], where: str) -> Stray:
+def left(stand: Stand, waiting: Sequence[int], where: str) -> Divergence:
     """A rank came out of a call, or to its end, and others wait for it."""
     did = f"left the call at {stand.place}" if stand.call else "made no call"
     if stand.ended:
         did += " and came to its end"
-    return Stray(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
+    return Divergence(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
 
 
-def mismatch(doings: Mapping[int, str]) -> Stray | None:
+def mismatch(doings: Mapping[int, str]) -> Divergence | None:
     """Ranks wait for one another at different places; None if it is the same one.
 
     Args:
@@ -170,7 +170,7 @@ def mismatch(doings: Mapping[int, str]) -> Stray | None:
     if len(groups) < 2:
         return None
     parts = [f"{named(ranks)} in {doing}" for doing, ranks in odd_first(groups)]
-    return Stray(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
+    return Divergence(f"the ranks wait for one another at different places: {'; '.join(parts)}. {RULE}")
 
 
 def alike(said: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
@@ -191,7 +191,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Stray | None:
+def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
     """Whether ranks that stand still wait for something that cannot come.
 
     Args:
@@ -216,7 +216,7 @@ def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: 
 CODE_OF_INTERRUPT = 128 + signal.SIGINT
 """The exit code of a run that Ctrl-C has ended."""
 
-First = Cause | Ended | Stray
+First = Cause | Ended | Divergence
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Judgement:
     code: int
 
 
-def settled(
+def early_cause(
     failed: Sequence[Ended], notes: Sequence[Cause], stands: Mapping[int, Stand], left: Collection[int] = ()
 ) -> Cause | Ended | None:
     """The first cause, as soon as it is certain; None while a rank that has lost another is all that is known.
@@ -248,18 +248,18 @@ def settled(
     return found if isinstance(found, Cause | Ended) else None
 
 
-def concluded(
+def final_cause(
     failed: Sequence[Ended],
     notes: Sequence[Cause],
     stands: Mapping[int, Stand],
     left: Mapping[int, Cause],
     shown: Collection[int],
-    proof: Stray | None = None,
+    proof: Divergence | None = None,
 ) -> tuple[First | None, bool]:
     """The first cause, now that all have ended.
 
     Args:
-        failed, notes, stands: as for `settled`.
+        failed, notes, stands: as for `early_cause`.
         left: the errors that ended the scripts of ranks which still wait to be told that they may end, by rank.
         shown: ranks whose tracebacks are on the screen, whether their processes failed or were ended.
         proof: that ranks were in different collectives, where it is known.
@@ -295,7 +295,7 @@ def judgement(
     by_hand = interrupted or (isinstance(cause, Cause) and cause.is_interrupt)
     trace = "" if told or by_hand else getattr(cause, "trace", "")
     if by_hand:
-        words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Stray) else "")
+        words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Divergence) else "")
         return Judgement(f"lockstep: {one_line(words, None)}", CODE_OF_INTERRUPT)
     code = max((code for code in codes if code is not None), default=1)
     words = one_line(located(cause, host), None)
@@ -304,6 +304,6 @@ def judgement(
 
 def located(cause: First | None, host: str) -> str:
     """A cause in words, with the host of its rank."""
-    if not host or cause is None or isinstance(cause, Stray):
+    if not host or cause is None or isinstance(cause, Divergence):
         return str(cause)
     return str(cause).replace(f"rank {cause.rank}", f"rank {cause.rank} on {host}", 1)

@@ -564,7 +564,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 _noting: Noting | None = None
 
 
-def put_up() -> None:
+def install_trace() -> None:
     """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
     global _noting
     if not _replaced:
@@ -574,7 +574,7 @@ def put_up() -> None:
             function = getattr(dist.distributed_c10d, name, None)
             if function is not None:
                 _replace(name, _with_note(name, function))
-        _put_up_messages(noting)
+        _install_messages(noting)
         _set(dist.Work, "wait", noting.waited(dist.Work.wait))
         noting.on_group = _take_in_functional
     _take_in_functional()
@@ -610,10 +610,10 @@ def take_down() -> None:
         setattr(home, name, value)
 
 
-def told_by(where: Callable[[], tuple[str, int]] | None) -> None:
+def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
     """Say who knows in which hook this rank is, and at which batch; None: nobody any more."""
     if _noting is not None:
-        put_up()
+        install_trace()
         _noting.where = where
         answer_by(None if where is None else _noting.say)
 
@@ -625,7 +625,7 @@ def _with_note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _put_up_messages(noting: Noting) -> None:
+def _install_messages(noting: Noting) -> None:
     """Messages, too. A ``P2POp`` holds ``isend`` or ``irecv``, and torch asks which of them by their identity, so one
     that somebody has taken before is made the one of now."""
     c10d: Any = dist.distributed_c10d
@@ -659,7 +659,7 @@ def compared() -> Iterator[None]:
         CollectiveMismatch: on every rank of the group, in place of the collective: they are about to do different
             things. It says which, and where.
     """
-    put_up()
+    install_trace()
     before = len(_replaced)
     comparison = _Comparison()
     for name in COMPARED:

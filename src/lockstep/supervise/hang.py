@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.supervise.causes import RULE, Stand, Stray, alike, named, odd_first
+from lockstep.supervise.causes import RULE, Divergence, Stand, alike, named, odd_first
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
 from lockstep.supervise.trace_memory import Note
 
@@ -44,7 +44,7 @@ STACKS = 3
 
 
 @dataclass(frozen=True)
-class Sight:
+class RankSnapshot:
     """What is seen of one rank from outside, at one moment."""
 
     rank: int
@@ -64,7 +64,7 @@ class Sight:
         return asdict(self)
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Sight:
+    def of(cls, plain: Mapping[str, Any]) -> RankSnapshot:
         """The sight that `plain` was made of."""
         notes = tuple(Note(**{**note, "members": tuple(note["members"])}) for note in plain["notes"])
         stacks = {name: _stack(plain[name]) for name in ("stack", "worker")}
@@ -113,13 +113,13 @@ class Sight:
         return f"{what}, {self.place}{_when(self)}"
 
 
-def _outstanding(sight: Sight) -> str:
+def _outstanding(sight: RankSnapshot) -> str:
     """The oldest asynchronous collective that is not known to be complete."""
     open_ = [note for note in sight.notes if note.left is not None and note.done is None and not note.aside]
     return open_[-1].named if open_ and sight.stack is not None and sight.stack.doing == "wait" else ""
 
 
-def _when(sight: Sight) -> str:
+def _when(sight: RankSnapshot) -> str:
     inside = sight.inside
     if inside is None:
         loads = sight.stack is not None and sight.stack.loads  # between two steps: the hook is that of the last one
@@ -137,7 +137,7 @@ def _stack(plain: Mapping[str, Any] | None) -> Stack | None:
 # -- proofs
 
 
-def compare(sights: Sequence[Sight]) -> Stray | None:
+def compare(sights: Sequence[RankSnapshot]) -> Divergence | None:
     """Whether ranks wait, or will, for what cannot come.
 
     Args:
@@ -146,9 +146,9 @@ def compare(sights: Sequence[Sight]) -> Stray | None:
     return diverged(sights) or circle(sights) or stopped(sights)
 
 
-def diverged(sights: Sequence[Sight]) -> Stray | None:
+def diverged(sights: Sequence[RankSnapshot]) -> Divergence | None:
     """Ranks that did different things as the same collective of one group."""
-    made: dict[tuple[str, tuple[int, ...], int], list[tuple[Sight, Note]]] = {}
+    made: dict[tuple[str, tuple[int, ...], int], list[tuple[RankSnapshot, Note]]] = {}
     for sight in sights:
         for note in sight.notes:
             if note.whole and note.number:
@@ -160,13 +160,13 @@ def diverged(sights: Sequence[Sight]) -> Stray | None:
     return None
 
 
-def _place(sight: Sight, note: Note) -> str:
+def _place(sight: RankSnapshot, note: Note) -> str:
     """Where a collective was called; autograd's own threads have no line of the user's, but who waits for them has."""
     waiting = sight.stack.place(sight.stand.place) if note.inside and sight.stack is not None else sight.stand.place
     return note.place or waiting
 
 
-def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Stray:
+def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Divergence:
     """What different ranks did as one collective.
 
     Args:
@@ -182,10 +182,10 @@ def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Stray:
         when = ", ".join(filter(None, [phase, f"batch {note.batch}" if note.batch >= 0 else ""]))
         said.append((rank, f"{verb} {note.named}{payload}{root}, {place}" + (f" ({when})" if when else "")))
     told = "; ".join(f"{named(ranks)} {what}" for what, ranks in odd_first(alike(said)))
-    return Stray(f"the ranks' calls do not match: {told}. {RULE}", trace)
+    return Divergence(f"the ranks' calls do not match: {told}. {RULE}", trace)
 
 
-def circle(sights: Sequence[Sight]) -> Stray | None:
+def circle(sights: Sequence[RankSnapshot]) -> Divergence | None:
     """Ranks in collectives that need one another, each in another one."""
     needs = {sight.rank: _needed(sight, sights) for sight in sights}
     for sight in sights:
@@ -193,11 +193,13 @@ def circle(sights: Sequence[Sight]) -> Stray | None:
             ranks = _reachable(sight.rank, needs)
             ours = [other for other in sights if other.rank in ranks and sight.rank in _reachable(other.rank, needs)]
             told = _told(ours)
-            return Stray(f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(sights))
+            return Divergence(
+                f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(sights)
+            )
     return None
 
 
-def _needed(sight: Sight, sights: Sequence[Sight]) -> set[int]:
+def _needed(sight: RankSnapshot, sights: Sequence[RankSnapshot]) -> set[int]:
     """The ranks without which a rank cannot come out of where it is, and who have not come there."""
     inside = sight.inside
     if inside is None or not inside.whole or inside.operation not in TOGETHER:
@@ -225,19 +227,19 @@ def _reachable(rank: int, needs: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def stopped(sights: Sequence[Sight]) -> Stray | None:
+def stopped(sights: Sequence[RankSnapshot]) -> Divergence | None:
     """A rank that somebody has stopped, for which others wait. A debugger's, that stops and goes on, is let be."""
     halted = [sight for sight in sights if sight.state == STOPPED and sight.stopped >= HALTED]
     waiting = [sight for sight in sights if sight.state in (RUNS, SLEEPS) and sight.waited >= HALTED / 2]
     if not halted or not waiting:
         return None
-    return Stray(f"{_told(halted)} (SIGSTOP), and {_told(waiting)}", _trace(sights))
+    return Divergence(f"{_told(halted)} (SIGSTOP), and {_told(waiting)}", _trace(sights))
 
 
 # -- no proofs
 
 
-def overdue(sights: Sequence[Sight], limit: float) -> Stray | None:
+def overdue(sights: Sequence[RankSnapshot], limit: float) -> Divergence | None:
     """That ranks have waited longer than so many seconds, and what the others do."""
     waiting = [sight for sight in sights if sight.waited >= limit]
     if not waiting:
@@ -245,10 +247,10 @@ def overdue(sights: Sequence[Sight], limit: float) -> Stray | None:
     seconds = max(sight.waited for sight in waiting)
     others = [sight for sight in sights if sight not in waiting]
     told = "; ".join(filter(None, [_told(others), _told(waiting)]))
-    return Stray(f"for {seconds:.0f} s, {told}", _trace(sights))
+    return Divergence(f"for {seconds:.0f} s, {told}", _trace(sights))
 
 
-def _told(sights: Iterable[Sight]) -> str:
+def _told(sights: Iterable[RankSnapshot]) -> str:
     groups = alike((sight.rank, sight.described()) for sight in sorted(sights, key=lambda sight: sight.rank))
     return "; ".join(f"{named(ranks)} {_plural(what) if len(ranks) > 1 else what}" for what, ranks in groups)
 
@@ -259,7 +261,7 @@ def _plural(what: str) -> str:
     return f"{plural}{',' if verb.endswith(',') else ''} {rest}".replace(" its ", " their ", 1)
 
 
-def _trace(sights: Iterable[Sight]) -> str:
+def _trace(sights: Iterable[RankSnapshot]) -> str:
     """The ranks' Python stacks, each in a few lines, those alike once."""
     groups = alike(
         (sight.rank, f"{whose}:\n{brief(stack)}")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Stand, Stray, named, strayed, was_caught
+from lockstep.supervise.causes import Cause, Divergence, Stand, named, strayed, was_caught
 from lockstep.supervise.hang import (
     GONE,
     HALTED,
@@ -24,7 +24,7 @@ from lockstep.supervise.hang import (
     SLEEPS,
     STOPPED,
     TRACED,
-    Sight,
+    RankSnapshot,
     compare,
     diverged,
     overdue,
@@ -110,12 +110,12 @@ class Lookout:
         self._halted: dict[int, float] = {}
         self._asked_for: frozenset[int] = frozenset()
         self._ask_again = 0.0
-        self._waits: dict[int, tuple[float, Sight]] = {}  # ranks whose stacks waited, since when that is known
+        self._waits: dict[int, tuple[float, RankSnapshot]] = {}  # ranks whose stacks waited, since when that is known
         self._said: set[tuple[Any, ...]] = set()
         self._channel = channel
         self._lock = threading.Lock()
         self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
-        self._elsewhere: dict[int, tuple[float, list[Sight]]] = {}
+        self._elsewhere: dict[int, tuple[float, list[RankSnapshot]]] = {}
         self._heard_at, self._shown_at = -PATIENCE, -SHOWN
         if channel is not None:
             channel.listen("sights", self._hear)
@@ -137,7 +137,7 @@ class Lookout:
         self._waits.clear()
         self._asked_for, self._ask_again = frozenset(), 0.0
 
-    def look(self, inside: Mapping[int, Stand], still: Mapping[int, float], now: float) -> Stray | None:
+    def look(self, inside: Mapping[int, Stand], still: Mapping[int, float], now: float) -> Divergence | None:
         """One look; says why the run has to be ended, if it has.
 
         Args:
@@ -166,7 +166,7 @@ class Lookout:
             return compare([_woken(sight) for sight in everybody]) or found
         return found or self._overdue(everybody, limit, kill, now)
 
-    def divergence(self) -> Stray | None:
+    def divergence(self) -> Divergence | None:
         """What all ledgers prove, those of ranks too that have come to their end; once, since it takes a while."""
         histories = Histories()
         with self._reads:
@@ -222,13 +222,13 @@ class Lookout:
                 return False
         return True
 
-    def _told(self, notes: Mapping[int, Note]) -> Stray:
+    def _told(self, notes: Mapping[int, Note]) -> Divergence:
         sights = [self._asked(self._sight(self._stands[rank], 0.0, 0.0), 0.0) for rank in notes]
         trace = diverged([replace(sight, notes=(notes[sight.rank],)) for sight in sights])
         calls = [(rank, note.place or self._stands[rank].place, note) for rank, note in notes.items()]
         return trace if trace is not None else parted(calls)
 
-    def _sight(self, stand: Stand, still: float, now: float) -> Sight:
+    def _sight(self, stand: Stand, still: float, now: float) -> RankSnapshot:
         state = _state(stand.process)
         halted = 0.0
         if state == STOPPED:
@@ -238,12 +238,12 @@ class Lookout:
         reading = self._readings.get(stand.rank)
         with self._reads:
             notes = tuple(reading[1].newest(16)) if reading is not None else ()
-        sight = Sight(stand.rank, now, stand, state, still, halted, notes)
+        sight = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
         if sight.inside is None and still == 0.0:
             self._waits.pop(stand.rank, None)
         return sight
 
-    def _asked(self, sight: Sight, now: float) -> Sight:
+    def _asked(self, sight: RankSnapshot, now: float) -> RankSnapshot:
         """With its stack."""
         if sight.state not in (RUNS, SLEEPS):
             return sight
@@ -260,7 +260,7 @@ class Lookout:
             self._waits.pop(sight.rank, None)
         return sight
 
-    def _spoken(self, sight: Sight) -> Sight:
+    def _spoken(self, sight: RankSnapshot) -> RankSnapshot:
         """With the hook and the batch at which it is, if it can say so at once."""
         if sight.inside is not None or sight.rank not in self._readings:
             return sight
@@ -272,7 +272,7 @@ class Lookout:
 
     # -- those that wait long
 
-    def _is_due(self, sights: Mapping[int, Sight], limit: float, now: float) -> bool:
+    def _is_due(self, sights: Mapping[int, RankSnapshot], limit: float, now: float) -> bool:
         """Whether it is time to ask the ranks for their stacks."""
         long = frozenset(rank for rank, sight in sights.items() if sight.waited >= limit or sight.still >= limit)
         due = bool(long) and (bool(long - self._asked_for) or now >= self._ask_again)
@@ -281,7 +281,7 @@ class Lookout:
             self._ask_again = now + max(limit, 10.0)
         return due
 
-    def _overdue(self, sights: list[Sight], limit: float, kill: float, now: float) -> Stray | None:
+    def _overdue(self, sights: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
         if self._channel is not None and all(sight.rank in self._stands for sight in sights):
             limit += 1.0  # others have not answered yet
         found = overdue(sights, limit)
@@ -301,7 +301,7 @@ class Lookout:
 
     # -- other nodes
 
-    def _others(self, own: Iterable[Sight], limit: float, now: float) -> list[Sight]:
+    def _others(self, own: Iterable[RankSnapshot], limit: float, now: float) -> list[RankSnapshot]:
         """The ranks of other nodes, as they were seen there."""
         if self._channel is None:
             return []
@@ -323,7 +323,7 @@ class Lookout:
         with self._lock:
             now = time.monotonic()
             before = {sight.rank: sight for sight in self._elsewhere.get(node, (0.0, []))[1]}
-            sights = [Sight.of(plain) for plain in body["sights"]]
+            sights = [RankSnapshot.of(plain) for plain in body["sights"]]
             for index, sight in enumerate(sights):
                 if sight.stack is None and sight.rank in before:
                     known = before[sight.rank]
@@ -340,14 +340,14 @@ def _state(process: int) -> str:
         return GONE
 
 
-def _woken(sight: Sight) -> Sight:
+def _woken(sight: RankSnapshot) -> RankSnapshot:
     """With the stack of a rank that is stopped: it answers before it goes on, and then it is to be ended anyway."""
     if sight.state != STOPPED:
         return sight
     return replace(sight, stack=ask_stopped(sight.stand.process, sight.stand.answers))
 
 
-def _say(found: Stray, kill: float) -> None:
+def _say(found: Divergence, kill: float) -> None:
     """The warning: the run goes on."""
     then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
@@ -386,7 +386,7 @@ AT_ONCE = 3.0
 class Verdict:
     """Why the ranks have to be ended."""
 
-    cause: Cause | Stray | None  #: the first cause; None: what is noted tells
+    cause: Cause | Divergence | None  #: the first cause; None: what is noted tells
     interrupted: bool = False
 
 
@@ -444,7 +444,7 @@ class Watch:
         self.ear.close()
         self._lookout.close()
 
-    def divergence(self) -> Stray | None:
+    def divergence(self) -> Divergence | None:
         """What the ledgers prove, those of ranks included that have come to their end: that calls do not match."""
         return self._lookout.divergence()
 
@@ -553,7 +553,9 @@ class Watch:
         if asked_to_end and waiting.keys() == inside.keys():
             rank, stack = next(iter(waiting.items()))
             where = stack.described(inside[rank].place)
-            return Verdict(Stray(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True)
+            return Verdict(
+                Divergence(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True
+            )
         return None
 
     def _is_still(self, stand: Stand, now: float) -> bool:

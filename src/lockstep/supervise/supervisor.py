@@ -24,7 +24,17 @@ from typing import Any
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
 from lockstep.launch.parent_death import bound
 from lockstep.launch.processes import FAREWELL, GRACE, Children, Ended, Foreign, is_stopped
-from lockstep.supervise.causes import Cause, First, Judgement, Stray, concluded, is_told, judgement, located, settled
+from lockstep.supervise.causes import (
+    Cause,
+    Divergence,
+    First,
+    Judgement,
+    early_cause,
+    final_cause,
+    is_told,
+    judgement,
+    located,
+)
 from lockstep.supervise.channel import Line, Message, Nodes, caller, door
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.status import RANK, Notes
@@ -216,7 +226,7 @@ class Supervisor:
     def _look(self) -> None:
         if self._is_open():
             found: First | None
-            found = settled(self._children.failed, self._notes.read(), self._watch.stands(), self._left)
+            found = early_cause(self._children.failed, self._notes.read(), self._watch.stands(), self._left)
             if isinstance(found, Ended) and found.code in (None, -signal.SIGABRT):  # gloo, where sizes differ
                 found = self._watch.divergence() or found
             if found is not None:
@@ -371,7 +381,7 @@ class Supervisor:
             cause, told = verdict.cause, is_told(verdict.cause, printed)
         else:
             proof = self._watch.divergence()
-            cause, told = concluded(failed, self._notes.read(), self._watch.stands(), self._left, shown, proof)
+            cause, told = final_cause(failed, self._notes.read(), self._watch.stands(), self._left, shown, proof)
         interrupted = verdict is not None and verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
@@ -381,7 +391,7 @@ class Supervisor:
                     self._publish(cause)
             self._await_decision()
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
-                return judgement(Stray(self._nodes.decided["words"]), True, False, codes)
+                return judgement(Divergence(self._nodes.decided["words"]), True, False, codes)
         return judgement(cause, told, interrupted, codes, self._nodes.host)
 
     def _shown(self) -> set[int]:
@@ -435,7 +445,7 @@ class Supervisor:
         if self._told or (nodes.hub is not None and decided is None):
             return
         if decided is not None and nodes.is_elsewhere:
-            self._print(judgement(Stray(decided["words"]), True, False, []))
+            self._print(judgement(Divergence(decided["words"]), True, False, []))
         elif self._first is not None:
             self._print(judgement(self._first, is_told(self._first, self._shown()), False, [], nodes.host))
 

@@ -25,7 +25,7 @@ from lockstep.loop import state
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks, is_overridden
-from lockstep.loop.logging import Published, Results, is_metric
+from lockstep.loop.logging import LogCollector, LoggedMetrics, is_metric
 from lockstep.loop.optimizers import parse
 from lockstep.loop.progress import EPOCH_START
 from lockstep.module import LightningModule
@@ -249,7 +249,7 @@ def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> 
     trainer.state = TrainerState(trainer.state.status, trainer.state.fn, trainer.state.stage)
     trainer.loggers = [SilentLogger(logger) for logger in trainer.loggers]
     trainer.callbacks, trainer.hooks = callbacks, Hooks(trainer, module, callbacks)
-    trainer.results, trainer.published = Results.of(strategy, module), Published()
+    trainer.results, trainer.published = LogCollector.of(strategy, module), LoggedMetrics()
     trainer.should_stop, trainer.interruption = False, None
     progress = trainer.fit_loop.progress
     trainer.fit_loop = FitLoop(trainer)
