@@ -33,7 +33,7 @@ from lockstep.launch.environment import free_port, share_cores
 from lockstep.launch.inherit import bind_loader_workers, inherit
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Children, Ended
-from lockstep.supervise.causes import Cause, Divergence, first_cause, early_cause
+from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.stack import calling, one_line
 from lockstep.supervise.status import Notes, attended, failed
