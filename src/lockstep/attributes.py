@@ -4,38 +4,109 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.config.run import set_flag
-from lockstep.ground.states import RunningStage
+from lockstep.config.run import RunConfig, set_flag
+from lockstep.datamodule import LightningDataModule
+from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.states import RunningStage, TrainerState
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.loggers.base import Logger
+from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.feed import Loaders
+from lockstep.loop.fit import FitLoop
+from lockstep.loop.hooks import Hooks
+from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.optimizers import LightningOptimizer
+from lockstep.loop.session import Session
+from lockstep.module import LightningModule
+from lockstep.precision.base import Precision
+from lockstep.profilers.base import Profiler
+from lockstep.strategies.base import Strategy
+
+T = TypeVar("T")
+
+
+class Of(Generic[T]):
+    """A part of the run, read and set as an attribute of the Trainer; the session has it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Attributes, owner: type | None = None) -> T:
+        if trainer is None:  # asked of the class
+            return cast(T, self)
+        found: T = getattr(trainer.session, self._name)
+        return found
+
+    def __set__(self, trainer: Attributes, value: T) -> None:
+        setattr(trainer.session, self._name, value)
 
 
 class Attributes:
-    """The read side of :class:`lockstep.Trainer`; it holds nothing of its own."""
+    """The read side of :class:`lockstep.Trainer`; what it shows is in the session and the loops."""
 
-    callbacks: list[Any]
-    loggers: list[Any]
+    session: Session
+    fit_loop: FitLoop
+    validate_loop: EvaluationLoop
+    test_loop: EvaluationLoop
+    predict_loop: EvaluationLoop
+    _ckpt_wanted: str | None
+
+    config = Of[RunConfig]()
+    strategy = Of[Strategy]()
+    profiler = Of[Profiler]()
+    loggers = Of[list[Logger]]()
+    base_callbacks = Of[list[Callback]]()
+    callbacks = Of[list[Callback]]()
+    state = Of[TrainerState]()
+    datamodule = Of[LightningDataModule | None]()
+    loaders = Of[Loaders]()
+    enable_validation = Of[bool]()
+    seed = Of[int | None]()
+    published = Of[LoggedMetrics]()
+    should_stop = Of[bool]()
+    received_sigterm = Of[bool]()
+    interruption = Of[str | None]()
+    hooks = Of[Hooks]()
+    results = Of[LogCollector]()
+    agreement = Of[ConsensusFlags]()
+    stop_flag = Of[int]()
+    interrupt_flag = Of[int]()
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """The module of the last call."""
+        return self.session.module if self.session.has("module") else None
+
+    @lightning_module.setter
+    def lightning_module(self, module: LightningModule) -> None:
+        self.session.module = module
+
+    def _flags(self) -> Mapping[str, object]:
+        session = self.__dict__.get("session")
+        return {} if session is None else session.config.__dataclass_fields__
 
     def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
-        config = self.__dict__.get("config")
-        if config is not None and name in config.__dataclass_fields__:
-            return getattr(config, name)
+        if name in self._flags():
+            return getattr(self.config, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __dir__(self) -> list[str]:
-        config = self.__dict__.get("config")
-        return [*super().__dir__(), *(config.__dataclass_fields__ if config is not None else ())]
+        return [*super().__dir__(), *self._flags()]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        config = self.__dict__.get("config")
-        if config is not None and name in config.__dataclass_fields__:  # a flag set between two calls
-            name, value = "config", set_flag(config, name, value)
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self._flags():  # a flag set between two calls
+            name, value = "config", set_flag(self.config, name, value)
         object.__setattr__(self, name, value)
 
     # -- where ---------------------------------------------------------------------------------------------
@@ -96,7 +167,7 @@ class Attributes:
         return str(self.strategy.precision.name)
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision_plugin(self) -> Precision:
         """The run's precision, as an object."""
         return self.strategy.precision
 
@@ -106,7 +177,7 @@ class Attributes:
         return self.strategy.precision.scaler
 
     @property
-    def model(self) -> Any:
+    def model(self) -> LightningModule | None:
         """The module; lockstep wraps it in nothing."""
         return self.lightning_module
 
@@ -115,17 +186,17 @@ class Attributes:
     @property
     def current_epoch(self) -> int:
         """The epoch that runs, counted from 0; after a fit the number of finished epochs."""
-        return self.fit_loop.progress.epoch
+        return self.session.fit.progress.epoch
 
     @property
     def global_step(self) -> int:
         """Optimizer steps so far, of all optimizers."""
-        return self.fit_loop.progress.global_step
+        return self.session.fit.progress.global_step
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch at hand is the epoch's last."""
-        return self.fit_loop.progress.last
+        return self.session.fit.progress.last
 
     @property
     def is_padding_batch(self) -> bool:
@@ -201,7 +272,8 @@ class Attributes:
     @property
     def num_training_batches(self) -> int | float:
         """Training batches of an epoch on each rank; infinite where the length is not known."""
-        return self.fit_loop.feed.num_batches if self.fit_loop.feed is not None else math.inf
+        feed = self.session.fit.feed
+        return math.inf if feed is None else feed.num_batches
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -259,17 +331,7 @@ class Attributes:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
-        config = self.config
-        if config.max_epochs == -1:
-            return float("inf") if config.max_steps == -1 else config.max_steps
-        self.fit_loop.setup_data()
-        batches, steps = self.fit_loop.feed.rows, 0.0
-        for epoch in range(config.max_epochs) if isinstance(config.accumulate_grad_batches, dict) else [0]:
-            steps += batches if batches == math.inf else math.ceil(batches / config.accumulation(epoch))
-        if not isinstance(config.accumulate_grad_batches, dict):
-            steps *= config.max_epochs
-        total = steps if config.max_steps == -1 else min(steps, config.max_steps)
-        return total if total == math.inf else int(total)
+        return self.fit_loop.estimated_steps()
 
     # -- optimization --------------------------------------------------------------------------------------
 
@@ -277,24 +339,25 @@ class Attributes:
     def accumulate_grad_batches(self) -> int:
         """Micro-batches of one window in the epoch that runs; after a resume on other ranks perhaps not the flag's."""
         accumulate = self.config.accumulation(self.current_epoch)
-        return accumulate if self.fit_loop.feed is None else self.fit_loop.feed.course.micro(accumulate)
+        feed = self.session.fit.feed
+        return accumulate if feed is None else feed.course.micro(accumulate)
 
     @property
-    def optimizers(self) -> list[Any]:
+    def optimizers(self) -> list[Optimizer]:
         """The optimizers of the fit."""
         return self.strategy.optimizers
 
     @optimizers.setter
-    def optimizers(self, optimizers: list[Any]) -> None:
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
         self.strategy.optimizers = optimizers
 
     @property
-    def wrapped_optimizers(self) -> list[Any]:
+    def wrapped_optimizers(self) -> list[LightningOptimizer]:
         """The optimizers as ``self.optimizers()`` gives them."""
         return self.fit_loop.step.wrapped
 
     @property
-    def lr_scheduler_configs(self) -> list[Any]:
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """The schedulers of the fit, and when they are stepped."""
         return self.strategy.lr_scheduler_configs
 
@@ -303,8 +366,7 @@ class Attributes:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
-        self._publish_step()
-        return self.published.callback
+        return self.session.callback_metrics()
 
     def reduced_metrics(self) -> dict[str, Tensor]:
         """:attr:`callback_metrics`, reduced over the ranks and the same on all of them: what a decision reads.
@@ -313,8 +375,8 @@ class Attributes:
         """
         if self.strategy.absent:
             self.strategy.check_present("trainer.reduced_metrics()")
-        if self.state.fn == "fit" and self.fit_loop.results is not None:
-            self.fit_loop.share_step_values()
+        if self.session.fitting and self.session.fit.results is not None:
+            self.session.share_step_values()
         found = dict(self.published.callback)
         if self.world_size > 1:  # what callbacks wrote there themselves may differ
             found = self.strategy.broadcast({name: torch.as_tensor(value).cpu() for name, value in found.items()})
@@ -323,26 +385,22 @@ class Attributes:
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Newest value of what goes to the loggers."""
-        self._publish_step()
+        self.session.publish_step_values()
         return self.published.logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Newest value of what the progress bar shows."""
-        self._publish_step()
+        self.session.publish_step_values()
         return {name: float(value) for name, value in self.published.progress_bar.items()}
 
-    def _publish_step(self) -> None:
-        if self.training and self.results is not None:
-            self.published.publish(self.results.step_values())
-
     @property
-    def logger(self) -> Any:
+    def logger(self) -> Logger | None:
         """The first logger, or None."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
-    def logger(self, logger: Any) -> None:
+    def logger(self, logger: Logger | None) -> None:
         self.loggers = [logger] if logger else []
 
     @property
@@ -359,36 +417,33 @@ class Attributes:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the call goes on from. Set it, and calls that name none take it."""
-        return self._ckpt_path
+        return self.session.ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
-        self._ckpt_path = self._ckpt_wanted = None if path is None else os.fspath(path)
-
-    def _of(self, kind: type) -> list[Any]:
-        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+        self.session.ckpt_path = self._ckpt_wanted = None if path is None else os.fspath(path)
 
     @property
-    def checkpoint_callbacks(self) -> list[Any]:
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
         """The callbacks that write checkpoints."""
-        return self._of(Checkpoint)
+        return self.session.checkpoint_callbacks
 
     @property
-    def checkpoint_callback(self) -> Any:
+    def checkpoint_callback(self) -> Checkpoint | None:
         """The first callback that writes checkpoints, or None."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
-    def early_stopping_callbacks(self) -> list[Any]:
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """The EarlyStopping callbacks."""
-        return self._of(EarlyStopping)
+        return self.session.early_stopping_callbacks
 
     @property
-    def early_stopping_callback(self) -> Any:
+    def early_stopping_callback(self) -> EarlyStopping | None:
         """The first EarlyStopping callback, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
-    def progress_bar_callback(self) -> Any:
+    def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
-        return next(iter(self._of(ProgressBar)), None)
+        return self.session.progress_bar

@@ -241,7 +241,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
             warn_once(f"self.log({name!r}, ...) without a Trainer keeps nothing.", key="log without trainer")
             return
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)
-        results, kind = trainer.results, type(value)
+        results, kind = trainer.session.results, type(value)
         table = results.table
         sized = batch_size is None or (type(batch_size) is int and batch_size > 0)
         if sized and (kind is Tensor or kind is float) and table is not None and not results.muted:

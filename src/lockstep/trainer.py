@@ -36,7 +36,7 @@ from lockstep.ground.device import Accelerator, find_accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.init_context import creating
 from lockstep.ground.rank import rank_zero_only
-from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
+from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
@@ -46,7 +46,7 @@ from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.logging import LoggedMetrics
+from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.precision.names import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
@@ -187,16 +187,14 @@ class Trainer(Attributes):
         unknown_flags(others)
         callbacks, self._resume_from = flags["callbacks"], None
         if old:
-            made = translate(old, flags, DEFAULTS)
-            flags.update(made.flags)
-            callbacks, self._resume_from = made.with_callbacks(callbacks), made.resume
+            today = translate(old, flags, DEFAULTS)
+            flags.update(today.flags)
+            callbacks, self._resume_from = today.with_callbacks(callbacks), today.resume
         self.barebones = strip(flags)
         refuse_what_is_not_there(flags["model_registry"])
-        self.config = config_of(flags)
-        self.profiler = make_profiler(flags["profiler"]) or PassThroughProfiler()
+        config = config_of(flags)
         found = sort_plugins(flags["plugins"], flags["precision"], getattr(flags["strategy"], "plugins", ()))
         self._cluster = found.cluster
-        self.state = TrainerState()
         strategy, devices = flags["strategy"], flags["devices"]
         dealt = dealt_out(self._cluster)
         number_devices(dealt or flags["accelerator"] == "cpu")
@@ -208,54 +206,56 @@ class Trainer(Attributes):
         self._num_nodes_asked = nodes(flags["num_nodes"])
         placement = self._placement()
         check_devices(devices, placement.cluster)
-        self.strategy = make_strategy(strategy, placement.world.size, is_interactive(placement))
-        together = len(self._node_devices) if self.strategy.drives_all_devices else 1
-        self.strategy.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
+        made = make_strategy(strategy, placement.world.size, is_interactive(placement))
+        together = len(self._node_devices) if made.drives_all_devices else 1
+        made.sync_batchnorm = synchronizes_batchnorm(flags["sync_batchnorm"], together)
         if found.checkpoint_io is not None:
-            self.strategy.checkpoint_io = found.checkpoint_io
+            made.checkpoint_io = found.checkpoint_io
         self._precision = found.precision or make_precision(flags["precision"], kind)
-        self.connect()
-        self._launch = launcher(self.strategy.launcher, placement, strategy)
-        self._spawns = self._launch is not directly and self.strategy.launcher in ("spawn", "fork")
-        self.loggers: list[Any] = make_loggers(flags["logger"], self.config)
+        self._connect(made)
+        self._launch = launcher(made.launcher, placement, strategy)
+        self._spawns = self._launch is not directly and made.launcher in ("spawn", "fork")
+        loggers = make_loggers(flags["logger"], config)
         checkpointing, bar, summary = (
             flags[f"enable_{what}"] for what in ("checkpointing", "progress_bar", "model_summary")
         )
-        self.base_callbacks = make_callbacks(callbacks, checkpointing, bar, summary, self.config)
-        self.callbacks: list[Any] = self.base_callbacks
+        own_callbacks = make_callbacks(callbacks, checkpointing, bar, summary, config)
         if placement.world.is_zero:
-            check_root(self.config, flags["logger"], self.base_callbacks)
-        apply_to_process(self.config, kind)
-        announce(self.config)
-        self.lightning_module: Any = None
-        self.datamodule: Any = None
-        self.loaders = Loaders({}, None, None)
-        self.seed: int | None = None
-        self.should_stop = False
-        self.received_sigterm = False
-        self.signals: Any = None
-        self.interruption: str | None = None
-        self._ckpt_path = self._ckpt_wanted = None
-        self.enable_validation = False
-        self.hooks: Any = None
-        self.results: Any = None
-        self.agreement: Any = None
-        self.stop_flag = self.interrupt_flag = 0
-        self.published = LoggedMetrics()
-        self.fit_loop = FitLoop(self)
-        self.fit_loop.epochs_by_default = flags["max_epochs"] is None
-        self.validate_loop = EvaluationLoop(self, RunningStage.VALIDATING)
-        self.test_loop = EvaluationLoop(self, RunningStage.TESTING)
-        self.predict_loop = EvaluationLoop(self, RunningStage.PREDICTING)
+            check_root(config, flags["logger"], own_callbacks)
+        apply_to_process(config, kind)
+        announce(config)
+        self.session = Session(
+            trainer=self,
+            connect=self._begin_call,
+            config=config,
+            strategy=made,
+            profiler=make_profiler(flags["profiler"]) or PassThroughProfiler(),
+            cluster=self._cluster,
+            loggers=loggers,
+            base_callbacks=own_callbacks,
+            callbacks=own_callbacks,
+        )
+        self._ckpt_wanted = None
+        self.fit_loop = FitLoop(self.session, epochs_by_default=flags["max_epochs"] is None)
+        self.validate_loop = EvaluationLoop(self.session, RunningStage.VALIDATING)
+        self.test_loop = EvaluationLoop(self.session, RunningStage.TESTING)
+        self.predict_loop = EvaluationLoop(self.session, RunningStage.PREDICTING)
 
-    def connect(self) -> None:
-        """Find out which rank this process is; once here, and again in each process that was started."""
+    def _begin_call(self) -> None:
+        """In the process in which a call runs: find out which rank it is, and tie the module to this Trainer."""
+        self._connect(self.strategy)
+        self.session.module.trainer = self  # type: ignore[assignment]
+        if self.datamodule is not None:
+            self.datamodule.trainer = self  # type: ignore[assignment]
+
+    def _connect(self, strategy: Strategy) -> None:
+        """Tell the strategy which rank this process is."""
         world = self._placement().world
         device = device_of(self._node_devices, world.local_rank, world.local_size)
         # a node may have more devices than ranks, where a cluster dealt them out
-        ours = len(self._node_devices) if self.strategy.drives_all_devices else world.local_size
-        self.strategy.devices = self._node_devices[:ours]
-        self.strategy.connect(world, device, self._precision)
+        ours = len(self._node_devices) if strategy.drives_all_devices else world.local_size
+        strategy.devices = self._node_devices[:ours]
+        strategy.connect(world, device, self._precision)
         rank_zero_only.rank = world.rank
 
     def _placement(self) -> Placement:
@@ -267,8 +267,8 @@ class Trainer(Attributes):
     def fit(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
@@ -295,7 +295,7 @@ class Trainer(Attributes):
     def validate(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
@@ -318,7 +318,7 @@ class Trainer(Attributes):
     def test(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
@@ -332,7 +332,7 @@ class Trainer(Attributes):
     def predict(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         datamodule: LightningDataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
@@ -357,7 +357,7 @@ class Trainer(Attributes):
         return self._call(self.predict_loop, path, False, return_predictions is not False, weights_only)
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: object = None
     ) -> None:
         """Write the run to a file; call it on every rank.
 
@@ -366,13 +366,13 @@ class Trainer(Attributes):
             weights_only: leave out what only a resume needs.
             storage_options: for a CheckpointIO of your own (``Trainer(plugins=...)``); the default one has none.
         """
-        if self.lightning_module is None or self.hooks is None:
+        if not self.session.has("hooks"):
             raise MisconfigurationException(
                 f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit."
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
-        state.save(self, filepath, bool(weights_only), storage_options)
+        state.save(self.session, filepath, bool(weights_only), storage_options)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -392,26 +392,17 @@ class Trainer(Attributes):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank 0 only, above the progress bar."""
-        if self.is_global_zero:
-            bar = self.progress_bar_callback
-            (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
-
-    def send_to_loggers(self, metrics: dict[str, Any], step: int | None) -> None:
-        """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far."""
-        if not self.loggers:
-            return
-        scalars = {name: float(value) for name, value in metrics.items()}
-        if "step" in scalars:
-            step = int(scalars.pop("step"))
-        else:
-            scalars.setdefault("epoch", self.current_epoch)
-        for logger in self.loggers:
-            logger.log_metrics(metrics=scalars, step=self.fit_loop.progress.windows if step is None else step)
-            logger.save()
+        self.session.print(*args, **kwargs)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def _attach(self, fn: TrainerFn, model: LightningModule | None, given: dict[str, Any], datamodule: Any) -> bool:
+    def _attach(
+        self,
+        fn: TrainerFn,
+        model: LightningModule | None,
+        given: dict[str, Any],
+        datamodule: LightningDataModule | None,
+    ) -> bool:
         """Take in module and data of a call; tells whether a module was given."""
         self.state.fn = fn
         first = next(iter(given))
@@ -423,13 +414,14 @@ class Trainer(Attributes):
             check_not_lightnings(f"trainer.{fn}(datamodule=...)", datamodule)
             if isinstance(datamodule, LightningDataModule):
                 check_constructed(f"trainer.{fn}(datamodule=...)", datamodule, "prepare_data_per_node")
-        module = self.lightning_module if model is None else unwrapped(model)
+        module: Any = self.lightning_module if model is None else unwrapped(model)
         check_kind(f"trainer.{fn}(model)", module, LightningModule, "LightningModule")
         check_constructed(f"trainer.{fn}(model)", module, "_automatic_optimization")
-        self.lightning_module = module
+        self.session.module = module
         self.datamodule = self.datamodule if datamodule is None and model is None else datamodule
         self.loaders = Loaders(given, self.datamodule, module)
-        for loop in (self.fit_loop, self.fit_loop.validation, self.validate_loop, self.test_loop, self.predict_loop):
+        self.session.fit.given = None
+        for loop in (self.fit_loop.validation, self.validate_loop, self.test_loop, self.predict_loop):
             loop.given = None
         self.enable_validation = (
             fn is TrainerFn.FITTING
@@ -439,25 +431,23 @@ class Trainer(Attributes):
         )
         return model is not None
 
-    def _checkpoint(self, asked: Any, *, model_given: bool) -> str | None:
+    def _checkpoint(self, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
         """The path of the checkpoint of a call: the call's, or else the one that ``trainer.ckpt_path`` was set to."""
-        return state.find(self, self._ckpt_wanted if asked is None else asked, model_given=model_given)
+        return state.find(self.session, self._ckpt_wanted if asked is None else asked, model_given=model_given)
 
-    def _call(self, loop: Any, *args: Any) -> Any:
+    def _call(self, loop: spawn_results.Loop, *args: Any) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
-    def _hand_over(self, loop: Any, *args: Any) -> Any:
+    def _hand_over(self, loop: spawn_results.Loop, *args: Any) -> Any:
         """Run a loop in spawned or forked processes, and go on here as if it had run here."""
-        call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(self)
-        return spawn_results.take_over(self, self._launch(call, self, loop, *args))
+        session = self.session
+        call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)
+        return spawn_results.take_over(session, self._launch(call, session, loop, *args))
 
     def __setstate__(self, kept: dict[str, Any]) -> None:  # in a spawned rank, a process of its own
         self.__dict__.update(kept)
         apply_to_process(self.config, self.accelerator.device_type)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = dict(self.__dict__)
-        for own in ("_launch", "hooks", "results", "agreement"):  # bound to one process
-            kept[own] = None
-        kept["_launch"], kept["_spawns"] = directly, False
-        return kept
+        # how to launch is bound to this process, and in the other one there is nothing to be launched
+        return {**self.__dict__, "_launch": directly, "_spawns": False}

@@ -8,8 +8,6 @@ from typing import Any
 
 from lockstep.data.recut import WindowPlan
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.loop.progress import EPOCH_START
 
 Accumulation = int | dict[int, int]  # as of `Trainer(accumulate_grad_batches=...)`
 
@@ -216,89 +214,6 @@ def _check_divides(saved: Plan, given: Given) -> None:
             f"one of {some}; or say what a step is to have from here on, by another accumulate_grad_batches or "
             "batch_size, or by Trainer(keep_global_batch=False), which leaves both as they are."
         )
-
-
-class Elastic:
-    """The course of one Trainer's fits: read from checkpoints, kept in them, and told to the user.
-
-    Attributes:
-        saved: the plan of the checkpoint that the fit goes on from, until training goes on.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.saved: Plan | None = None
-        self._ranks: int | None = None  # those of the plan, once it is settled
-        self._flag: Accumulation = 1  # as it is given to the fit, whatever callbacks make of it later
-
-    @property
-    def planned(self) -> int | None:
-        """The number of ranks of the plan, where it is known."""
-        return self._ranks if self.saved is None else self.saved.ranks
-
-    def read(self, own: dict[str, Any]) -> None:
-        """Take in lockstep's part of a checkpoint that a fit is to go on from."""
-        self._ranks = None
-        if own.get("plan") is not None:
-            self.saved = Plan.load(own["plan"])
-        elif len(own.get("ranks", ())) not in (0, self._trainer.world_size) and own["progress"]["batch"]:
-            raise MisconfigurationException(
-                "trainer.fit(ckpt_path=...): this checkpoint is of an earlier version of lockstep, from the middle of "
-                f"an epoch, and does not tell how its data were cut: resume with {len(own['ranks'])} ranks."
-            )
-
-    def chart(self, batches: list[int], flexible: bool) -> BatchCounting:
-        """The course of the fit, given the ``batch_size`` of its loaders and whether they can be cut at will."""
-        trainer, config = self._trainer, self._trainer.config
-        size = trainer.world_size
-        if self.saved is None:
-            return BatchCounting(self._ranks or size, size)
-        automatic = trainer.lightning_module.automatic_optimization
-        given = Given(size, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch)
-        return course(self.saved, given)
-
-    def prepare(self, feed: Any) -> None:
-        """Have a new feed know the epoch that it goes on in, before that is begun."""
-        epoch = self._trainer.fit_loop.progress.epoch if self.saved is None else self.saved.at.epoch
-        feed.prepare(epoch, self._trainer.config.accumulation(epoch))
-
-    def settle(self) -> None:
-        """The loaders are there and training is about to begin: go on by the course that they allow."""
-        trainer, saved, self.saved = self._trainer, self.saved, None
-        loop = trainer.fit_loop
-        found = loop.feed.course
-        self._ranks, self._flag = found.ranks, trainer.config.accumulate_grad_batches
-        if saved is None or not found.moved:
-            return
-        (rank_zero_warn if found.differs else rank_zero_info)(found.said)
-        if trainer.config.order == "torch" and saved.at.rows and 1 in (saved.ranks, found.ranks) != (1, 1):
-            rank_zero_warn(
-                'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
-                "of this epoch some samples come twice and some never."
-            )
-        inside = loop.progress.batch > saved.at.number and not loop.progress.last
-        number = None if found.origin is None else found.origin.number
-        loop.progress.reshare(saved.at.number, number)
-        # not the gradients of a window, nor what it has logged
-        carried = {"data", "random"} | (set() if inside else {"results", "metrics"})
-        loop.resumed = {key: value for key, value in loop.resumed.items() if key in carried}
-
-    def state_dict(self, progress: Any, begun: int) -> dict[str, Any] | None:
-        """For a checkpoint: the plan, and how far it has come.
-
-        Args:
-            progress: the fit's.
-            begun: batches of a window under way.
-        """
-        feed = self._trainer.fit_loop.feed
-        if feed is None:
-            return None
-        found, at = feed.course, ResumePoint(progress.epoch, 0, 0)
-        if progress.phase != EPOCH_START:
-            at = feed.reached(progress.batch - begun)
-        here = found.origin is not None and found.origin.epoch == progress.epoch
-        origin = found.origin if here else None
-        return Plan(found.ranks, self._flag, feed.batches, found.size, at, origin).state_dict()
 
 
 # -- what is said ----------------------------------------------------------------------------------------

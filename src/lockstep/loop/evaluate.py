@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.ground.device import move_data_to_device
@@ -16,11 +17,12 @@ from lockstep.ground.rank import warn_once
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import logging
+from lockstep.loop.call import Asked, call
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.logging import LogCollector
+from lockstep.loop.logging import Entry, LogCollector
 from lockstep.loop.progress import VALIDATED
-from lockstep.loop.session import session
+from lockstep.loop.session import Session
 from lockstep.loop.transfer import Transfer
 
 FN_OF = {
@@ -41,13 +43,14 @@ class EvaluationLoop:
         reduce metrics over steps and ranks; on_<stage>_epoch_end; log; on_<stage>_end; train mode
     """
 
-    def __init__(self, trainer: Any, stage: RunningStage) -> None:
-        self.trainer = trainer
+    def __init__(self, session: Session, stage: RunningStage, reload_due: Callable[[], bool] = lambda: False) -> None:
+        self.session = session
         self.stage = stage
+        self._reload_due = reload_due  # of a fit's validation: whether its loaders are to be asked for anew
         self.name = "validation" if stage is RunningStage.VALIDATING else stage.value
         self.prefix = stage.dataloader_prefix
         self.feed: EvaluationFeed | None = None
-        self.given: Any = None  # the loaders as the user made them
+        self.given: object = None  # the loaders as the user made them
         self.predictions: Any = []  # of the prediction that runs, for a writer
         self.epoch_batch_indices: list[list[list[Any]]] = []  # loader, batch, sample
         self.seen: dict[int, int] = {}  # batches so far, by loader: the x axis of on_step values in evaluation
@@ -59,7 +62,7 @@ class EvaluationLoop:
 
     def run(
         self,
-        ckpt_path: Any = None,
+        ckpt_path: str | None = None,
         verbose: bool = True,
         return_predictions: bool = True,
         weights_only: bool | None = None,
@@ -69,41 +72,41 @@ class EvaluationLoop:
         Raises:
             KeyboardInterrupt: Ctrl-C came; all is torn down.
         """
-        trainer = self.trainer
+        session = self.session
         self.feed = None
-        with session(trainer, FN_OF[self.stage], ckpt_path, weights_only):
-            trainer.state.stage = self.stage
+        with call(session, Asked(FN_OF[self.stage], ckpt_path, weights_only, self.release)):
+            session.state.stage = self.stage
             self.setup_data()
-            trainer.strategy.sync_gradients = False
+            session.strategy.sync_gradients = False
             if self.stage is RunningStage.PREDICTING:
                 return self.predict(return_predictions) if self.feed is not None else None
             values = self.evaluate()
-            if verbose and trainer.is_global_zero:
-                trainer.print(logging.table(values, self.name))
+            if verbose and session.is_global_zero:
+                session.print(logging.table(values, self.name))
             return values
         raise AssertionError("an interrupted evaluation raises")
 
     def setup_data(self) -> None:
         """Ask for the stage's loaders and share them over the ranks; the second time only if a reload is due."""
-        trainer, config, fitting = self.trainer, self.trainer.config, self.trainer.state.fn is TrainerFn.FITTING
-        due = fitting and trainer.fit_loop.val_reload_due()
+        session, config = self.session, self.session.config
+        due = session.fitting and self._reload_due()
         if self.feed is not None and not due:
             return
         self.release()
         limit = getattr(config, f"limit_{self.prefix}_batches")
-        source = trainer.loaders.request(self.prefix) if limit != 0 else None
+        source = session.loaders.request(self.prefix) if limit != 0 else None
         if source is None:
             return
         self.given = source
         self.feed = EvaluationFeed.of(
             source,
-            world=trainer.strategy.world,
-            seed=trainer.seed,
+            world=session.strategy.world,
+            seed=session.drawn_seed,
             limit=limit,
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             flag=f"limit_{self.prefix}_batches",
-            overfit=fitting and bool(config.overfit_batches),
+            overfit=session.fitting and bool(config.overfit_batches),
         )
 
     # -- validate, test ------------------------------------------------------------------------------------
@@ -117,10 +120,10 @@ class EvaluationLoop:
         self.setup_data()
         if self.feed is None:
             return []
-        trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
-        outer, outer_sync = trainer.results, trainer.strategy.sync_gradients
-        strategy = trainer.strategy
-        results = trainer.results = LogCollector.of(strategy, trainer.lightning_module)
+        session, hooks, name = self.session, self.session.hooks, self.name
+        strategy = session.strategy
+        outer_sync, results = strategy.sync_gradients, LogCollector.of(strategy, session.module)
+        outer = session.collect_in(results)
         strategy.sync_gradients = False
         try:
             with strategy.one_model(), self._no_gradients(), self._eval_mode():
@@ -134,14 +137,14 @@ class EvaluationLoop:
                     self._say_lost(returned)
                 return values
         finally:
-            trainer.results = outer
+            session.collect_in(outer)
             strategy.sync_gradients = outer_sync
 
     def _say_lost(self, returned: dict[str, Any]) -> None:
         """Say that values which a step returned, as in 2019, went nowhere: nothing was logged in the evaluation."""
         step, end = f"{self.name}_step", f"on_{self.name}_batch_end"
         numbers = [key for key, value in returned.items() if isinstance(value, (int, float)) or _is_scalar(value)]
-        if numbers and not self.trainer.hooks.owners((end,)):
+        if numbers and not self.session.hooks.owners((end,)):
             warn_once(
                 f"`{step}` returned {numbers}, and nothing was logged: nobody reads what it returns but `{end}`. Write "
                 f"`self.log({numbers[0]!r}, value)` in it.",
@@ -149,44 +152,44 @@ class EvaluationLoop:
             )
 
     def _end(self, results: LogCollector, to_loggers: bool) -> list[dict[str, float]]:
-        trainer, hooks, name = self.trainer, self.trainer.hooks, self.name
+        session, hooks, name = self.session, self.session.hooks, self.name
         assert self.feed is not None
         results.weight = 1.0  # what is logged from here on is no batch's
         values = results.reduce_epoch()
-        for_loggers = trainer.published.publish(values)
+        for_loggers = session.published.publish(values)
         epoch_end = getattr(hooks, f"on_{name}_epoch_end")
         if epoch_end is not None:
             results.hook = ("", -1)
             hooks.call(f"on_{name}_epoch_end")
             late = results.reduce_epoch()
-            for_loggers.update(trainer.published.publish(late))
+            for_loggers.update(session.published.publish(late))
             values = values + late
         if for_loggers and to_loggers:
-            trainer.send_to_loggers(for_loggers, None)
-        if to_loggers and trainer.state.fn is TrainerFn.FITTING:
-            trainer.fit_loop.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
+            session.log_metrics(for_loggers, None)
+        if to_loggers and session.fitting:
+            session.fit.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
         hooks.call(f"on_{name}_end")
         return _by_loader(values, len(self.feed.num_batches))
 
     def _steps(self, step_name: str, sanity_steps: int = 0) -> Iterator[tuple[Any, int]]:
         """Run the stage's step over the loaders; gives (output, dataloader_idx) of each batch."""
-        trainer, feed, hooks, name = self.trainer, self.feed, self.trainer.hooks, self.name
+        session, feed, hooks, name = self.session, self.feed, self.session.hooks, self.name
         assert feed is not None
-        module, results = trainer.lightning_module, trainer.results
+        module, results = session.module, session.results
         several = len(feed.num_batches) > 1 and feed.sequential
         step = getattr(module, step_name)
         takes = _arguments(step, several, step_name)
-        transfer = Transfer(module, trainer.datamodule, trainer.strategy)
+        transfer = Transfer(module, session.datamodule, session.strategy)
         # a fit ends at its next boundary: its callbacks save it there, and all ranks agree on where that is
-        ends_at_once = trainer.state.fn is not TrainerFn.FITTING
+        ends_at_once = not session.fitting
         start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
-        feed.begin(trainer.fit_loop.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
+        feed.begin(session.fit.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
         loader = 0
         for batch, batch_idx, dataloader_idx, weight in feed:
             if dataloader_idx != loader:
                 results.end_loader(loader)
                 loader = dataloader_idx
-            if trainer.interruption is not None and ends_at_once:
+            if session.interruption is not None and ends_at_once:
                 raise KeyboardInterrupt
             shown = dataloader_idx if several else -1
             results.hook, results.weight = ("", shown), weight
@@ -195,7 +198,7 @@ class EvaluationLoop:
             position = (batch, batch_idx, dataloader_idx) if several else (batch, batch_idx)
             hooks.call(start, *position)
             results.enter(step_name, shown)
-            output = trainer.strategy.run(step, *position[:takes])
+            output = session.strategy.run(step, *position[:takes])
             results.enter("", shown)
             hooks.call(end, output, *position)
             if not sanity_steps:
@@ -209,20 +212,20 @@ class EvaluationLoop:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
         seen = self.seen.get(dataloader_idx, 0)
         self.seen[dataloader_idx] = seen + 1
-        for_loggers = self.trainer.published.publish(results.take_step_values(), to_callbacks=False)
+        for_loggers = self.session.published.publish(results.take_step_values(), to_callbacks=False)
         if for_loggers:
-            self.trainer.send_to_loggers(for_loggers, seen)
+            self.session.log_metrics(for_loggers, seen)
 
     # -- predict -------------------------------------------------------------------------------------------
 
     def predict(self, return_predictions: bool) -> Any:
         """One pass; gives what ``predict_step`` returned, a list for each loader where there are several."""
-        hooks, feed = self.trainer.hooks, self.feed
+        hooks, feed = self.session.hooks, self.feed
         assert feed is not None
         collected: list[list[Any]] = [[] for _ in feed.num_batches]
         self.predictions = collected[0] if len(collected) == 1 else collected
         self.epoch_batch_indices = [[] for _ in collected]
-        writers = [callback for callback in self.trainer.callbacks if isinstance(callback, BasePredictionWriter)]
+        writers = [callback for callback in self.session.callbacks if isinstance(callback, BasePredictionWriter)]
         keeps = return_predictions or any(writer.interval.on_epoch for writer in writers)
         if writers:
             feed.note_indices()
@@ -254,27 +257,27 @@ class EvaluationLoop:
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
         """``inference_mode``, or ``no_grad`` where the flag says so or the fit goes on with the same tensors."""
-        inside_fit = self.trainer.state.fn is TrainerFn.FITTING
-        quiet = torch.inference_mode if self.trainer.config.inference_mode and not inside_fit else torch.no_grad
+        inside_fit = self.session.fitting
+        quiet = torch.inference_mode if self.session.config.inference_mode and not inside_fit else torch.no_grad
         with quiet():
             yield
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """The module in eval mode; afterwards every submodule is in the mode that it had."""
-        trainer, module = self.trainer, self.trainer.lightning_module
+        session, module = self.session, self.session.module
         modes = [(part, part.training) for part in module.modules()]
-        trainer.hooks.own(f"on_{self.name}_model_eval")
+        session.hooks.own(f"on_{self.name}_model_eval")
         yield
         back = f"on_{self.name}_model_train"
         if hasattr(module, back) and is_overridden(back, module, ModuleHooks):
-            trainer.hooks.own(back)
+            session.hooks.own(back)
         else:
             for part, training in modes:
                 part.training = training
 
 
-def _arguments(step: Any, several: bool, name: str) -> int:
+def _arguments(step: Callable[..., Any], several: bool, name: str) -> int:
     """How many of (batch, batch_idx, dataloader_idx) the user's step takes."""
     parameters = inspect.signature(step).parameters.values()
     wanted = 3 if several else 2
@@ -289,11 +292,11 @@ def _arguments(step: Any, several: bool, name: str) -> int:
     return takes
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _by_loader(values: list[tuple[Any, str, Any]], loaders: int) -> list[dict[str, float]]:
+def _by_loader(values: list[tuple[Entry, str, Tensor]], loaders: int) -> list[dict[str, float]]:
     """The metrics of each loader as floats; what was logged for all of them is in each dict."""
     found: list[dict[str, float]] = [{} for _ in range(loaders)]
     for entry, name, value in values:

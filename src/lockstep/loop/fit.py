@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
+from lockstep.config.run import RunConfig, set_flag
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
 from lockstep.ground.states import RunningStage, TrainerFn
 from lockstep.loop import state
-from lockstep.loop.batch_counting import Elastic
+from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.forwards import forwards
-from lockstep.loop.logging import LogCollector
+from lockstep.loop.logging import Entry
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
-from lockstep.loop.session import session
+from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.step import Step
 
@@ -37,8 +39,8 @@ class ValidationTiming:
         every: training batches between two validations; infinite: at the epoch's end; None: by time, or not planned.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.every: int | float | None = None
         self._counted: Callable[[int], int] | None = None
         self._seconds = math.inf
@@ -47,10 +49,10 @@ class ValidationTiming:
 
     def start(self) -> None:
         """The fit begins; the ranks can agree on things."""
-        interval = self._trainer.config.val_check_interval
+        interval = self._session.config.val_check_interval
         self._seconds = interval.total_seconds() if isinstance(interval, timedelta) else math.inf
         self._since = time.monotonic()
-        self._flag = self._trainer.agreement.register("validate")
+        self._flag = self._session.agreement.register("validate")
 
     def plan(self, batches: int | float, counted: Callable[[int], int] | None = None) -> None:
         """Take in how many training batches an epoch has.
@@ -62,13 +64,13 @@ class ValidationTiming:
         Raises:
             MisconfigurationException: an interval that does not go with this number.
         """
-        self.every = _interval(self._trainer.config, batches)
+        self.every = _interval(self._session.config, batches)
         self._counted = counted
 
     def in_epoch(self, epoch: int) -> bool:
         """Whether this epoch is validated at all."""
-        every = self._trainer.config.check_val_every_n_epoch
-        return self._trainer.enable_validation and (every is None or (epoch + 1) % every == 0)
+        every = self._session.config.check_val_every_n_epoch
+        return self._session.enable_validation and (every is None or (epoch + 1) % every == 0)
 
     def due(self, progress: Progress, at_window_end: bool) -> bool:
         """Whether the interval is over after a training batch."""
@@ -77,7 +79,7 @@ class ValidationTiming:
             return at_window_end and self._time_is_up()
         if every == math.inf:
             return progress.last
-        earlier = progress.earlier if self._trainer.config.check_val_every_n_epoch is None else 0
+        earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
         if self._counted is None:
             return (earlier + progress.batch) % every == 0
         before, after = (earlier + self._counted(number) for number in (progress.batch - 1, progress.batch))
@@ -85,20 +87,20 @@ class ValidationTiming:
 
     def _time_is_up(self) -> bool:
         """Rank 0's clock decides, and all ranks learn of it at the same boundary."""
-        trainer, up = self._trainer, time.monotonic() - self._since >= self._seconds
-        if trainer.world_size == 1:
+        session, up = self._session, time.monotonic() - self._since >= self._seconds
+        if session.world_size == 1:
             return up
-        if up and trainer.is_global_zero:
-            trainer.agreement.request(self._flag)
-        return bool(trainer.agreement.is_up(self._flag))
+        if up and session.is_global_zero:
+            session.agreement.request(self._flag)
+        return bool(session.agreement.is_up(self._flag))
 
     def done(self) -> None:
         """A validation has ended; the clock begins anew."""
         self._since = time.monotonic()
-        self._trainer.agreement.lower(self._flag)
+        self._session.agreement.lower(self._flag)
 
 
-def _interval(config: Any, batches: int | float) -> int | float | None:
+def _interval(config: RunConfig, batches: int | float) -> int | float | None:
     interval = config.val_check_interval
     if isinstance(interval, timedelta):
         return None
@@ -148,7 +150,7 @@ class Result:
 OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
 
 
-def _norms_by_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _norms_by_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One number for each device, NaN where a tensor on it holds one."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -156,16 +158,17 @@ def _norms_by_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_device.values()]
 
 
-def _flag(name: str) -> Any:
-    """One of the Trainer's flags as an attribute of its loop, where Lightning has them."""
+class _Flag:
+    """One of the Trainer's flags as an attribute of its loop, where Lightning has them; set, it holds from now on."""
 
-    def read(loop: Any) -> Any:
-        return getattr(loop.trainer.config, name)
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    def write(loop: Any, value: Any) -> None:
-        setattr(loop.trainer, name, value)
+    def __get__(self, loop: FitLoop, owner: type | None = None) -> Any:
+        return self if loop is None else getattr(loop.session.config, self._name)
 
-    return property(read, write, doc=f"The Trainer's ``{name}``; set it to go on by another fit.")
+    def __set__(self, loop: FitLoop, value: object) -> None:
+        loop.session.config = set_flag(loop.session.config, self._name, value)
 
 
 class FitLoop:
@@ -183,92 +186,120 @@ class FitLoop:
         on_train_end; tear down
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.progress = Progress()
-        self.step = Step(trainer)
-        self.validation = EvaluationLoop(trainer, RunningStage.VALIDATING)
-        self.feed: Feed | None = None
-        self.given: Any = None  # the training loaders as the user made them
-        self.results: LogCollector | None = None
-        self.logged_elsewhere = False  # by Lightning, in the epoch that a resume goes on with
-        self.cut_epoch: dict[str, Any] | None = None  # what an epoch that ended early had logged, for a checkpoint
+    def __init__(self, session: Session, epochs_by_default: bool = False) -> None:
+        self.session = session
+        self.step = Step(session)
+        self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due)
+        self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
-        self.resumed: dict[str, Any] | None = None  # this rank's part of the checkpoint, until training goes on
-        self._started = 0.0
         self._reason: str | None = None
         self._stops = False
         self._time_limit: float | None = None
         self._most_steps = math.inf
         self._nan_is_told = False
-        self.epochs_by_default = False  # the user gave no `max_epochs`
-        self.elastic = Elastic(trainer)
-        self.timing = ValidationTiming(trainer)
+        self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
 
-    max_epochs, min_epochs = _flag("max_epochs"), _flag("min_epochs")
-    max_steps, min_steps = _flag("max_steps"), _flag("min_steps")
+    max_epochs, min_epochs, max_steps, min_steps = _Flag(), _Flag(), _Flag(), _Flag()
+
+    @property
+    def progress(self) -> Progress:
+        """The counters of the fit."""
+        return self.session.fit.progress
+
+    @property
+    def feed(self) -> Feed | None:
+        """The training loaders as this rank draws from them."""
+        return self.session.fit.feed
+
+    @property
+    def given(self) -> object:
+        """The training loaders as the user made them."""
+        return self.session.fit.given
 
     # -- the fit -------------------------------------------------------------------------------------------
 
-    def run(self, ckpt_path: Any = None, weights_only: bool | None = None) -> Result:
-        """Fit the trainer's module; returns how it ended."""
-        trainer = self.trainer
-        self.progress, self.feed, self.resumed, self._reason = self.progress.go_on(), None, None, None
-        self.cut_epoch, self.logged_elsewhere = None, False
-        self.validation.feed = self.elastic.saved = None
-        trainer.should_stop = self._nan_is_told = False
-        self._time_limit = trainer.config.max_time
-        self._most_steps = math.inf if trainer.config.max_steps == -1 else trainer.config.max_steps
-        self._started = time.monotonic()
-        trainer.signals = self.signals = Signals(trainer)
-        with session(trainer, TrainerFn.FITTING, ckpt_path, weights_only), self._anomalies():
-            self.results = trainer.results
-            if self.signals.ending is not None:
-                return self._as_before(self.signals.ending)
-            self.timing.start()
-            trainer.loaders.check_reload(trainer.config.reload_dataloaders_every_n_epochs)
-            self.step.setup()
-            self._sanity_check()
-            trainer.state.stage = RunningStage.TRAINING
-            self.setup_data()
-            self.elastic.settle()
-            self._say_how_long(ckpt_path)
-            if self._done() is None:
-                if self._validates:
-                    self.validation.setup_data()
-                trainer.hooks.call("on_train_start")
-                self._restore_randomness()
-                while self._done() is None:
-                    self.epoch()
-                trainer.strategy.end_training()
-                trainer.hooks.call("on_train_end")
-            else:  # of a fit that had ended, whose ranks may have weights of their own
-                trainer.strategy.end_training()
-            rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
-            self._share_ending()
-            if trainer.interruption is None:
-                self.signals.ended(asdict(self._result()))
-        self.progress.ended = trainer.interruption is None
+    def run(self, ckpt_path: str | None = None, weights_only: bool | None = None) -> Result:
+        """Fit the session's module; returns how it ended."""
+        session, fit, config = self.session, self.session.fit, self.session.config
+        fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
+        fit.cut_epoch, fit.logged_elsewhere = None, False
+        self.validation.feed = fit.elastic.saved = None
+        session.should_stop = self._nan_is_told = False
+        self._time_limit = config.max_time
+        self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
+        fit.started = time.monotonic()
+        self.signals = Signals(session)
+        asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, self.signals)
+        try:
+            with call(session, asked), self._anomalies():
+                fit.results = session.results
+                if self.signals.ending is not None:
+                    return self._as_before(self.signals.ending)
+                self._play(ckpt_path)
+                self._share_ending()
+                if session.interruption is None:
+                    self.signals.ended(asdict(self._result()))
+        finally:
+            self.signals = None
+        fit.progress.ended = session.interruption is None
         return self._result()
 
-    def _say_how_long(self, ckpt_path: Any) -> None:
+    def _play(self, ckpt_path: str | None) -> None:
+        session, fit = self.session, self.session.fit
+        self.timing.start()
+        session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
+        self.step.setup()
+        self._sanity_check()
+        session.state.stage = RunningStage.TRAINING
+        self.setup_data()
+        fit.resumed = fit.elastic.settle(session.config, fit.loaded, fit.progress, fit.resumed)
+        self._say_how_long(ckpt_path)
+        if self._done() is None:
+            if self._validates:
+                self.validation.setup_data()
+            session.hooks.call("on_train_start")
+            self._restore_randomness()
+            while self._done() is None:
+                self.epoch()
+            session.strategy.end_training()
+            session.hooks.call("on_train_end")
+        else:  # of a fit that had ended, whose ranks may have weights of their own
+            session.strategy.end_training()
+        rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
+
+    def try_out(self) -> None:
+        """Train without what goes before and after a fit, until ``max_steps`` or ``should_stop``: for a trial."""
+        session, most = self.session, self.session.config.max_steps
+        self._most_steps = math.inf if most == -1 else most
+        session.fit.results = session.results
+        self.step.setup()
+        session.state.stage = RunningStage.TRAINING
+        self.setup_data()
+        if self._validates:
+            self.validation.setup_data()
+        session.hooks.call("on_train_start")
+        while session.fit.loaded.num_batches and self._done_in_epoch() is None:
+            self.epoch()
+        session.hooks.call("on_train_end")
+
+    def _say_how_long(self, ckpt_path: str | None) -> None:
         """Say what nobody may have meant: a fit of 1000 epochs, or one that ends before its first step."""
-        trainer, progress, config = self.trainer, self.progress, self.trainer.config
-        if self.epochs_by_default and (config.max_epochs, config.max_steps, config.max_time) == (1000, -1, None):
-            steps = trainer.estimated_stepping_batches
+        session, progress, config = self.session, self.session.fit.progress, self.session.config
+        if self._epochs_by_default and (config.max_epochs, config.max_steps, config.max_time) == (1000, -1, None):
+            steps = self.estimated_steps()
             rank_zero_warn(
                 "Trainer(max_epochs) is not set: this fit ends after 1000 epochs"
                 + (f", at step {steps}" if math.isfinite(steps) else "")
                 + "; set max_epochs, or max_epochs=-1 for no limit."
             )
-        reason = self._done() if self.resumed is not None else None
-        if reason is not None and trainer.interruption is None:
+        reason = self._done() if session.fit.resumed is not None else None
+        if reason is not None and session.interruption is None:
             rank_zero_warn(
                 f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
                 f"epochs, and there is nothing left to train: {reason}; raise that limit to go on."
             )
 
-    def _look_for_nan(self, values: list[tuple[Any, str, Any]]) -> None:
+    def _look_for_nan(self, values: list[tuple[Entry, str, torch.Tensor]]) -> None:
         """Say once that a loss that was logged is NaN; the fit goes on."""
         if self._nan_is_told:
             return
@@ -281,7 +312,7 @@ class FitLoop:
         """At an epoch's end, where no loss was logged: NaN gradients have left NaN weights."""
         if self._nan_is_told:
             return
-        module = self.trainer.lightning_module
+        module = self.session.module
         weights = [p for p in module.parameters() if p.is_floating_point() and p.numel() and p.layout is torch.strided]
         if weights and any(norm.isnan() for norm in _norms_by_device(weights)):
             named = module.named_parameters()
@@ -290,58 +321,73 @@ class FitLoop:
 
     def _tell_nan(self, what: str) -> None:
         self._nan_is_told = True
-        progress = self.progress
+        progress = self.session.fit.progress
         rank_zero_warn(
             f"{what} at step {progress.global_step} (epoch {progress.epoch}): the loss was NaN there or before. The "
             "fit goes on; Trainer(detect_anomaly=True) names the operation that makes it."
         )
 
-    def _anomalies(self) -> Any:
-        detect = self.trainer.config.detect_anomaly
+    def _anomalies(self) -> AbstractContextManager[object]:
+        detect = self.session.config.detect_anomaly
         return torch.autograd.set_detect_anomaly(True) if detect else nullcontext()
 
     def setup_data(self) -> None:
         """Ask for the training loaders and share them over the ranks; does nothing the second time."""
-        if self.feed is None:
+        if self.session.fit.feed is None:
             self._load()
 
-    def _reload_due(self, loaded: int | None) -> bool:
-        every = self.trainer.config.reload_dataloaders_every_n_epochs
-        return bool(self.trainer.loaders.reload_due(loaded, self.progress.epoch, every))
+    def estimated_steps(self) -> int | float:
+        """Optimizer steps of the whole fit, for schedulers; asks for the training loader where it has to."""
+        config = self.session.config
+        if config.max_epochs == -1:
+            return math.inf if config.max_steps == -1 else config.max_steps
+        self.setup_data()
+        batches, steps = self.session.fit.loaded.rows, 0.0
+        for epoch in range(config.max_epochs) if isinstance(config.accumulate_grad_batches, dict) else [0]:
+            steps += batches if batches == math.inf else math.ceil(batches / config.accumulation(epoch))
+        if not isinstance(config.accumulate_grad_batches, dict):
+            steps *= config.max_epochs
+        total = steps if config.max_steps == -1 else min(steps, config.max_steps)
+        return total if total == math.inf else int(total)
 
-    def val_reload_due(self) -> bool:
+    def _reload_due(self, loaded: int | None) -> bool:
+        every = self.session.config.reload_dataloaders_every_n_epochs
+        return bool(self.session.loaders.reload_due(loaded, self.session.fit.progress.epoch, every))
+
+    def _val_reload_due(self) -> bool:
         """Whether the validation loaders are to be asked for anew; notes that it is done where it will be.
 
         A sanity check's loaders count for the epoch that follows only if that epoch is validated, as in Lightning.
         """
-        due = self._reload_due(self.progress.val_loaded)
-        if due and (not self.trainer.sanity_checking or self._validates):
-            self.progress.val_loaded = self.progress.epoch
+        due = self._reload_due(self.session.fit.progress.val_loaded)
+        if due and (self.session.state.stage is not RunningStage.SANITY_CHECKING or self._validates):
+            self.session.fit.progress.val_loaded = self.session.fit.progress.epoch
         return due
 
     def _load(self) -> None:
-        trainer, config = self.trainer, self.trainer.config
-        if self.feed is not None:
-            self.feed.close()
-        if self._reload_due(self.progress.train_loaded):
-            self.progress.train_loaded = self.progress.epoch
-        self.given = trainer.loaders.request("train")
-        self.feed = Feed.train(
-            self.given,
-            world=trainer.strategy.world,
-            seed=trainer.seed,
+        session, config, fit = self.session, self.session.config, self.session.fit
+        if fit.feed is not None:
+            fit.feed.close()
+        if self._reload_due(fit.progress.train_loaded):
+            fit.progress.train_loaded = fit.progress.epoch
+        fit.given = session.loaders.request("train")
+        automatic = session.module.automatic_optimization
+        feed = fit.feed = Feed.train(
+            fit.given,
+            world=session.strategy.world,
+            seed=session.drawn_seed,
             limit=config.limit_train_batches,
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
-            chart=self.elastic.chart,
-            planned=self.elastic.planned,
-            padded=not trainer.lightning_module.automatic_optimization,
+            chart=partial(fit.elastic.counting, config, session.world_size, automatic),
+            planned=fit.elastic.planned,
+            padded=not automatic,
         )
-        batches = self.feed.rows
-        self.timing.plan(batches, self.feed.rows_at if self.feed.course.elastic else None)
-        self.elastic.prepare(self.feed)
-        if trainer.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
+        batches = feed.rows
+        self.timing.plan(batches, feed.rows_at if feed.course.elastic else None)
+        fit.elastic.prepare(feed, config, fit.progress.epoch)
+        if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
                 f"An epoch has {batches} training batches, fewer than Trainer(log_every_n_steps="
                 f"{config.log_every_n_steps}): give it a lower value to see values of single steps."
@@ -349,32 +395,31 @@ class FitLoop:
 
     def epoch(self) -> None:
         """One epoch, or what is left of it after a resume."""
-        trainer, progress, step = self.trainer, self.progress, self.step
+        session, progress, step = self.session, self.session.fit.progress, self.step
         whole = progress.phase == EPOCH_END
-        self.cut_epoch = None
+        session.fit.cut_epoch = None
         if progress.phase == EPOCH_START:
             progress.batch = 0
             if self._reload_due(progress.train_loaded):
                 self._load()
-            trainer.hooks.call("on_train_epoch_start")
-        feed = self.feed
-        assert feed is not None
+            session.hooks.call("on_train_epoch_start")
+        feed = session.fit.loaded
         if not whole:
-            trainer.strategy.epoch_begins()
-            accumulate = trainer.config.accumulation(progress.epoch)
-            log_every, validates = trainer.config.log_every_n_steps, self._validates
+            session.strategy.epoch_begins()
+            accumulate = session.config.accumulation(progress.epoch)
+            log_every, validates = session.config.log_every_n_steps, self._validates
             feed.begin(progress.epoch, progress.batch, accumulate)
             step.counted = feed.rows_at if feed.course.elastic else int
-            trainer.results.enter("training_step")
+            session.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             self._heed()
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
-            apart = trainer.strategy.steps_apart
+            apart = session.strategy.steps_apart
             for window in windows:
                 if apart:
-                    window.share_among(trainer.strategy.averaged_ranks())
+                    window.share_among(session.strategy.averaged_ranks())
                 if window.gap is not None:
-                    trainer.strategy.check_gap(*window.gap)
+                    session.strategy.check_gap(*window.gap)
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1
@@ -396,8 +441,7 @@ class FitLoop:
 
     def _go_on_after_batch(self, accumulate: int) -> bool:
         """Do what was still to come after the batch of the checkpoint; tells whether it was the last one."""
-        progress, feed = self.progress, self.feed
-        assert feed is not None
+        progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
         if progress.phase == BATCH_END and self._validates and self._validation_due(at_end):
@@ -408,15 +452,15 @@ class FitLoop:
 
     def _after_window(self) -> None:
         """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
-        progress, trainer = self.progress, self.trainer
+        progress, session = self.session.fit.progress, self.session
         if self.step.plateau_by_step:
             self.step.step_plateau("step", self.step.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
-        stop = trainer.should_stop or progress.global_step >= self._most_steps
+        stop = session.should_stop or progress.global_step >= self._most_steps
         if self.step.shared:
-            interrupted = trainer.agreement.is_up(trainer.interrupt_flag)
-            stop = stop or trainer.agreement.is_up(trainer.stop_flag)
+            interrupted = session.agreement.is_up(session.interrupt_flag)
+            stop = stop or session.agreement.is_up(session.stop_flag)
         else:
             interrupted = self.signals is not None and self.signals.asked != 0
         if interrupted:
@@ -426,136 +470,93 @@ class FitLoop:
 
     def _heed(self) -> None:
         """Act on a signal that all ranks know of, between windows. Collective where one has interrupted the fit."""
-        trainer, signals = self.trainer, self.signals
+        session, signals = self.session, self.signals
         if signals is None:
             return
-        if trainer.agreement.is_up(trainer.interrupt_flag) if trainer.world_size > 1 else signals.asked:
+        if session.agreement.is_up(session.interrupt_flag) if session.world_size > 1 else signals.asked:
             signals.act()
 
     def _look_at_clock(self) -> None:
         assert self._time_limit is not None
-        if self.seconds() >= self._time_limit and self.trainer.is_global_zero:
-            self.trainer.should_stop = True  # rank 0's clock; the others learn of it at a boundary
+        if self.session.fit.seconds() >= self._time_limit and self.session.is_global_zero:
+            self.session.should_stop = True  # rank 0's clock; the others learn of it at a boundary
             self._reason = f"max_time={self._time_limit:g} s reached"
 
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
-        trainer, progress, hooks, results = self.trainer, self.progress, self.trainer.hooks, self.trainer.results
+        session, hooks, results = self.session, self.session.hooks, self.session.results
+        progress = session.fit.progress
         results.weight = 1.0  # what is logged from here on is no batch's
         if not whole:  # reducing it begins its means anew, and a resume goes on with them
-            self.cut_epoch = state.logged(trainer)
+            session.fit.cut_epoch = state.logged(session)
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
-            newest = results.reduce_step() if trainer.world_size > 1 else results.step_values()
-            trainer.published.publish(newest)
+            newest = results.reduce_step() if session.world_size > 1 else results.step_values()
+            session.published.publish(newest)
             of_epoch = results.reduce_epoch()
-            for_loggers = trainer.published.publish(of_epoch)
+            for_loggers = session.published.publish(of_epoch)
             self._look_for_nan([*newest, *of_epoch])
             self._look_for_nan_weights()
             overridden = hooks.on_train_epoch_end is not None
             if overridden:
                 hooks.call("on_train_epoch_end")
-                for_loggers.update(trainer.published.publish(results.reduce_epoch()))
+                for_loggers.update(session.published.publish(results.reduce_epoch()))
             if whole:
                 progress.phase = EPOCH_END
             results.enter("on_train_epoch_end")
             for monitor in hooks.epoch_end_monitors:
                 monitor()
-            for_loggers.update(trainer.published.publish(results.reduce_epoch()))
+            for_loggers.update(session.published.publish(results.reduce_epoch()))
         if whole:
             self.step.step_plateau("epoch", progress.epoch + 1)
         if for_loggers:
-            trainer.send_to_loggers(for_loggers, progress.windows - 1)
+            session.log_metrics(for_loggers, progress.windows - 1)
         if whole or self._done_in_epoch() is None:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1
             progress.batch, progress.phase = 0, EPOCH_START
-            self.logged_elsewhere = False
+            session.fit.logged_elsewhere = False
             if self.signals is not None:
                 self.signals.epoch_ended()
 
     # -- stopping ------------------------------------------------------------------------------------------
 
     def _can_stop_early(self) -> bool:
-        config, progress = self.trainer.config, self.progress
+        config, progress = self.session.config, self.session.fit.progress
         return progress.epoch >= config.min_epochs and progress.global_step >= config.min_steps
 
     def _done_in_epoch(self) -> str | None:
-        trainer, config = self.trainer, self.trainer.config
-        if config.max_steps != -1 and self.progress.global_step >= config.max_steps:
+        session, config = self.session, self.session.config
+        if config.max_steps != -1 and self.session.fit.progress.global_step >= config.max_steps:
             return f"max_steps={config.max_steps} reached"
-        interrupted = self._interrupted()
-        if interrupted or (self._stop_asked() and self._can_stop_early()):
-            trainer.should_stop = True
+        interrupted = session.interrupted
+        if interrupted or (session.stop_asked and self._can_stop_early()):
+            session.should_stop = True
             if interrupted:
-                trainer.interruption = trainer.interruption or "Ctrl-C on another rank"
+                session.interruption = session.interruption or "Ctrl-C on another rank"
             return self._reason or self._early_reason()
         return None
 
-    # On several ranks only what they have agreed on counts: this rank's own wish may not be known to the others yet.
-
-    def _stop_asked(self) -> bool:
-        trainer = self.trainer
-        return trainer.should_stop if trainer.world_size == 1 else trainer.agreement.is_up(trainer.stop_flag)
-
-    def _interrupted(self) -> bool:
-        trainer = self.trainer
-        if trainer.world_size == 1:
-            return trainer.interruption is not None
-        return bool(trainer.agreement.is_up(trainer.interrupt_flag))
-
     @property
     def lacks_metrics(self) -> str | None:
-        """Why metrics of this epoch may be missing, which then is no mistake of the user's. Of all ranks alike."""
-        if self.cut_epoch is not None:
-            return "The epoch ended before its last batch"
-        if self.logged_elsewhere:
-            return (
-                "The run goes on within an epoch of Lightning's, whose checkpoint does not hold what was logged in it"
-            )
-        return None
+        """Why metrics of this epoch may be missing; see `Session.lacks_metrics`."""
+        return self.session.lacks_metrics
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the epoch is cut by Ctrl-C or a signal, so that a resume will end it. Of all ranks alike."""
-        return self.cut_epoch is not None and self._interrupted()
-
-    def request_stop(self) -> None:
-        """Tell the agreement what this rank wants."""
-        trainer = self.trainer
-        if self.signals is not None and self.signals.asked:
-            self.signals.request()
-        if trainer.should_stop:
-            trainer.agreement.request(trainer.stop_flag)
-        if trainer.interruption is not None:
-            trainer.agreement.request(trainer.interrupt_flag)
-
-    def agree_on_stop(self) -> None:
-        """At a boundary: ask all ranks at once whether one of them has set ``should_stop``. Collective."""
-        trainer = self.trainer
-        if not trainer.agreement.is_up(trainer.stop_flag):
-            self.request_stop()
-            trainer.agreement.now(trainer.stop_flag)
-
-    def _agree_on_stopping(self) -> None:
-        """Between windows: ask all ranks at once whether one of them wants to stop."""
-        trainer = self.trainer
-        if trainer.world_size > 1:
-            self.request_stop()
-            trainer.agreement.now(trainer.stop_flag)
-            trainer.agreement.now(trainer.interrupt_flag)
+        return self.session.fit.cut_epoch is not None and self.session.interrupted
 
     def _done(self) -> str | None:
         """Why the fit is over; None while it is not."""
-        config = self.trainer.config
-        assert self.feed is not None
+        config = self.session.config
         reason = None
-        if self.feed.num_batches == 0:
+        if self.session.fit.loaded.num_batches == 0:
             reason = "no training batches"
-        elif config.max_epochs != -1 and self.progress.epoch >= config.max_epochs:
+        elif config.max_epochs != -1 and self.session.fit.progress.epoch >= config.max_epochs:
             reason = f"max_epochs={config.max_epochs} reached"
         else:
-            self._agree_on_stopping()
+            self.session.agree_on_ending()
             self._heed()
             reason = self._done_in_epoch()
         if reason is not None:
@@ -563,119 +564,110 @@ class FitLoop:
         return reason
 
     def _early_reason(self) -> str:
-        if self.trainer.interruption is not None:
+        if self.session.interruption is not None:
             return self._interruption()
-        for callback in self.trainer.callbacks:
+        for callback in self.session.callbacks:
             message = getattr(callback, "stopping_reason_message", None)  # EarlyStopping has one, and Timer
             if message:
                 return f"{type(callback).__name__}: {message.rstrip('.')}"
         return "trainer.should_stop was set"
 
     def _interruption(self) -> str:
-        return f"interrupted by {TERMINATED if self.trainer.interruption == TERMINATED else 'Ctrl-C'}"
+        return f"interrupted by {TERMINATED if self.session.interruption == TERMINATED else 'Ctrl-C'}"
 
     def _share_ending(self) -> None:
         """All ranks tell the same of how the fit ended: rank 0's clock may have, or Ctrl-C on one of them."""
-        trainer = self.trainer
-        if trainer.world_size > 1:
-            self._reason = trainer.strategy.broadcast(self._reason)
-            if not self._interrupted():
-                trainer.interruption = None  # it came when all was over
-
-    def seconds(self) -> float:
-        """Time spent in this fit, its earlier lives included."""
-        return self.progress.seconds + time.monotonic() - self._started
+        session = self.session
+        if session.world_size > 1:
+            self._reason = session.strategy.broadcast(self._reason)
+            if not session.interrupted:
+                session.interruption = None  # it came when all was over
 
     # -- validation ----------------------------------------------------------------------------------------
 
     @property
     def _validates(self) -> bool:
-        return self.timing.in_epoch(self.progress.epoch)
+        return self.timing.in_epoch(self.session.fit.progress.epoch)
 
     def _validation_due(self, at_window_end: bool) -> bool:
-        if self.timing.due(self.progress, at_window_end):
+        session = self.session
+        if self.timing.due(session.fit.progress, at_window_end):
             return True
-        return at_window_end and self._stop_asked() and not self._interrupted() and self._can_stop_early()
+        return at_window_end and session.stop_asked and not session.interrupted and self._can_stop_early()
 
     def _validate(self, at_window_end: bool) -> None:
-        trainer = self.trainer
-        self.share_step_values()
+        session = self.session
+        session.share_step_values()
         if at_window_end:
-            trainer.hooks.own("on_validation_model_zero_grad")
-        trainer.state.stage = RunningStage.VALIDATING
+            session.hooks.own("on_validation_model_zero_grad")
+        session.state.stage = RunningStage.VALIDATING
         self.validation.evaluate()
-        trainer.state.stage = RunningStage.TRAINING
+        session.state.stage = RunningStage.TRAINING
         self.timing.done()
-        self._agree_on_stopping()
+        self.session.agree_on_ending()
 
     def _sanity_check(self) -> None:
-        trainer = self.trainer
-        steps = trainer.config.num_sanity_val_steps
-        if not trainer.enable_validation or steps == 0 or self.resumed is not None:
+        session = self.session
+        steps = session.config.num_sanity_val_steps
+        if not session.enable_validation or steps == 0 or session.fit.resumed is not None:
             return
         with isolate_rng():
-            trainer.state.stage = RunningStage.SANITY_CHECKING
-            trainer.hooks.call("on_sanity_check_start")
+            session.state.stage = RunningStage.SANITY_CHECKING
+            session.hooks.call("on_sanity_check_start")
             self.validation.evaluate(sanity_steps=steps)
-            trainer.hooks.call("on_sanity_check_end")
-            trainer.published.clear()
+            session.hooks.call("on_sanity_check_end")
+            session.published.clear()
 
     # -- what it leaves ------------------------------------------------------------------------------------
 
-    def share_step_values(self) -> None:
-        """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
-        results = self.results
-        assert results is not None
-        self.trainer.published.publish(
-            results.agree_on_step() if self.trainer.world_size > 1 else results.step_values()
-        )
-
     def _log_step(self) -> None:
-        trainer = self.trainer
-        if trainer.world_size > 1:  # with or without loggers: schedulers and callbacks read these values too
-            values = trainer.results.reduce_step()
+        session = self.session
+        if session.world_size > 1:  # with or without loggers: schedulers and callbacks read these values too
+            values = session.results.reduce_step()
         else:
-            values = trainer.results.take_step_values()
+            values = session.results.take_step_values()
         self._look_for_nan(values)
-        for_loggers = trainer.published.publish(values)
+        for_loggers = session.published.publish(values)
         if for_loggers:
-            trainer.send_to_loggers(for_loggers, self.progress.windows)
+            session.log_metrics(for_loggers, self.session.fit.progress.windows)
 
     def _as_before(self, ending: dict[str, Any]) -> Result:
         """This fit has ended in an earlier attempt at the run, and all is as it was then: give its Result."""
-        if self.resumed is not None and "random" in self.resumed:
-            set_random_states(self.resumed["random"])
-        self.resumed, self._reason, self.progress.ended = None, ending["stopped"], True
+        fit = self.session.fit
+        if fit.resumed is not None and "random" in fit.resumed:
+            set_random_states(fit.resumed["random"])
+        fit.resumed, self._reason, fit.progress.ended = None, ending["stopped"], True
         return Result(**ending)
 
     def _restore_randomness(self) -> None:
-        if self.resumed is not None:
-            state.restore_rank(self.trainer, self.resumed)
-            self.resumed = None
+        fit = self.session.fit
+        if fit.resumed is not None:
+            state.restore_rank(self.session, fit.resumed)
+            fit.resumed = None
 
     def _result(self) -> Result:
-        trainer = self.trainer
-        best = trainer.checkpoint_callback
+        session = self.session
+        best = next(iter(session.checkpoint_callbacks), None)
         score = getattr(best, "best_model_score", None)
         return Result(
-            stopped=self._interruption() if trainer.interruption is not None else self._reason or "",
-            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+            stopped=self._interruption() if session.interruption is not None else self._reason or "",
+            metrics={name: float(value) for name, value in session.callback_metrics().items()},
             best_model_path=str(getattr(best, "best_model_path", "") or ""),
             best_model_score=None if score is None else float(score),
-            epochs=self.progress.epoch,
-            global_step=self.progress.global_step,
-            interrupted=trainer.interruption is not None,
+            epochs=self.session.fit.progress.epoch,
+            global_step=self.session.fit.progress.global_step,
+            interrupted=session.interruption is not None,
         )
 
     # -- what callbacks ask of it --------------------------------------------------------------------------
 
     def forwards(self) -> int:
         """One pass over the training batches that trains nothing; see ``loop/forwards.py``."""
-        return forwards(self.trainer)
+        return forwards(self.session, self.step)
 
     def save_alone(self, path: str) -> None:
         """Write a checkpoint without asking another rank."""
-        state.save_alone(self.trainer, path)
+        state.save_alone(self.session, path)
 
     def release(self) -> None:
         """Let go of loaders and their workers."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
+from lockstep.loop.session import Session
+from lockstep.loop.step import Step
 
-def forwards(trainer: Any) -> int:
+
+def forwards(session: Session, step: Step) -> int:
     """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
 
     To be called on all ranks inside a fit, between two epochs or after the last one, under automatic
@@ -17,20 +19,20 @@ def forwards(trainer: Any) -> int:
     Returns:
         the number of batches that this rank had samples for.
     """
-    step, feed, run, results = trainer.fit_loop.step, trainer.fit_loop.feed, trainer.strategy.run, trainer.results
+    feed, strategy, results = session.fit.loaded, session.strategy, session.results
     hook, table, muted = results.hook, results.table, results.muted
     results.enter("training_step")
-    feed.begin(trainer.fit_loop.progress.epoch, 0)
+    feed.begin(session.fit.progress.epoch, 0)
     number = drawn = 0
     for window in feed.windows(1):
         for batch, weight, _ in window:
             results.muted = True
-            with nullcontext() if window.absent is None else trainer.strategy.leaving_out(window.absent[0]):
+            with nullcontext() if window.absent is None else strategy.leaving_out(window.absent[0]):
                 if weight:
                     batch = step.transfer(batch) if step.moves else batch
                     arguments = (batch, number) if step.takes_idx else (batch,)
                     with torch.no_grad():
-                        run(step.training_step, *arguments)
+                        strategy.run(step.training_step, *arguments)
             number += 1
             drawn += bool(weight)
     results.hook, results.table, results.muted = hook, table, muted

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
@@ -16,7 +16,12 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_deprecation, warn_once
 from lockstep.ground.states import TrainerFn
 from lockstep.hooks import ModuleHooks
+from lockstep.loop.logging import LogCollector
 from lockstep.module import LightningModule
+from lockstep.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer
 
 # -- hooks of earlier versions -------------------------------------------------------------------------------
 
@@ -110,16 +115,17 @@ CLOSE = 0.87
 """How like a hook's name another one that begins with ``on_`` must be to be taken for a misspelt one."""
 
 
-def check_uncalled(trainer: Any) -> None:
+def check_uncalled(
+    strategy: Strategy, callbacks: Sequence[Callback], module: LightningModule, datamodule: LightningDataModule | None
+) -> None:
     """Refuse a strategy or precision whose overrides nobody would call; tell of hooks that nobody knows.
 
     Raises:
         MisconfigurationException: with the first such method, and what to write instead.
     """
-    strategy = trainer.strategy
     _refuse_overrides(strategy, OF_STRATEGIES, "Strategy")
     _refuse_overrides(strategy.precision, OF_PRECISIONS, "Precision")
-    for callback in trainer.callbacks:
+    for callback in callbacks:
         old = [name for name in _written(callback) if name in OF_CALLBACKS]
         if old:
             instead = ", ".join(f"{name} ({OF_CALLBACKS[name]})" for name in old)
@@ -128,37 +134,37 @@ def check_uncalled(trainer: Any) -> None:
                 f"{instead}."
             )
         _tell_misspelt(callback, Callback, OF_CALLBACKS)
-    _tell_misspelt(trainer.lightning_module, ModuleHooks, FORGOTTEN)
-    if trainer.datamodule is not None:
-        _tell_misspelt(trainer.datamodule, LightningDataModule, ())
+    _tell_misspelt(module, ModuleHooks, FORGOTTEN)
+    if datamodule is not None:
+        _tell_misspelt(datamodule, LightningDataModule, ())
 
 
-def _written(thing: Any) -> Iterator[str]:
+def _written(owner: object) -> Iterator[str]:
     """Names that the classes of an object define, those of lockstep and torch left out."""
-    for kind in type(thing).__mro__:
+    for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] not in ("lockstep", "torch", "builtins", "abc", "typing"):
             yield from vars(kind)
 
 
-def _refuse_overrides(thing: Any, instead: Mapping[str, str], base: str) -> None:
-    name = next((name for name in _written(thing) if name in instead), None)
+def _refuse_overrides(owner: object, instead: Mapping[str, str], base: str) -> None:
+    name = next((name for name in _written(owner) if name in instead), None)
     if name is not None:
         raise MisconfigurationException(
-            f"{type(thing).__name__}.{name}: a {base} of lockstep has no such method, and nobody would call it. "
+            f"{type(owner).__name__}.{name}: a {base} of lockstep has no such method, and nobody would call it. "
             f"Instead: {instead[name]}."
         )
 
 
-def _tell_misspelt(thing: Any, base: type, known: Iterable[str]) -> None:
+def _tell_misspelt(owner: object, base: type, known: Iterable[str]) -> None:
     hooks = [name for name in dir(base) if name.startswith("on_")]
-    for name in _written(thing):
+    for name in _written(owner):
         if name.startswith("on_") and not hasattr(base, name) and name not in known:
             meant = difflib.get_close_matches(name, hooks, 1, CLOSE)
             if meant:
-                warn_once(f"{type(thing).__name__}.{name} is no hook, and the Trainer does not call it: {meant[0]}?")
+                warn_once(f"{type(owner).__name__}.{name} is no hook, and the Trainer does not call it: {meant[0]}?")
 
 
-def check_removed_hooks(module: Any, fn: TrainerFn) -> None:
+def check_removed_hooks(module: LightningModule, fn: TrainerFn) -> None:
     """Refuse a module whose results would silently be missing.
 
     Raises:
@@ -230,9 +236,10 @@ NAMES = (
     "on_load_checkpoint",
 )
 Method = Callable[..., Any]
+Bound = tuple[tuple[Any, ...], Method | None]  # (methods of callbacks, the module's own)
 
 
-def is_overridden(name: str, instance: Any, base: type) -> bool:
+def is_overridden(name: str, instance: object, base: type) -> bool:
     """Whether ``instance`` (by its class, or by an attribute of its own) has another ``name`` than ``base``."""
     found = getattr(instance, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
@@ -243,29 +250,38 @@ class Hooks:
 
     A step asks ``if hooks.on_before_backward is not None`` and pays nothing else. Callbacks come first, in
     the order of the list, then the module.
+
+    Args:
+        trainer: what the callbacks' methods receive first.
+        module: of the call.
+        callbacks: of the call.
+        results: where hooks log to, until the loop says otherwise.
+
+    Attributes:
+        epoch_end_monitors: callbacks that read metrics see ``on_train_epoch_end`` last, when the module has logged
+            there, too.
     """
 
-    on_train_epoch_end: Any
+    on_train_epoch_end: Bound | None
+    if TYPE_CHECKING:
 
-    def __init__(self, trainer: Any, module: LightningModule, callbacks: list[Any]) -> None:
-        self._trainer = trainer
+        def __getattr__(self, name: str) -> Bound | None: ...
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, callbacks: Sequence[Callback], results: LogCollector
+    ) -> None:
+        self.module, self.results = module, results
+
+        def of_callbacks(name: str) -> tuple[Method, ...]:
+            own = (callback for callback in callbacks if is_overridden(name, callback, Callback))
+            return tuple(partial(getattr(callback, name), trainer, module) for callback in own)
+
         for name in NAMES:
-            bound = tuple(
-                partial(getattr(callback, name), trainer, module)
-                for callback in callbacks
-                if is_overridden(name, callback, Callback)
-            )
+            bound = of_callbacks(name)
             own = getattr(module, name) if is_overridden(name, module, ModuleHooks) else None
             setattr(self, name, (bound, own) if bound or own else None)
-        self.epoch_end_monitors = self._split_monitors(callbacks)
-        self._of_any_rank = {
-            name: [
-                partial(getattr(callback, name), trainer, module)
-                for callback in callbacks
-                if is_overridden(name, callback, Callback)
-            ]
-            for name in ("_on_any_batch_start", "_on_any_batch_end")
-        }
+        self.epoch_end_monitors = self._split_monitors()
+        self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}
 
     def call_without_samples(self, name: str, batch_idx: int) -> None:
         """Let lockstep's own callbacks count a micro-batch for which this rank has no samples."""
@@ -283,8 +299,7 @@ class Hooks:
                     found.append(f"{type(method.__self__).__name__}.{name}")
         return found
 
-    def _split_monitors(self, callbacks: list[Any]) -> tuple[Method, ...]:
-        """Callbacks that read metrics see ``on_train_epoch_end`` last, when the module has logged there too."""
+    def _split_monitors(self) -> tuple[Method, ...]:
         pair = self.on_train_epoch_end
         if pair is None:
             return ()
@@ -301,7 +316,7 @@ class Hooks:
         pair = getattr(self, name)
         if pair is None:
             return None
-        results = self._trainer.results
+        results = self.results
         before, table = results.hook, results.table
         results.enter(name, before[1])
         bound, own = pair
@@ -318,12 +333,9 @@ class Hooks:
 
     def own(self, name: str, *args: Any) -> Any:
         """Run a hook that only the module has."""
-        results = self._trainer.results
+        results = self.results
         before, table = results.hook, results.table
         results.enter(name, before[1])
-        returned = getattr(self._trainer.lightning_module, name)(*args)
+        returned = getattr(self.module, name)(*args)
         results.hook, results.table = before, table
         return returned
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"there is no hook {name!r}")

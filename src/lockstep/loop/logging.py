@@ -6,14 +6,18 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.loop.metrics import StatesByLoader, is_metric
+from lockstep.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 # -- one logged name -----------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ class Entry:
                 f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
             )
         self.name = f"{name}/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else name
-        self.metric: Any = None
+        self.metric: Metric | None = None
         self.dtype = _kept(torch.get_default_dtype())
         self.quick: Any = None
         # Python numbers where values are on the CPU (double precision, and a fifth of a tensor operation's cost),
@@ -140,7 +144,7 @@ class Entry:
         self.weight = self.last_weight = 0.0
         self.total = NEUTRAL[self.op]
 
-    def add(self, value: Any, weight: float, micro_batch: int) -> None:
+    def add(self, value: Tensor | float, weight: float, micro_batch: int) -> None:
         """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
         if isinstance(value, Tensor):
             if value.ndim:
@@ -180,10 +184,10 @@ class Entry:
             )
         return value.reshape(())
 
-    def _number(self, value: Any) -> float:
+    def _number(self, value: object) -> float:
         try:
             if not isinstance(value, (str, bytes)):  # "3" would pass for a number
-                return float(value)
+                return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             pass
         way_out = "log one number"
@@ -200,13 +204,13 @@ class Entry:
         """The options in plain types, equal for equal meaning; ``sync_dist`` changes when, not what."""
         return [*self.options[:4], self.op, *self.options[5:7]]
 
-    def place(self) -> tuple[Any, ...]:
+    def snapshot(self) -> tuple[Any, ...]:
         """How far it has come, for :meth:`go_back`."""
         return self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
-    def go_back(self, place: tuple[Any, ...]) -> None:
-        """Forget what came after :meth:`place`."""
-        self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = place
+    def go_back(self, snapshot: tuple[Any, ...]) -> None:
+        """Forget what came after :meth:`snapshot`."""
+        self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of an epoch that is not over."""
@@ -241,9 +245,9 @@ def _kept(dtype: torch.dtype) -> torch.dtype:
     return default if default in (torch.float32, torch.float64) else torch.float32
 
 
-def _reduction(name: str, reduce_fx: Any) -> str:
+def _reduction(name: str, reduce_fx: object) -> str:
     op = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
-    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)
+    found = reduce_fx.lower() if isinstance(reduce_fx, str) else op.get(reduce_fx)  # type: ignore[call-overload]
     if found == "avg":
         found = "mean"
     if found not in REDUCTIONS:
@@ -287,7 +291,7 @@ class LogCollector:
         gather_objects: Callable[[Any], list[Any]],
         world_size: int = 1,
         rank: int = 0,
-        module: Any = None,
+        module: nn.Module | None = None,
         on_cpu: bool = True,
     ) -> None:
         self._gather = gather
@@ -310,7 +314,7 @@ class LogCollector:
         self._barebones = getattr(getattr(module, "_trainer", None), "barebones", False)
 
     @classmethod
-    def of(cls, strategy: Any, module: Any) -> LogCollector:
+    def of(cls, strategy: Strategy, module: nn.Module) -> LogCollector:
         """A collector of what ``module`` logs, reduced over the ranks of ``strategy``."""
         gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
         on_cpu = strategy.root_device.type == "cpu"
@@ -370,7 +374,7 @@ class LogCollector:
         self._wants_each_step |= entry.each_step
         return known
 
-    def _add_metric(self, entry: Entry, metric: Any, weight: float) -> None:
+    def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
         entry.metric = metric
         entry.epoch_fresh = entry.on_epoch
         forward = metric._forward_cache
@@ -430,17 +434,17 @@ class LogCollector:
             self._agreed[entry.key] = values[-1]
         return values
 
-    def place(self) -> list[tuple[Entry, tuple[Any, ...]]]:
+    def snapshot(self) -> list[tuple[Entry, tuple[Any, ...]]]:
         """How far everything has come, for :meth:`go_back`."""
-        return [(entry, entry.place()) for entry in self._entries()]
+        return [(entry, entry.snapshot()) for entry in self._entries()]
 
-    def go_back(self, place: list[tuple[Entry, tuple[Any, ...]]]) -> None:
-        """Forget what was logged after :meth:`place`, torchmetrics objects' own state excepted."""
-        known = {entry.key for entry, _ in place}
+    def go_back(self, snapshot: list[tuple[Entry, tuple[Any, ...]]]) -> None:
+        """Forget what was logged after :meth:`snapshot`, torchmetrics objects' own state excepted."""
+        known = {entry.key for entry, _ in snapshot}
         for entry in self._entries():
             if entry.key not in known:
                 entry.clear()
-        for entry, before in place:
+        for entry, before in snapshot:
             entry.go_back(before)
 
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
@@ -480,6 +484,7 @@ class LogCollector:
             metric = alike[0].metric
             if name is not None and self._by_loader is not None:
                 self._by_loader.show(metric, sorted({entry.key[1] for entry in alike}), name)
+            assert metric is not None
             value = metric.compute()
             found.update((entry.key, value) for entry in alike)
         return found
@@ -585,14 +590,14 @@ class LogCollector:
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
 
 
-def checked_size(name: str, batch_size: Any) -> float:
+def checked_size(name: str, batch_size: object) -> float:
     """The weight that `self.log` was given.
 
     Raises:
         MisconfigurationException: it is no number of samples.
     """
     try:
-        size = float(batch_size)
+        size = float(batch_size)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
         size = -1.0
     if not 0.0 <= size < math.inf:

@@ -6,29 +6,32 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, distributed
 
 from lockstep.ground.errors import MisconfigurationException
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
 # of a metric and the metrics inside it: (metric, states, updates, last result, last forward's result)
-Snapshot = list[tuple[Any, dict[str, Any], int, Any, Any]]
+Snapshot = list[tuple["Metric", dict[str, Any], int, Any, Any]]
 
 
-def is_metric(value: Any) -> bool:
+def is_metric(value: object) -> TypeGuard[Metric]:
     """Whether ``value`` is a torchmetrics object (never imports torchmetrics: who has one has imported it)."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def parts_of(metric: Any) -> list[Any]:
+def parts_of(metric: Metric) -> list[Metric]:
     """The metric and those inside it, in one order on all ranks."""
     return [part for part in metric.modules() if is_metric(part)]
 
 
-def snapshot(metric: Any) -> Snapshot:
+def snapshot(metric: Metric) -> Snapshot:
     """What a metric has collected."""
     return [
         (part, part._copy_state_dict(), part._update_count, part._computed, part._forward_cache)
@@ -52,16 +55,16 @@ class StatesByLoader:
 
     def __init__(self) -> None:
         self._saved: dict[tuple[int, int], Snapshot] = {}
-        self._metrics: dict[int, Any] = {}
+        self._metrics: dict[int, Metric] = {}
 
-    def keep(self, metric: Any, loader: int) -> None:
+    def keep(self, metric: Metric, loader: int) -> None:
         """A loader is done: keep what the metric has collected, and let it begin anew."""
         if (id(metric), loader) not in self._saved:
             self._saved[id(metric), loader] = snapshot(metric)
             self._metrics[id(metric)] = metric
             metric.reset()
 
-    def show(self, metric: Any, loaders: Iterable[int], name: str) -> None:
+    def show(self, metric: Metric, loaders: Iterable[int], name: str) -> None:
         """Let the metric have what it collected in some loaders together.
 
         Raises:
@@ -116,7 +119,7 @@ _sessions: list[None] = []
 _plain: list[Callable[..., None]] = []
 
 
-def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
     """Stands for `torchmetrics.Metric._sync_dist` while a call of the Trainer lasts."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
     if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange: it may need no process group
@@ -131,7 +134,7 @@ def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: Any = None)
     _plain[0](metric, dist_sync_fn or own, process_group)
 
 
-def fill_empty_lists(metric: Any, gather_objects: Callable[[Any], list[Any]]) -> None:
+def fill_empty_lists(metric: Metric, gather_objects: Callable[[Any], list[Any]]) -> None:
     """Before a metric is reduced over the ranks: let one that collected nothing in a list take part. Collective.
 
     torchmetrics sends one message for each tensor in a list, so that ranks whose lists are of other lengths would wait
@@ -164,7 +167,7 @@ def fill_empty_lists(metric: Any, gather_objects: Callable[[Any], list[Any]]) ->
             setattr(metric, name, [torch.zeros((0, *shape), dtype=dtype, device=metric.device)])
 
 
-def _lists(metric: Any) -> list[str]:
+def _lists(metric: Metric) -> list[str]:
     return [name for name, default in metric._defaults.items() if isinstance(default, list)]
 
 

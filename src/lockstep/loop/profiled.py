@@ -8,11 +8,19 @@ there is a profiler. An action that is under way is not opened a second time by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.states import TrainerStatus
-from lockstep.loop.hooks import NAMES, is_overridden
+from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.feed import EvaluationFeed, Feed
+from lockstep.loop.fit import FitLoop
+from lockstep.loop.hooks import NAMES, Hooks, is_overridden
+from lockstep.loop.session import Session
+from lockstep.loop.transfer import Transfer
+from lockstep.module import LightningModule
+from lockstep.strategies.base import Strategy
 
 BATCH = "run_training_batch"
 EPOCH = "run_training_epoch"
@@ -21,36 +29,41 @@ OF_MODULE = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clippi
 _END = object()
 
 
-def instrument(trainer: Any) -> None:
-    """Have ``trainer.profiler`` told of this call's actions, until ``trainer.instruments.conclude()``."""
-    profiler = trainer.profiler
-    profiler.setup(stage=trainer.state.fn.value, local_rank=trainer.global_rank, log_dir=trainer.log_dir)
+def instrument(session: Session) -> None:
+    """Have the run's profiler told of this call's actions, until ``session.instruments.conclude()``."""
+    profiler, module = session.profiler, session.module
+    profiler.setup(stage=str(session.state.fn), local_rank=session.strategy.world.rank, log_dir=session.trainer.log_dir)
     observe = getattr(profiler, "observe", None)
     if observe is not None:
-        observe(trainer.lightning_module)
-    trainer.instruments = Instruments(trainer)
+        observe(module)
+    session.instruments = Instruments(session)
 
 
 class Instruments:
     """The timed methods of one call of the Trainer.
 
     Args:
-        trainer: with its hooks, loaders and strategy ready, and nothing of the loop begun.
+        session: with its hooks, loaders and strategy ready, and nothing of the loop begun.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._profiler = trainer.profiler
+    def __init__(self, session: Session) -> None:
+        trainer = session.trainer  # its loops, whose methods are timed; the rest of loop/ leaves them alone
+        self._session = session
+        self._profiler = session.profiler
         self._open: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._timed_sources: set[int] = set()
-        kind = type(trainer.lightning_module).__name__
-        self._module = f"[LightningModule]{kind}."
-        self._strategy = f"[Strategy]{type(trainer.strategy).__name__}."
-        self._time_hooks(trainer.hooks)
-        self._time_strategy(trainer.strategy)
+        self._module = f"[LightningModule]{type(session.module).__name__}."
+        self._strategy = f"[Strategy]{type(session.strategy).__name__}."
+        self._time_hooks(session.hooks)
+        self._time_strategy(session.strategy)
         self._time_fit(trainer.fit_loop)
-        self._time_data(trainer)
+        self._time_data(session)
+        self._time_feed(trainer.fit_loop, lambda: session.fit.feed, "[_TrainingEpochLoop].train_dataloader_next")
+        for loop in (trainer.fit_loop.validation, trainer.validate_loop, trainer.test_loop):
+            self._time_feed(loop, partial(getattr, loop, "feed"), f"[_EvaluationLoop].{loop.prefix}_next")
+        predicts = trainer.predict_loop
+        self._time_feed(predicts, lambda: predicts.feed, "[_PredictionLoop].predict_next")
         self._replace(trainer, "save_checkpoint", self.timed("save_checkpoint", trainer.save_checkpoint))
 
     # -- actions -------------------------------------------------------------------------------------------
@@ -88,7 +101,7 @@ class Instruments:
         while (item := fetch()) is not _END:
             yield item
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
+    def _replace(self, owner: object, name: str, value: object) -> None:
         """Set an attribute of an object, until :meth:`conclude`."""
         own = vars(owner)
         if name in own:
@@ -100,21 +113,21 @@ class Instruments:
 
     def conclude(self) -> None:
         """Take the timed methods away, and have the profiler report if the call came to its end."""
-        trainer = self._trainer
-        trainer.instruments = None
+        session = self._session
+        session.instruments = None
         for action in list(self._open):  # an error has left them open
             self.stop(action)
         while self._undo:
             self._undo.pop()()
-        if trainer.state.status is TrainerStatus.FINISHED:
+        if session.state.status is TrainerStatus.FINISHED:
             self._profiler.describe()
         else:
-            self._profiler.teardown(trainer.state.fn.value)
+            self._profiler.teardown(str(session.state.fn))
 
     # -- where they are ------------------------------------------------------------------------------------
 
-    def _time_hooks(self, hooks: Any) -> None:
-        def of_callback(call: Any, name: str) -> Callable[..., Any]:
+    def _time_hooks(self, hooks: Hooks) -> None:
+        def of_callback(call: Callable[..., Any], name: str) -> Callable[..., Any]:
             callback = getattr(getattr(call, "func", call), "__self__", None)
             return self.timed(f"[Callback]{getattr(callback, 'state_key', type(callback).__name__)}.{name}", call)
 
@@ -133,7 +146,7 @@ class Instruments:
 
         self._replace(hooks, "own", own_hook)
 
-    def _time_strategy(self, strategy: Any) -> None:
+    def _time_strategy(self, strategy: Strategy) -> None:
         run, actions = strategy.run, {}
 
         def timed_run(fn: Callable[..., Any], *args: Any) -> Any:
@@ -147,7 +160,7 @@ class Instruments:
         # on the plain road, where nobody overrides `optimizer_step`, this is the update
         self._replace(strategy, "step", self.timed(f"{self._module}optimizer_step", strategy.step))
 
-    def _time_fit(self, fit_loop: Any) -> None:
+    def _time_fit(self, fit_loop: FitLoop) -> None:
         step = fit_loop.step
         setup, begin, end = step.setup, step._begin, step._end
 
@@ -173,7 +186,7 @@ class Instruments:
         self._replace(step, "_end", timed_end)
         self._replace(fit_loop, "epoch", self.timed(EPOCH, fit_loop.epoch))
 
-    def _time_transfer(self, transfer: Any) -> None:
+    def _time_transfer(self, transfer: Transfer) -> None:
         """The transfer hooks of training; an evaluation makes its own way to the device, which is not timed."""
         for name, hook in (("_before", "on_before"), ("_after", "on_after")):
             own = getattr(transfer, name)
@@ -183,12 +196,12 @@ class Instruments:
             move = self.timed(f"{self._owner(transfer._move)}transfer_batch_to_device", transfer._move)
             transfer._move = self.timed(f"{self._strategy}batch_to_device", move)
 
-    def _owner(self, method: Any) -> str:
+    def _owner(self, method: Callable[..., Any]) -> str:
         owner = getattr(method, "__self__", None)
-        return f"[LightningDataModule]{type(owner).__name__}." if owner is self._trainer.datamodule else self._module
+        return f"[LightningDataModule]{type(owner).__name__}." if owner is self._session.datamodule else self._module
 
-    def _time_data(self, trainer: Any) -> None:
-        loaders, datamodule, request = trainer.loaders, trainer.datamodule, trainer.loaders.request
+    def _time_data(self, session: Session) -> None:
+        loaders, datamodule, request = session.loaders, session.datamodule, session.loaders.request
 
         def timed_request(stage: str) -> Any:
             name = f"{stage}_dataloader"
@@ -203,19 +216,17 @@ class Instruments:
             if is_overridden(name, datamodule, LightningDataModule):
                 action = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
-        self._time_feed(trainer.fit_loop, "[_TrainingEpochLoop].train_dataloader_next")
-        for loop in (trainer.fit_loop.validation, trainer.validate_loop, trainer.test_loop):
-            self._time_feed(loop, f"[_EvaluationLoop].{loop.prefix}_next")
-        self._time_feed(trainer.predict_loop, "[_PredictionLoop].predict_next")
 
-    def _time_feed(self, loop: Any, action: str) -> None:
+    def _time_feed(
+        self, loop: FitLoop | EvaluationLoop, feed_of: Callable[[], Feed | EvaluationFeed | None], action: str
+    ) -> None:
         """Time each batch that the loop's loaders give, from when the loop has them."""
         setup_data = loop.setup_data
 
         def timed_setup_data() -> None:
             setup_data()
-            feed = loop.feed
-            for source in () if feed is None else getattr(feed, "_sources", None) or [feed._source]:
+            feed = feed_of()
+            for source in () if feed is None else getattr(feed, "_sources", None) or [getattr(feed, "_source", None)]:
                 if id(source) not in self._timed_sources:
                     self._timed_sources.add(id(source))
                     for name in ("open", "weighed"):
@@ -233,7 +244,7 @@ class Instruments:
 class _TimedModule:
     """Stands for the user's module in a step: the same, its optimizer methods timed."""
 
-    def __init__(self, module: Any, instruments: Instruments) -> None:
+    def __init__(self, module: LightningModule, instruments: Instruments) -> None:
         self._module = module
         for name in OF_MODULE:
             action = f"[LightningModule]{type(module).__name__}.{name}"

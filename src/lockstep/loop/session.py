@@ -1,359 +1,286 @@
-"""One call of the Trainer from its first hook to its last: everything before and after the loop."""
+"""What a run consists of: one typed object, which set-up fills, which the loops work on, and which the Trainer owns."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+from torch import Tensor
 
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.model_checkpoint import Checkpoint
+from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.hyperparameters import merged_hyperparameters
-from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.seed import current_seed
-from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
-from lockstep.hooks import ModuleHooks
-from lockstep.loop import state
-from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
+from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
+from lockstep.loggers.base import Logger
+from lockstep.loop.elastic import Elastic
+from lockstep.loop.feed import Feed, Loaders
+from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
-from lockstep.loop.metrics import lists_made_alike
-from lockstep.loop.optimizers import parse
-from lockstep.loop.signals import TERMINATED, undisturbed
+from lockstep.loop.progress import Progress
 from lockstep.module import LightningModule
-from lockstep.profilers.base import PassThroughProfiler
-from lockstep.supervise import status
-from lockstep.supervise.collective_trace import compared, set_location
-from lockstep.supervise.signals import ENDED, interruptible
+from lockstep.profilers.base import Profiler
+from lockstep.strategies.base import Strategy
 
-STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
-
-
-@contextmanager
-def session(trainer: Any, fn: TrainerFn, ckpt_path: Any = None, weights_only: bool | None = None) -> Iterator[None]:
-    """One call of the Trainer; a fit, which has made ``trainer.signals``, heeds them from beginning to end."""
-    signals = trainer.signals
-    if signals is None:
-        with undisturbed(trainer), lists_made_alike(), _session(trainer, fn, ckpt_path, weights_only):
-            yield
-        return
-    try:
-        with signals.heeded(), lists_made_alike(), _session(trainer, fn, ckpt_path, weights_only):
-            yield
-    finally:
-        trainer.signals = trainer.fit_loop.signals = None
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer  # for hooks of the user's alone: nothing in loop/ reads it
 
 
-@contextmanager
-def _session(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None) -> Iterator[None]:
-    """Set up what ``fn`` needs, hand over to its loop, and tear down whatever happened.
+class FitSignals(Protocol):
+    """What has been asked of a fit from outside: see `lockstep.loop.signals`."""
 
-    The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
-    weights and callbacks restored, module on its device, ``configure_optimizers``, ``on_fit_start``, training
-    state restored, the loop, ``on_fit_end``, ``teardown``.
+    asked: int
+
+    def request(self) -> None:
+        """Tell the other ranks."""
+
+
+class Instruments(Protocol):
+    """The timed methods of a run with a profiler: see `lockstep.loop.profiled`."""
+
+    def conclude(self) -> None:
+        """Take them away."""
+
+
+@dataclass
+class FitState:
+    """How far a fit has come, and what it has to go on with: what a checkpoint of it is made from.
+
+    Attributes:
+        progress: the counters.
+        feed: the training loaders as this rank draws from them; None before they are asked for.
+        given: the training loaders as the user made them.
+        results: what was logged in training.
+        weights: the sum of what ``training_step`` returned as "weight" in the window under way.
+        resumed: this rank's part of the checkpoint, until training goes on.
+        logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
+        cut_epoch: what an epoch that ended early had logged, for a checkpoint.
+        elastic: by what a run counts that goes on with other ranks.
+        started: when this life of the fit began, on the clock of ``time.monotonic``.
     """
-    trainer.state.fn, trainer.state.status = fn, TrainerStatus.RUNNING
-    trainer.interruption = None
-    trainer._ckpt_path = ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
-    trainer.agreement = trainer.results = trainer.hooks = trainer.instruments = None
-    try:
-        with _interruptible(trainer), ExitStack() as watched:
-            _set_up(trainer, fn, ckpt_path, weights_only, watched)
-            yield
-            state.finish(trainer)
-            if trainer.interruption is not None:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt as interrupt:
-        _failed(trainer, interrupt)
-        # A fit that was asked to end has a result. A second Ctrl-C, or what half an evaluation gives, is no result.
-        if trainer.interruption is None or fn is not TrainerFn.FITTING:
-            raise
-        if trainer.interruption == TERMINATED:
-            raise SystemExit(ENDED) from None
-    except BaseException as error:
-        name_ways_out(error)
-        if trainer.signals is not None:
-            trainer.signals.failing = True
-        status.failed(error)  # the others need not wait for what follows
-        reason = status.named(error)
-        _failed(trainer, reason)
-        if reason is not error:
-            raise reason from error
-        raise
-    else:
-        if fn is TrainerFn.FITTING:
-            trainer.hooks.call("on_fit_end")
-        _call_setup_hooks(trainer, "teardown")
-        state.finish(trainer)  # what these hooks have saved
-        if trainer.signals is not None:
-            trainer.signals.done()
-        for logger in trainer.loggers:
-            logger.finalize("success")
-        trainer.state.status = TrainerStatus.FINISHED
-    finally:
-        _release(trainer)
+
+    progress: Progress = field(default_factory=Progress)
+    feed: Feed | None = None
+    given: object = None
+    results: LogCollector | None = None
+    weights: float | Tensor | None = None
+    resumed: dict[str, Any] | None = None
+    logged_elsewhere: bool = False
+    cut_epoch: dict[str, Any] | None = None
+    elastic: Elastic = field(default_factory=Elastic)
+    started: float = 0.0
+
+    def seconds(self) -> float:
+        """Time spent in this fit, its earlier lives included."""
+        return self.progress.seconds + time.monotonic() - self.started
+
+    @property
+    def loaded(self) -> Feed:
+        """:attr:`feed`, where training has begun."""
+        assert self.feed is not None, "the training loaders have not been asked for"
+        return self.feed
 
 
-def _be_watched(trainer: Any) -> None:
-    """Say how long this rank may wait, and who knows where it is, to those who look for hangs."""
-    status.expect(trainer.config.hang_timeout, trainer.config.hang_kill)
-    set_location(partial(_whereabouts, trainer))
+@dataclass
+class Session:
+    """A run: its parts, its counters, and what steers it.
 
+    The Trainer's constructor makes it. `lockstep.loop.call` fills the second half anew in each call; before that,
+    those attributes are not there.
 
-def _whereabouts(trainer: Any) -> tuple[str, int]:
-    """The hook that runs, and the training batch; -1: none."""
-    stage, hook = trainer.state.stage, trainer.results.hook[0]
-    return hook, trainer.fit_loop.progress.batch if stage is RunningStage.TRAINING else -1
-
-
-def name_ways_out(error: BaseException) -> None:
-    """Add to torch's complaint about a BatchNorm that sees one sample what to do about it, and to Python's about a
-    StopIteration where it comes from."""
-    ended = error.__cause__
-    if isinstance(error, RuntimeError) and isinstance(ended, StopIteration) and len(error.args) == 1:
-        if str(error) == "generator raised StopIteration":  # Python's words, from one of ours that a hook ran in
-            frame = traceback.extract_tb(ended.__traceback__)[-1]
-            error.args = (
-                f"{frame.name} raised StopIteration, {frame.filename}:{frame.lineno}: a `next()` whose iterator has "
-                "ended, say. Give it a default, `next(iterator, None)`, or begin the iterator anew.",
-            )
-        return
-    if not isinstance(error, ValueError) or len(error.args) != 1:
-        return
-    text = str(error)
-    if text.startswith("Expected more than 1 value per channel when training") and "drop_last" not in text:
-        # in place: the error is still the one that the user's line raised
-        error.args = (
-            f"{text}. A batch of one sample, the last one of an epoch say, has no statistics: leave it out by "
-            "DataLoader(drop_last=True); or, where there are several ranks, take the statistics over the samples of "
-            "all by Trainer(sync_batchnorm=True).",
-        )
-
-
-def _set_up(trainer: Any, fn: TrainerFn, ckpt_path: Any, weights_only: bool | None, watched: ExitStack) -> None:
-    trainer.connect()
-    module, strategy = trainer.lightning_module, trainer.strategy
-    module.trainer = trainer
-    if trainer.datamodule is not None:
-        trainer.datamodule.trainer = trainer
-    trainer.results = LogCollector.of(strategy, module)
-    trainer.callbacks = _with_model_callbacks(trainer.base_callbacks, module)
-    check_module(trainer, fn)
-    strategy.setup_environment()
-    _be_watched(trainer)
-    if trainer.config.debug == "collectives" and strategy.world_size > 1:
-        watched.enter_context(compared())
-    # "last" is what rank 0 found: another node may see its files later
-    found = ckpt_path if trainer.signals is None else trainer.signals.resume_from(ckpt_path)
-    asked, ckpt_path = ckpt_path, strategy.broadcast(found)
-    # the run's own may be displaced by a newer one, as if nothing had happened
-    trainer._ckpt_path = asked if trainer.signals is not None and trainer.signals.goes_on else ckpt_path
-    trainer.agreement = strategy.make_agreement()
-    trainer.stop_flag = trainer.agreement.register("stop")
-    trainer.interrupt_flag = trainer.agreement.register("interrupt")
-    if trainer.signals is not None:
-        trainer.signals.set_up()
-    trainer.published = LoggedMetrics()
-    trainer.hooks = Hooks(trainer, module, trainer.callbacks)
-    _choose_seed(trainer)
-    _prepare_data(trainer)
-    for logger in trainer.loggers:
-        share = getattr(logger, "share", None)  # a third party's logger may not have it
-        if share is not None:
-            share(strategy.broadcast)
-    if not isinstance(trainer.profiler, PassThroughProfiler):
-        from lockstep.loop.profiled import instrument  # not for runs that measure nothing
-
-        instrument(trainer)
-    strategy.barrier("before setup")
-    _call_setup_hooks(trainer, "setup")
-    strategy.barrier("after setup")
-    if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
-        trainer.hooks.own("configure_sharded_model")
-    trainer.hooks.own("configure_model")
-    checkpoint = state.read(trainer, ckpt_path, weights_only) if ckpt_path is not None else None
-    if checkpoint is not None:
-        state.restore_model(trainer, checkpoint)
-        state.restore_callbacks(trainer, checkpoint)
-        if trainer.signals is not None:
-            trainer.signals.restore(checkpoint)
-    strategy.setup_module(module, module.backward if is_overridden("backward", module, LightningModule) else None)
-    if fn is TrainerFn.FITTING:
-        own_step = is_overridden("lr_scheduler_step", module, LightningModule)
-        returned = trainer.hooks.own("configure_optimizers")
-        found = parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
-        strategy.setup_optimizers(*found)
-        trainer.hooks.call("on_fit_start")
-    if trainer.config.enable_autolog_hparams:
-        _log_hyperparameters(trainer)
-    if checkpoint is not None and fn is TrainerFn.FITTING:
-        state.restore_training(trainer, checkpoint)
-    strategy.barrier("run")
-    module.zero_grad()
-
-
-def check_module(trainer: Any, fn: TrainerFn) -> None:
-    """Refuse a module that lacks what ``fn`` needs, before anything is started.
-
-    Raises:
-        MisconfigurationException: with the method that is missing, or the flag that cannot go with the module.
+    Attributes:
+        trainer: the Trainer, to be handed to the user's hooks.
+        connect: finds out which rank this process is, and ties the module to the Trainer; set-up begins with it.
+        cluster: the user's cluster plugin.
+        base_callbacks: the Trainer's own; ``callbacks`` has those of the module besides.
+        ckpt_path: the checkpoint that the call goes on from.
+        should_stop: this rank wants the fit to end.
+        interruption: "Ctrl-C" or "SIGTERM", where one has ended the call.
+        signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
+        stop_flag, interrupt_flag: bits of ``agreement``.
+        instruments: where a profiler measures.
     """
-    module, loaders, kind = trainer.lightning_module, trainer.loaders, type(trainer.lightning_module).__name__
-    check_removed_hooks(module, fn)
-    check_uncalled(trainer)
 
-    def has(name: str) -> bool:
-        return is_overridden(name, module, LightningModule)
+    trainer: Trainer
+    connect: Callable[[], None]
+    config: RunConfig
+    strategy: Strategy
+    profiler: Profiler
+    cluster: object
+    loggers: list[Logger]
+    base_callbacks: list[Callback]
+    callbacks: list[Callback]
 
-    if fn is TrainerFn.FITTING:
-        for name in ("training_step", "configure_optimizers"):
-            if not has(name):
-                raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
-        if not loaders.defined("train"):
-            raise MisconfigurationException(
-                f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "
-                "`train_dataloader` in the module."
+    state: TrainerState = field(default_factory=TrainerState)
+    datamodule: LightningDataModule | None = None
+    loaders: Loaders = field(default_factory=lambda: Loaders({}, None, None))
+    enable_validation: bool = False
+    seed: int | None = None
+    fit: FitState = field(default_factory=FitState)
+    published: LoggedMetrics = field(default_factory=LoggedMetrics)
+    ckpt_path: str | None = None
+    should_stop: bool = False
+    received_sigterm: bool = False
+    interruption: str | None = None
+    signals: FitSignals | None = None
+    instruments: Instruments | None = None
+
+    module: LightningModule = field(init=False)
+    hooks: Hooks = field(init=False)
+    results: LogCollector = field(init=False)
+    agreement: ConsensusFlags = field(init=False)
+    stop_flag: int = field(init=False)
+    interrupt_flag: int = field(init=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.strategy.world.size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.strategy.world.rank == 0
+
+    @property
+    def drawn_seed(self) -> int:
+        """:attr:`seed`, where set-up has drawn one."""
+        assert self.seed is not None
+        return self.seed
+
+    @property
+    def fitting(self) -> bool:
+        """Whether the call is a fit."""
+        return self.state.fn is TrainerFn.FITTING
+
+    def has(self, name: str) -> bool:
+        """Whether set-up has come to a part ("hooks", say)."""
+        return name in vars(self)
+
+    def begin(self, fn: TrainerFn) -> None:
+        """Let go of what belongs to the call before."""
+        self.state.fn, self.interruption, self.instruments = fn, None, None
+        for name in ("hooks", "results", "agreement"):
+            vars(self).pop(name, None)
+
+    def branch(self, **changes: Any) -> Session:
+        """A session of its own that begins with the parts of this one, but for some."""
+        made = object.__new__(Session)
+        vars(made).update(vars(self), **changes)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process; the rest is bound to this one."""
+        return {name: value for name, value in vars(self).items() if name not in ("hooks", "results", "agreement")}
+
+    # -- callbacks and loggers -----------------------------------------------------------------------------
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """The callbacks that write checkpoints."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """The EarlyStopping callbacks."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar(self) -> ProgressBar | None:
+        """The progress bar."""
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0 only, above the progress bar."""
+        if self.is_global_zero:
+            bar = self.progress_bar
+            (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
+
+    def log_metrics(self, metrics: dict[str, Tensor], step: int | None) -> None:
+        """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far."""
+        if not self.loggers:
+            return
+        scalars = {name: float(value) for name, value in metrics.items()}
+        if "step" in scalars:
+            step = int(scalars.pop("step"))
+        else:
+            scalars.setdefault("epoch", self.fit.progress.epoch)
+        for logger in self.loggers:
+            logger.log_metrics(metrics=scalars, step=self.fit.progress.windows if step is None else step)
+            logger.save()
+
+    # -- logged values -------------------------------------------------------------------------------------
+
+    def collect_in(self, results: LogCollector) -> LogCollector:
+        """Let what is logged from here on go to ``results``; gives where it went before."""
+        before, self.results = self.results, results
+        self.hooks.results = results
+        return before
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
+        self.publish_step_values()
+        return self.published.callback
+
+    def publish_step_values(self) -> None:
+        """While a training batch runs: show users what it has logged so far, this rank's own."""
+        if self.state.stage is RunningStage.TRAINING and self.has("results"):
+            self.published.publish(self.results.step_values())
+
+    def share_step_values(self) -> None:
+        """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
+        results = self.fit.results
+        assert results is not None
+        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values())
+
+    @property
+    def lacks_metrics(self) -> str | None:
+        """Why metrics of this epoch may be missing, which then is no mistake of the user's. Of all ranks alike."""
+        if self.fit.cut_epoch is not None:
+            return "The epoch ended before its last batch"
+        if self.fit.logged_elsewhere:
+            return (
+                "The run goes on within an epoch of Lightning's, whose checkpoint does not hold what was logged in it"
             )
-        if loaders.defined("val") != has("validation_step"):
-            there, lacking = ("a val_dataloader", "validation_step")
-            if has("validation_step"):
-                there, lacking = ("a validation_step", "val_dataloader")
-            rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
-        if not module.automatic_optimization:
-            _check_manual(trainer.config)
-    elif fn in STEP_OF:
-        stage = "val" if fn is TrainerFn.VALIDATING else "test"
-        if not has(STEP_OF[fn]):
-            raise MisconfigurationException(f"trainer.{fn}({kind}): the module has no `{STEP_OF[fn]}`; define it.")
-        _check_loader(loaders, fn, stage)
-    else:
-        if not has("predict_step") and type(module).forward is torch.nn.Module.forward:
-            raise MisconfigurationException(
-                f"trainer.predict({kind}): the module has neither `predict_step` nor `forward`; define one."
-            )
-        _check_loader(loaders, fn, "predict")
+        return None
 
+    # -- stopping: on several ranks only what they have agreed on counts ----------------------------------
 
-def _check_loader(loaders: Any, fn: TrainerFn, stage: str) -> None:
-    if not loaders.defined(stage):
-        raise MisconfigurationException(
-            f"trainer.{fn}(): no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."
-        )
+    @property
+    def stop_asked(self) -> bool:
+        """Whether somebody wants the fit to end, as all ranks know."""
+        return self.should_stop if self.world_size == 1 else self.agreement.is_up(self.stop_flag)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C or a signal ends the fit, as all ranks know."""
+        if self.world_size == 1:
+            return self.interruption is not None
+        return self.agreement.is_up(self.interrupt_flag)
 
-def _check_manual(config: Any) -> None:
-    if config.gradient_clip_val is not None:
-        raise MisconfigurationException(
-            f"Trainer(gradient_clip_val={config.gradient_clip_val}) clips only under automatic optimization: call "
-            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step` instead."
-        )
-    if config.accumulate_grad_batches != 1:
-        raise MisconfigurationException(
-            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}) works only under automatic "
-            "optimization: in manual optimization step the optimizer at every k-th batch instead."
-        )
+    def request_stop(self) -> None:
+        """Tell the agreement what this rank wants."""
+        if self.signals is not None and self.signals.asked:
+            self.signals.request()
+        if self.should_stop:
+            self.agreement.request(self.stop_flag)
+        if self.interruption is not None:
+            self.agreement.request(self.interrupt_flag)
 
+    def agree_on_stop(self) -> None:
+        """At a boundary: ask all ranks at once whether one of them has set ``should_stop``. Collective."""
+        if not self.agreement.is_up(self.stop_flag):
+            self.request_stop()
+            self.agreement.now(self.stop_flag)
 
-def _with_model_callbacks(callbacks: list[Any], module: Any) -> list[Any]:
-    """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of the same type."""
-    own = module.configure_callbacks()
-    own = list(own) if isinstance(own, (list, tuple)) else [own]
-    kinds = {type(callback) for callback in own}
-    merged = [callback for callback in callbacks if type(callback) not in kinds] + own
-    return state.checkpoints_last(merged)
-
-
-def _choose_seed(trainer: Any) -> None:
-    """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
-    if trainer.seed is None:
-        seed = current_seed()
-        drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
-        trainer.seed = trainer.strategy.broadcast(drawn)
-
-
-def _prepare_data(trainer: Any) -> None:
-    """``prepare_data`` on one process of each node, or of all, the others waiting."""
-    datamodule, module = trainer.datamodule, trainer.lightning_module
-    for owner, base in ((datamodule, LightningDataModule), (module, ModuleHooks)):
-        if owner is not None and is_overridden("prepare_data", owner, base):
-            per_node = owner.prepare_data_per_node
-            if trainer.is_global_zero or (per_node and trainer.local_rank == 0):
-                owner.prepare_data()
-    trainer.strategy.barrier("prepare_data")
-
-
-def _call_setup_hooks(trainer: Any, name: str) -> None:
-    stage = trainer.state.fn.value
-    if trainer.datamodule is not None:
-        getattr(trainer.datamodule, name)(stage=stage)
-    trainer.hooks.call(name, stage)
-
-
-def _log_hyperparameters(trainer: Any) -> None:
-    sources = [obj for obj in (trainer.lightning_module, trainer.datamodule) if obj is not None]
-    merged = merged_hyperparameters(sources)
-    for logger in trainer.loggers:
-        if merged:
-            logger.log_hyperparams(merged)
-        logger.log_graph(trainer.lightning_module)
-        logger.save()
-
-
-def _failed(trainer: Any, error: BaseException) -> None:
-    trainer.state.status = TrainerStatus.INTERRUPTED
-    if trainer.hooks is None:  # nothing of the user's has been set up
-        return
-    state.finish_alone(trainer)
-    trainer.hooks.call("on_exception", error)
-    if trainer.datamodule is not None:
-        trainer.datamodule.on_exception(error)
-    for logger in trainer.loggers:
-        logger.finalize("failed")
-
-
-def _release(trainer: Any) -> None:
-    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop.release()
-    state.finish_alone(trainer)
-    trainer.strategy.teardown()
-    if trainer.results is not None:
-        trainer.results.enter("")  # nothing can be logged any more
-    if trainer.agreement is not None:
-        trainer.agreement.close()
-    trainer.state.stage = None
-    set_location(None)
-    if trainer.instruments is not None:
-        trainer.instruments.conclude()
-
-
-@contextmanager
-def _interruptible(trainer: Any) -> Iterator[None]:
-    """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes."""
-
-    def ask() -> None:
-        if trainer.interruption is None:
-            trainer.interruption = "Ctrl-C"
-            trainer.should_stop = True
-            if trainer.is_global_zero:
-                _say(trainer)
-
-    def end() -> None:
-        trainer.interruption = None  # this one is not for the loop to end cleanly
-
-    with interruptible(ask, end):
-        yield
-
-
-def _say(trainer: Any) -> None:
-    """What follows from a Ctrl-C. Written past Python's buffers: a handler may strike while they are written to."""
-    where = "the next boundary" if trainer.state.fn is TrainerFn.FITTING else "this batch's end"
-    text = f"lockstep: Ctrl-C: trainer.{trainer.state.fn} ends at {where}; a second Ctrl-C ends it at once."
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
-        clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
-        os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
+    def agree_on_ending(self) -> None:
+        """Between windows: ask all ranks at once whether one of them wants to stop, or was interrupted. Collective."""
+        if self.world_size > 1:
+            self.request_stop()
+            self.agreement.now(self.stop_flag)
+            self.agreement.now(self.interrupt_flag)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.launch.attempts import Attempts, attempts_here, await_end
 from lockstep.loop import state
+from lockstep.loop.session import Session
 from lockstep.loop.state import load_weights
 from lockstep.supervise.signals import end_at_once, heeding, is_under_lockstep, send_again, unheeded
 from lockstep.supervise.status import is_given_up
@@ -34,9 +36,9 @@ OFTEN = 600.0
 
 
 @contextmanager
-def undisturbed(trainer: Any) -> Iterator[None]:
+def undisturbed(session: Session) -> Iterator[None]:
     """Have the signals that ask a job to requeue end nothing while a module is evaluated: there is nothing to save."""
-    job = attempts_here(trainer.default_root_dir, trainer._cluster)
+    job = attempts_here(session.config.default_root_dir, session.cluster)
     with heeding(() if job is None else job.asks, lambda number: None):
         yield
 
@@ -60,18 +62,18 @@ class Signals:
       the fit has ended, and, where no callback saves it, at the end of every epoch and every ten minutes.
 
     Args:
-        trainer: before its fit.
+        session: before its fit.
 
     Attributes:
         ending: how this fit ended in an earlier attempt, if it did: it is not run again.
         goes_on: whether it goes on from what an earlier attempt at a run of ``lockstep run`` has saved.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.call = next(_fits)
-        self.job: Attempts | None = attempts_here(trainer.default_root_dir, trainer._cluster)
-        if self.job is not None and self.job.is_kept and trainer.fast_dev_run:
+        self.job: Attempts | None = attempts_here(session.config.default_root_dir, session.cluster)
+        if self.job is not None and self.job.is_kept and session.config.fast_dev_run:
             self.job = None
         self.asked = 0
         self.failing = False
@@ -99,7 +101,7 @@ class Signals:
 
     def _note(self, number: int) -> None:
         if number == signal.SIGTERM:
-            self.trainer.received_sigterm = True
+            self.session.received_sigterm = True
             waits = self.job is not None and self.job.requeues
             again = self.asked == number and time.monotonic() - self._at > AGAIN and not waits
             if self.failing or again or is_given_up():
@@ -119,32 +121,32 @@ class Signals:
 
     def set_up(self) -> None:
         """Take a flag of the run's agreement; its ranks are connected."""
-        trainer = self.trainer
-        self._flag = trainer.agreement.register("signal")
-        self._keeps = self.job is not None and self.job.is_kept and not any(map(_saves, trainer.callbacks))
+        session = self.session
+        self._flag = session.agreement.register("signal")
+        self._keeps = self.job is not None and self.job.is_kept and not any(map(_saves, session.callbacks))
         self._wind_up()
 
     def _wind_up(self) -> None:
         """On rank 0: count the time to the next save."""
         if self._clock is not None:
             self._clock.cancel()
-        if self._keeps and self.trainer.is_global_zero:
+        if self._keeps and self.session.is_global_zero:
             self._clock = threading.Timer(OFTEN, self._due)
             self._clock.daemon = True
             self._clock.start()
 
-    def resume_from(self, asked: Any) -> Any:
+    def resume_from(self, asked: str | None) -> str | None:
         """On rank 0: what an earlier attempt at this run saved last, which goes before what the script asks for.
 
         Collective in a run of ``lockstep run``.
         """
-        job, strategy = self.job, self.trainer.strategy
+        job, strategy = self.job, self.session.strategy
         if job is None:
             return asked
         strategy.before_touching = job.check
         agents = strategy.gather_objects(job.agent) if job.agent else []
         path = None
-        if self.trainer.is_global_zero:
+        if self.session.is_global_zero:
             job.enter(agents)
             strategy.after_saving = lambda path: job.saved(storage.absolute(path), self.call)
             path = job.newest(self.call)
@@ -161,29 +163,29 @@ class Signals:
         if ended is not None:
             rank_zero_info(f"{self.job}: the fit has ended there, and is not run again")
             self.ending = ended["result"]
-            load_weights(self.trainer, self.trainer.lightning_module, ended["weights"])
+            load_weights(self.session, ended["weights"])
 
     # -- at a boundary -------------------------------------------------------------------------------------
 
     def request(self) -> None:
         """Tell the agreement what this rank has heard: that the fit is interrupted, and that a signal has done it."""
-        trainer = self.trainer
-        trainer.agreement.request(self._flag)
-        trainer.agreement.request(trainer.interrupt_flag)
+        session = self.session
+        session.agreement.request(self._flag)
+        session.agreement.request(session.interrupt_flag)
 
     def act(self) -> None:
         """Do what was asked for, if it was a signal; comes back if the fit goes on, or is to end in order.
 
         Collective, where the fit is interrupted on all ranks.
         """
-        trainer, job = self.trainer, self.job
-        if trainer.world_size > 1 and not trainer.agreement.now(self._flag):
+        session, job = self.session, self.job
+        if session.world_size > 1 and not session.agreement.now(self._flag):
             return  # Ctrl-C
-        heard = trainer.strategy.gather_objects(self.asked)
+        heard = session.strategy.gather_objects(self.asked)
         number = signal.SIGTERM if signal.SIGTERM in heard else max(0, *heard)
-        trainer.received_sigterm = trainer.received_sigterm or number == signal.SIGTERM
-        for flag in (self._flag, trainer.interrupt_flag):
-            trainer.agreement.lower(flag)
+        session.received_sigterm = session.received_sigterm or number == signal.SIGTERM
+        for flag in (self._flag, session.interrupt_flag):
+            session.agreement.lower(flag)
         if job is not None and number == 0 and DUE in heard:
             self._save(job)
             self._wind_up()
@@ -197,14 +199,14 @@ class Signals:
                 number = 0
         self.asked = self._heard = 0
         if number == signal.SIGTERM:
-            trainer.interruption, trainer.should_stop = TERMINATED, True
-            trainer.agreement.request(trainer.interrupt_flag)
-            trainer.agreement.now(trainer.interrupt_flag)
+            session.interruption, session.should_stop = TERMINATED, True
+            session.agreement.request(session.interrupt_flag)
+            session.agreement.now(session.interrupt_flag)
 
     def _save(self, job: Attempts, also: Callable[[dict[str, Any]], None] | None = None) -> None:
-        state.save(self.trainer, job.checkpoint(self.call), also=also)
-        state.finish(self.trainer)
-        for logger in self.trainer.loggers:
+        state.save(self.session, job.checkpoint(self.call), also=also)
+        state.finish(self.session)
+        for logger in self.session.loggers:
             logger.save()
 
     def _leave(self, job: Attempts, number: int) -> str | None:
@@ -212,10 +214,10 @@ class Signals:
         with unheeded(signal.SIGTERM):  # it comes before scontrol returns, and ends a rank that waits for rank 0, too
             refused = ""
             if number != signal.SIGTERM:
-                if self.trainer.is_global_zero:
+                if self.session.is_global_zero:
                     refused = job.requeue()
                 try:
-                    refused = self.trainer.strategy.broadcast(refused)
+                    refused = self.session.strategy.broadcast(refused)
                 except RuntimeError:  # rank 0 has been ended, as this one will be
                     refused = ""
             if refused:
@@ -235,8 +237,8 @@ class Signals:
         job = self.job
         if job is None or not job.is_kept or self.ending is not None:
             return
-        trainer = self.trainer
-        weights = trainer.strategy.module_state(trainer.lightning_module, alone=False)
+        session = self.session
+        weights = session.strategy.module_state(session.module, alone=False)
 
         def add(checkpoint: dict[str, Any]) -> None:
             # from the rest of it callbacks may make other weights: those before their average, to go on with. Mostly
@@ -244,15 +246,15 @@ class Signals:
             checkpoint[state.OWN]["ended"] = {"result": result, "weights": weights}
 
         self._save(job, add)
-        trainer.strategy.after_saving = None  # what the script saves from here on is not of the loop's end
+        session.strategy.after_saving = None  # what the script saves from here on is not of the loop's end
 
     def done(self) -> None:
         """The fit has come to its end."""
-        if self.job is not None and self.trainer.is_global_zero:
+        if self.job is not None and self.session.is_global_zero:
             self.job.done(self.call)
 
 
-def _saves(callback: Any) -> bool:
+def _saves(callback: Callback) -> bool:
     """Whether a callback writes checkpoints while training goes well, from which a fit can go on."""
     if not isinstance(callback, Checkpoint) or isinstance(callback, OnExceptionCheckpoint):
         return False

@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lockstep.ground.states import RunningStage, TrainerState
 from lockstep.launch.spawn import pack
+from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.fit import FitLoop
+from lockstep.loop.logging import LoggedMetrics
+from lockstep.loop.progress import Progress
+from lockstep.loop.session import Session
+
+Loop = FitLoop | EvaluationLoop
 
 # Parts of a torch module that its state_dict carries, or that belong to one process.
 _TORCH_OWN = ("_parameters", "_buffers", "_modules", "_trainer", "training")
@@ -43,31 +51,33 @@ class Handover:
     weights: dict[str, Any]
     attributes: dict[str, Any]
     callbacks: list[Any]
-    progress: Any
-    published: Any
-    state: Any
+    progress: Progress
+    published: LoggedMetrics
+    state: TrainerState
 
 
-def call(trainer: Any, loop: Any, *args: Any) -> Handover:
+def call(session: Session, loop: Loop, *args: Any) -> Handover:
     """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
-    before = _build(trainer.lightning_module)
+    before = _build(session.module)
     returned = loop.run(*args)
-    if loop is trainer.predict_loop and returned is not None and trainer.config.use_distributed_sampler:
-        returned = in_turns(trainer.strategy.gather_objects(returned), len(loop.num_batches) > 1)
-    module = trainer.lightning_module.cpu()
+    predicted = isinstance(loop, EvaluationLoop) and loop.stage is RunningStage.PREDICTING
+    if predicted and returned is not None and session.config.use_distributed_sampler:
+        several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
+        returned = in_turns(session.strategy.gather_objects(returned), several)
+    module = session.module.cpu()
     attributes = {
         name: value for name, value in vars(module).items() if name not in _TORCH_OWN and not name.endswith("_hooks")
     }
     grown = _portable(
         {name: getattr(module, name) for name, parts in _build(module).items() if parts != before.get(name)}
     )
-    progress, published = trainer.fit_loop.progress, trainer.published
+    progress, published = session.fit.progress, session.published
     return Handover(
-        returned, grown, module.state_dict(), attributes, trainer.base_callbacks, progress, published, trainer.state
+        returned, grown, module.state_dict(), attributes, session.base_callbacks, progress, published, session.state
     )
 
 
-def _build(module: Any) -> dict[str, list[str]]:
+def _build(module: nn.Module) -> dict[str, list[str]]:
     """What hangs at each name of a module: names and classes of layers, names and shapes of parameters and buffers."""
     parts: dict[str, list[str]] = {}
     layers = ((name, type(layer).__qualname__) for name, layer in module.named_modules() if name)
@@ -95,25 +105,26 @@ def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
     return [batch for batches in dealt for batch in batches if batch is not nothing]
 
 
-def call_in_copy(trainer: Any) -> Callable[..., Handover]:
+def call_in_copy(session: Session) -> Callable[..., Handover]:
     """In the process that is about to be forked: what its copies are to call in place of :func:`call`.
 
     There the Trainer and its parts let go of what is bound to this process, as if they had been pickled.
     """
-    if trainer.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
+    if session.state.fn == "fit":  # torch's optimizers import it, which takes a second: once here, not in each copy
         import torch._dynamo  # noqa: F401
-    strategy = trainer.strategy
-    parts = (strategy.checkpoint_io, trainer.profiler, *trainer.loggers, *trainer.base_callbacks, strategy, trainer)
+    strategy = session.strategy
+    parts: tuple[Any, ...] = (strategy.checkpoint_io, session.profiler, *session.loggers, *session.base_callbacks)
+    parts = (*parts, strategy, session, session.trainer)
     states = [(part, part.__getstate__()) for part in parts if _says_what_travels(part)]
 
-    def call_there(trainer: Any, loop: Any, *args: Any) -> Handover:
+    def call_there(session: Session, loop: Loop, *args: Any) -> Handover:
         for part, state in states:
             _parents.append(dict(vars(part)))
             getattr(part, "__setstate__", vars(part).update)(state)
-        for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
+        for tensor in (*session.module.parameters(), *session.module.buffers()):
             if tensor.device.type == "cpu" and tensor.is_shared():  # all ranks would step on the same numbers
                 tensor.data = tensor.data.clone()
-        handover = call(trainer, loop, *args)
+        handover = call(session, loop, *args)
         # what could not have travelled here need not be able to travel back
         handover.attributes = _portable(handover.attributes)
         handover.callbacks = [c if _travels(c) else _portable(vars(c)) for c in handover.callbacks]
@@ -122,9 +133,9 @@ def call_in_copy(trainer: Any) -> Callable[..., Handover]:
     return call_there
 
 
-def take_over(trainer: Any, handover: Handover) -> Any:
+def take_over(session: Session, handover: Handover) -> Any:
     """In the calling process: go on as if the loop had run here; gives what it returned."""
-    module = trainer.lightning_module
+    module = session.module
     for name, part in handover.grown.items():
         if isinstance(part, Tensor) and not isinstance(part, Parameter):
             module.register_buffer(name, part)
@@ -133,14 +144,14 @@ def take_over(trainer: Any, handover: Handover) -> Any:
     module.load_state_dict(handover.weights)
     for name, value in handover.attributes.items():
         object.__setattr__(module, name, value)
-    for mine, theirs in zip(trainer.base_callbacks, handover.callbacks, strict=True):
+    for mine, theirs in zip(session.base_callbacks, handover.callbacks, strict=True):
         vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
-    trainer.fit_loop.progress, trainer.published = handover.progress, handover.published
-    trainer.state = handover.state
+    session.fit.progress, session.published = handover.progress, handover.published
+    session.state = handover.state
     return handover.returned
 
 
-def _says_what_travels(part: Any) -> bool:
+def _says_what_travels(part: object) -> bool:
     """Whether its class says what of it travels; from Python 3.11 on `object` has the method, too."""
     return getattr(type(part), "__getstate__", None) is not getattr(object, "__getstate__", None)
 
@@ -149,7 +160,7 @@ def _portable(held: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in held.items() if _travels(value)}
 
 
-def _travels(value: Any) -> bool:
+def _travels(value: object) -> bool:
     try:
         pack(value, io.BytesIO())
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):

@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
+from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.format import described
@@ -24,13 +26,17 @@ from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import TrainerFn, TrainerStatus
 from lockstep.loop.logging import is_metric, merged
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
+from lockstep.loop.session import Session
 from lockstep.module import check_weights
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 # -- weights and optimizers that do not fit ------------------------------------------------------------------
 
 
 @contextmanager
-def taking(path: Any, what: str) -> Iterator[None]:
+def taking(path: object, what: str) -> Iterator[None]:
     """While a part of a checkpoint is taken over: what a malformed one makes of it is one kind of error.
 
     Args:
@@ -51,12 +57,13 @@ def taking(path: Any, what: str) -> Iterator[None]:
         ) from error
 
 
-def load_weights(trainer: Any, module: Any, saved: dict[str, Any]) -> None:
-    """``module.load_state_dict``, by the module's own ``strict_loading``.
+def load_weights(session: Session, saved: dict[str, Any]) -> None:
+    """The module's ``load_state_dict``, by its own ``strict_loading``.
 
     Raises:
         MisconfigurationException: for the weights of another model, with the first tensor that differs.
     """
+    module = session.module
     strict = module.strict_loading
     try:
         module.load_state_dict(saved, strict=strict)
@@ -65,7 +72,7 @@ def load_weights(trainer: Any, module: Any, saved: dict[str, Any]) -> None:
         if difference is None:
             raise
         raise MisconfigurationException(
-            f"trainer.{trainer.state.fn}(ckpt_path={str(trainer.ckpt_path)!r}): the checkpoint is of another model "
+            f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
             f"than this {type(module).__name__}: {difference}."
         ) from error
 
@@ -84,7 +91,7 @@ def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) 
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
 
 
-def load_optimizer(optimizer: Any, saved: dict[str, Any], kind: str | None) -> None:
+def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> None:
     """``optimizer.load_state_dict``, which would take the state of another class of optimizer without a word.
 
     Args:
@@ -120,7 +127,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any], kind: str | None) -> N
     ) from cause
 
 
-def _other_class(optimizer: Any, saved: dict[str, Any], kind: str | None) -> str | None:
+def _other_class(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> str | None:
     own = type(optimizer).__name__
     if kind is not None:
         return None if kind == own else f"it was written by {kind}"
@@ -133,7 +140,7 @@ def _other_class(optimizer: Any, saved: dict[str, Any], kind: str | None) -> str
     return None
 
 
-def _other_groups(optimizer: Any, saved: dict[str, Any]) -> str | None:
+def _other_groups(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
     theirs, ours = (
         [len(group["params"]) for group in groups] for groups in (saved.get("param_groups", []), optimizer.param_groups)
     )
@@ -148,7 +155,7 @@ def _other_groups(optimizer: Any, saved: dict[str, Any]) -> str | None:
 # -- malformed -------------------------------------------------------------------------------------------------
 
 
-def check_types(saved: Any, own: Any, owner: type) -> None:
+def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
     """Refuse a state whose values are of other types than those that this run would save in their place.
 
     Args:
@@ -169,7 +176,7 @@ def check_types(saved: Any, own: Any, owner: type) -> None:
             raise TypeError(f"{key!r} is the name of no value")
 
 
-def _alike(own: Any, saved: Any) -> bool:
+def _alike(own: object, saved: Any) -> bool:
     if own is None or (saved is None and not isinstance(own, (int, float))):
         return True
     if isinstance(own, bool):
@@ -185,7 +192,7 @@ def _alike(own: Any, saved: Any) -> bool:
     return True
 
 
-def _malformed_optimizer(optimizer: Any, saved: Any) -> str | None:
+def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | None:
     """What is wrong with the state of one of torch's optimizers; others keep what they like."""
     if not type(optimizer).__module__.startswith("torch.optim.") or type(optimizer).__name__ in _OTHER_SHAPES:
         return None
@@ -227,37 +234,37 @@ LAYOUT = "2.6.0"
 # -- saving ------------------------------------------------------------------------------------------------
 
 
-def collect(trainer: Any, weights_only: bool = False, *, alone: bool = False) -> dict[str, Any]:
+def collect(session: Session, weights_only: bool = False, *, alone: bool = False) -> dict[str, Any]:
     """The run as a dict. Collective: every rank adds its random states and what it has logged so far.
 
     Args:
-        trainer: in a fit, or after one.
+        session: in a fit, or after one.
         weights_only: leave out what only a resume needs.
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
     """
-    module, datamodule, progress = trainer.lightning_module, trainer.datamodule, trainer.fit_loop.progress
+    module, datamodule, progress = session.module, session.datamodule, session.fit.progress
     checkpoint: dict[str, Any] = {
         "epoch": progress.epoch,
         "global_step": progress.global_step,
         "pytorch-lightning_version": LAYOUT,
-        "state_dict": trainer.strategy.module_state(module, alone),
+        "state_dict": session.strategy.module_state(module, alone),
         "loops": progress.lightning_loops(),
         OWN: {"progress": progress.state_dict()},
     }
     if not weights_only:
         checkpoint["callbacks"] = {
-            callback.state_key: saved for callback in trainer.callbacks if (saved := callback.state_dict())
+            callback.state_key: saved for callback in session.callbacks if (saved := callback.state_dict())
         }
-        checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
-        states = trainer.strategy.optimizer_states(alone)
+        checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in session.strategy.optimizers]
+        states = session.strategy.optimizer_states(alone)
         if states is not None:
             checkpoint["optimizer_states"] = states
-        configs = trainer.strategy.lr_scheduler_configs
+        configs = session.strategy.lr_scheduler_configs
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in configs]
-        scaler = trainer.strategy.precision.scaler
+        scaler = session.strategy.precision.scaler
         if scaler is not None:
             checkpoint["MixedPrecision"] = scaler.state_dict()
-        checkpoint[OWN].update(_resume_alone(trainer) if alone else _resume(trainer))
+        checkpoint[OWN].update(_resume_alone(session) if alone else _resume(session))
     for source in (module, datamodule):
         if source is not None and source.hparams:
             checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyperparameters(source.hparams)
@@ -267,17 +274,17 @@ def collect(trainer: Any, weights_only: bool = False, *, alone: bool = False) ->
         saved = datamodule.state_dict()
         if saved:
             checkpoint[type(datamodule).__qualname__] = saved
-    trainer.hooks.call("on_save_checkpoint", checkpoint)
+    session.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
 
 
-def _resume(trainer: Any) -> dict[str, Any]:
+def _resume(session: Session) -> dict[str, Any]:
     """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
-    progress = trainer.fit_loop.progress
-    progress_state = {**progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
-    feed = trainer.fit_loop.feed
-    module = trainer.lightning_module
-    cut = trainer.fit_loop.cut_epoch or logged(trainer)
+    progress = session.fit.progress
+    progress_state = {**progress.state_dict(), "seconds": session.fit.seconds()}
+    feed = session.fit.feed
+    module = session.module
+    cut = session.fit.cut_epoch or logged(session)
     part: dict[str, Any] = {
         "random": random_states(),
         "results": cut["results"],
@@ -285,66 +292,66 @@ def _resume(trainer: Any) -> dict[str, Any]:
         "data": feed.state_dict() if feed is not None else {},
     }
     # batches of a window under way; in manual optimization only the user knows where a window ends
-    begun = _begun(trainer, progress.batch, progress.epoch, progress.last)
+    begun = _begun(session, progress.batch, progress.epoch, progress.last)
     if begun or not module.automatic_optimization:
-        part["weights"] = trainer.fit_loop.step.weights
-        part.update(trainer.strategy.held_gradients())
-    ranks = trainer.strategy.gather_objects(part)
-    return _common(trainer, progress_state, begun, ranks, trainer.strategy.rank_states())
+        part["weights"] = session.fit.weights
+        part.update(session.strategy.held_gradients())
+    ranks = session.strategy.gather_objects(part)
+    return _common(session, progress_state, begun, ranks, session.strategy.rank_states())
 
 
-def logged(trainer: Any) -> dict[str, Any]:
+def logged(session: Session) -> dict[str, Any]:
     """What this rank has logged in the epoch so far, and what callbacks read of the epochs before."""
-    module, results = trainer.lightning_module, trainer.fit_loop.results
+    module, results = session.module, session.fit.results
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
         "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
-        "published": dict(trainer.published.callback),
+        "published": dict(session.published.callback),
     }
 
 
-def _resume_alone(trainer: Any) -> dict[str, Any]:
+def _resume_alone(session: Session) -> dict[str, Any]:
     """The same without the ranks' own parts, and so without gradients: the window under way begins again."""
-    saved = {**trainer.fit_loop.progress.state_dict(), "seconds": trainer.fit_loop.seconds()}
-    begun = _begun(trainer, saved["batch"], saved["epoch"], saved["last"])
+    saved = {**session.fit.progress.state_dict(), "seconds": session.fit.seconds()}
+    begun = _begun(session, saved["batch"], saved["epoch"], saved["last"])
     if begun:
         saved["batch"] -= begun
         saved["total_batches"] -= begun
         saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
-    feed = trainer.fit_loop.feed
+    feed = session.fit.feed
     data = {} if feed is None else of_all_ranks(feed.state_dict())
-    ranks: list[dict[str, Any]] = [{"data": data}] * trainer.world_size
-    return _common(trainer, saved, begun, ranks, trainer.strategy.rank_states(alone=True))
+    ranks: list[dict[str, Any]] = [{"data": data}] * session.world_size
+    return _common(session, saved, begun, ranks, session.strategy.rank_states(alone=True))
 
 
-def _begun(trainer: Any, batch: int, epoch: int, last: bool) -> int:
+def _begun(session: Session, batch: int, epoch: int, last: bool) -> int:
     """Batches of a window that is under way after so many of an epoch."""
-    feed = trainer.fit_loop.feed
-    return 0 if last or not batch or feed is None else int(feed.begun(batch, trainer.config.accumulation(epoch)))
+    feed = session.fit.feed
+    return 0 if last or not batch or feed is None else int(feed.begun(batch, session.config.accumulation(epoch)))
 
 
 def _common(
-    trainer: Any, progress_state: dict[str, Any], begun: int, ranks: list[Any], of_strategy: list[Any]
+    session: Session, progress_state: dict[str, Any], begun: int, ranks: list[Any], of_strategy: list[Any]
 ) -> dict[str, Any]:
-    cut = trainer.fit_loop.cut_epoch
-    published = trainer.published.callback if cut is None else cut["published"]
+    cut = session.fit.cut_epoch
+    published = session.published.callback if cut is None else cut["published"]
     return {
         **({"strategy of ranks": of_strategy} if of_strategy else {}),
         "progress": progress_state,
-        "seed": trainer.seed,
-        "plan": trainer.fit_loop.elastic.state_dict(trainer.fit_loop.progress, begun),
-        "strategy": trainer.strategy.state_dict(),
+        "seed": session.seed,
+        "plan": session.fit.elastic.state_dict(session.fit.feed, session.fit.progress, begun),
+        "strategy": session.strategy.state_dict(),
         "metrics": {name: value.cpu() for name, value in published.items()},
         "ranks": ranks,
     }
 
 
-def _metric_state(metric: Any) -> dict[str, Any]:
+def _metric_state(metric: Metric) -> dict[str, Any]:
     return {"states": metric._copy_state_dict(), "count": metric._update_count}
 
 
 def save(
-    trainer: Any,
+    session: Session,
     path: str | os.PathLike[str],
     weights_only: bool = False,
     storage_options: Any = None,
@@ -355,32 +362,32 @@ def save(
     Args:
         also: adds to it; called on every rank.
     """
-    checkpoint = collect(trainer, weights_only)
+    checkpoint = collect(session, weights_only)
     if also is not None:
         also(checkpoint)
     error: BaseException | None = None
     try:
-        trainer.strategy.save_checkpoint(checkpoint, path, storage_options)
+        session.strategy.save_checkpoint(checkpoint, path, storage_options)
     except Exception as failed:
         error = failed
-    said = trainer.strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+    said = session.strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     if said is not None:
         raise RuntimeError(f"rank 0 could not write the checkpoint {os.fspath(path)!r}: {said}")
-    if trainer.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
-        finish(trainer)
+    if session.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
+        finish(session)
 
 
-def save_alone(trainer: Any, path: str | os.PathLike[str]) -> None:
+def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint from this rank without asking another one, as a rank that has failed must."""
-    trainer.strategy.save_checkpoint(collect(trainer, alone=True), path, alone=True)
-    trainer.strategy.close_checkpoints()
+    session.strategy.save_checkpoint(collect(session, alone=True), path, alone=True)
+    session.strategy.close_checkpoints()
 
 
-def finish(trainer: Any) -> None:
+def finish(session: Session) -> None:
     """Wait until what was saved is there, where it is written later. Collective; an error is one on every rank."""
-    strategy = trainer.strategy
+    strategy = session.strategy
     if type(strategy.checkpoint_io).teardown is CheckpointIO.teardown:
         return
     error: BaseException | None = None
@@ -396,10 +403,10 @@ def finish(trainer: Any) -> None:
             raise RuntimeError(f"rank {rank} could not write a checkpoint: {text}")
 
 
-def finish_alone(trainer: Any) -> None:
+def finish_alone(session: Session) -> None:
     """The same on a rank that has failed: it asks nobody, and what could not be written is said and not raised."""
     try:
-        trainer.strategy.close_checkpoints()
+        session.strategy.close_checkpoints()
     except Exception as failed:
         log.warning(f"A checkpoint could not be written: {type(failed).__name__}: {failed}")
 
@@ -407,34 +414,34 @@ def finish_alone(trainer: Any) -> None:
 # -- loading -----------------------------------------------------------------------------------------------
 
 
-def find(trainer: Any, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
+def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given: bool) -> str | None:
     """The path that ``ckpt_path`` stands for.
 
     Args:
-        trainer: whose ModelCheckpoint knows "best" and "last".
+        session: whose ModelCheckpoint knows "best" and "last".
         asked: a path, "best", "last", or None.
         model_given: whether the call was given a module; without one and without a path, the best is taken.
 
     Raises:
         MisconfigurationException: where there is no such checkpoint.
     """
-    fn = trainer.state.fn
+    fn = session.state.fn
     if asked is None:
         if model_given:
             return None
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        best = getattr(next(iter(session.checkpoint_callbacks), None), "best_model_path", "")
         if best:
             rank_zero_info(f"trainer.{fn}(): no module given; the best checkpoint of the last fit is loaded: {best}")
         return best or None
     if asked not in ("best", "last"):
         return os.fspath(asked)
-    callback = trainer.checkpoint_callback
+    callback = next(iter(session.checkpoint_callbacks), None)
     if callback is None:
         raise MisconfigurationException(
             f'trainer.{fn}(ckpt_path="{asked}"): this Trainer has no ModelCheckpoint; give a path, or leave '
             "`enable_checkpointing` on."
         )
-    path = callback.best_model_path if asked == "best" else _last(trainer)
+    path = getattr(callback, "best_model_path", "") if asked == "best" else _last(session)
     if path:
         return str(path)
     if asked == "last" and fn is not None and fn.value == "fit":
@@ -445,61 +452,61 @@ def find(trainer: Any, asked: str | os.PathLike[str] | None, *, model_given: boo
     )
 
 
-def _last(trainer: Any) -> str | None:
+def _last(session: Session) -> str | None:
     """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk."""
     found: set[str] = set()
-    for callback in trainer.checkpoint_callbacks:
-        found |= {str(path) for path in callback.find_last(trainer)}
+    for callback in session.checkpoint_callbacks:
+        found |= {str(path) for path in callback.find_last(session.trainer)}  # type: ignore[arg-type]
     existing = [path for path in found if storage.exists(path)]
     return max(sorted(existing), key=storage.modified) if existing else None  # of two that are as new, one
 
 
-def read(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any]:
+def read(session: Session, path: str, weights_only: bool | None) -> dict[str, Any]:
     """Load a checkpoint on every rank, to the CPU."""
-    checkpoint: dict[str, Any] = trainer.strategy.load_checkpoint(path, weights_only)
+    checkpoint: dict[str, Any] = session.strategy.load_checkpoint(path, weights_only)
     check_weights(checkpoint, path)
-    rank_zero_info(f"trainer.{trainer.state.fn}: restoring from {path}")
+    rank_zero_info(f"trainer.{session.state.fn}: restoring from {path}")
     with taking(path, "its plan"):
         own = checkpoint.get(OWN, {})
         if own.get("seed") is not None:
-            trainer.seed = operator.index(own["seed"])  # the order of data goes on as it was
-        if trainer.state.fn is TrainerFn.FITTING:
-            trainer.fit_loop.elastic.read(own)
+            session.seed = operator.index(own["seed"])  # the order of data goes on as it was
+        if session.state.fn is TrainerFn.FITTING:
+            session.fit.elastic.read(own, session.world_size)
     return checkpoint
 
 
-def restore_model(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
     """The data module's state, the module's hook that may change the checkpoint, then the weights."""
-    module, datamodule = trainer.lightning_module, trainer.datamodule
+    module, datamodule = session.module, session.datamodule
     if datamodule is not None:
         saved = checkpoint.get(type(datamodule).__qualname__)
         if saved is not None and isinstance(datamodule, LightningDataModule):
             datamodule.load_state_dict(saved)
-    trainer.hooks.own("on_load_checkpoint", checkpoint)
-    trainer.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
-    with taking(trainer.ckpt_path, "'state_dict'"):
-        load_weights(trainer, module, checkpoint["state_dict"])
+    session.hooks.own("on_load_checkpoint", checkpoint)
+    session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
+    with taking(session.ckpt_path, "'state_dict'"):
+        load_weights(session, checkpoint["state_dict"])
 
 
-def restore_callbacks(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def restore_callbacks(session: Session, checkpoint: dict[str, Any]) -> None:
     """The callbacks' hooks, then to each the state that its ``state_key`` saved."""
-    for hook in trainer.hooks.callbacks("on_load_checkpoint"):
+    for hook in session.hooks.callbacks("on_load_checkpoint"):
         hook(checkpoint)
-    with taking(trainer.ckpt_path, "'callbacks'"):
+    with taking(session.ckpt_path, "'callbacks'"):
         states = dict(checkpoint.get("callbacks", {}))
-    for callback in trainer.callbacks:
+    for callback in session.callbacks:
         saved = states.get(callback.state_key)
         if saved is None:
             continue
         if not type(callback).__module__.startswith("lockstep."):
             callback.load_state_dict(saved)  # an error there is the user's
             continue
-        with taking(trainer.ckpt_path, f"the state of {type(callback).__name__}"):
+        with taking(session.ckpt_path, f"the state of {type(callback).__name__}"):
             check_types(saved, callback.state_dict(), type(callback))
             callback.load_state_dict(saved)
 
 
-def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
+def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
     """Optimizers, schedulers, counters, bucket plan; random states wait until the loop goes on."""
     for key, what in (("optimizer_states", "optimizers"), ("lr_schedulers", "schedulers")):
         if key not in checkpoint:
@@ -507,7 +514,7 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
                 f"trainer.fit(ckpt_path=...): the checkpoint holds weights only (no {what}), so a fit cannot go on "
                 "from it: load it by `load_from_checkpoint` and fit without `ckpt_path`."
             )
-    strategy, path = trainer.strategy, trainer.ckpt_path
+    strategy, path = session.strategy, session.ckpt_path
     with taking(path, "the optimizers' states"):
         _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"])
         kinds = checkpoint.get(OWN, {}).get("optimizers", [None] * len(strategy.optimizers))
@@ -524,36 +531,36 @@ def restore_training(trainer: Any, checkpoint: dict[str, Any]) -> None:
         if strategy.precision.scaler is not None and "MixedPrecision" in checkpoint:
             strategy.precision.scaler.load_state_dict(checkpoint["MixedPrecision"])
     with taking(path, "its progress"):
-        _restore_progress(trainer, checkpoint)
+        _restore_progress(session, checkpoint)
 
 
-def _restore_progress(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    strategy, fit_loop = trainer.strategy, trainer.fit_loop
+def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
+    strategy, fit = session.strategy, session.fit
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
-        fit_loop.progress.load(own["progress"])
+        fit.progress.load(own["progress"])
         strategy.load_state_dict(own["strategy"])
         strategy.load_rank_states(own.get("strategy of ranks", []))
         for name, value in own["metrics"].items():
-            trainer.published.callback[name] = torch.as_tensor(value)
+            session.published.callback[name] = torch.as_tensor(value)
         ranks = own["ranks"]
-        if len(ranks) == trainer.world_size:
-            fit_loop.resumed = ranks[trainer.global_rank]
+        if len(ranks) == session.world_size:
+            fit.resumed = ranks[session.strategy.world.rank]
         else:
-            mine = ranks[trainer.global_rank :: trainer.world_size]
+            mine = ranks[session.strategy.world.rank :: session.world_size]
             kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none
             metrics = {name: [of_rank[name] for of_rank in kept] for name in (kept[0] if kept else ())}
             logged = merged([part.get("results", []) for part in mine])
             order = of_all_ranks(ranks[0].get("data"))
-            fit_loop.resumed = {"data": order, "results": logged, "metrics": metrics}
+            fit.resumed = {"data": order, "results": logged, "metrics": metrics}
     else:
-        fit_loop.progress.load_lightning(checkpoint)
-        fit_loop.resumed = {"data": {}}
-        fit_loop.logged_elsewhere = fit_loop.progress.batch > 0
-        if fit_loop.logged_elsewhere:
+        fit.progress.load_lightning(checkpoint)
+        fit.resumed = {"data": {}}
+        fit.logged_elsewhere = fit.progress.batch > 0
+        if fit.logged_elsewhere:
             rank_zero_warn(
-                f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit_loop.progress.batch} batches "
-                f"of epoch {fit_loop.progress.epoch}, and it does not hold what they logged: this epoch's means are "
+                f"trainer.fit(ckpt_path=...): Lightning saved this checkpoint after {fit.progress.batch} batches "
+                f"of epoch {fit.progress.epoch}, and it does not hold what they logged: this epoch's means are "
                 "those of the batches to come."
             )
 
@@ -566,31 +573,31 @@ def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
         )
 
 
-def restore_rank(trainer: Any, part: dict[str, Any]) -> None:
+def restore_rank(session: Session, part: dict[str, Any]) -> None:
     """This rank's part, at the last moment before training goes on: random states, sums, data, gradients.
 
     Where the run goes on with another number of ranks it holds what was logged alone; written by Lightning, nothing.
     """
-    module = trainer.lightning_module
-    with taking(trainer.ckpt_path, "a rank's part"):
-        trainer.fit_loop.feed.load_state_dict(part["data"])
+    module = session.module
+    with taking(session.ckpt_path, "a rank's part"):
+        session.fit.loaded.load_state_dict(part["data"])
         logged = part.get("results", [])
         for entry in logged:
             for key in ("total", "last", "weight"):
                 if not (entry[key] is None or isinstance(entry[key], (int, float, torch.Tensor))):
                     raise TypeError(f"{key!r} of a logged value is a {type(entry[key]).__name__}")
-        trainer.results.load_state_dict(logged)
+        session.results.load_state_dict(logged)
         modules = dict(module.named_modules())
         for name, saved in part.get("metrics", {}).items():
             load_metric(modules[name], saved if isinstance(saved, list) else [saved])
         if "random" not in part:
             return
-        trainer.strategy.hold_gradients(part)
-        trainer.fit_loop.step.weights = part.get("weights")
+        session.strategy.hold_gradients(part)
+        session.fit.weights = part.get("weights")
         set_random_states(part["random"])
 
 
-def load_metric(metric: Any, saved: list[dict[str, Any]]) -> None:
+def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:
     """A torchmetrics object's state, from one rank or from several whose states can be put together."""
     reductions = {key: getattr(reduce, "__name__", "") for key, reduce in metric._reductions.items()}
     if len(saved) > 1 and not set(reductions.values()) <= MERGES.keys():
@@ -617,10 +624,10 @@ MERGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _to(value: Any, device: Any) -> Any:
+def _to(value: Any, device: torch.device) -> Any:
     return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
 
 
-def checkpoints_last(callbacks: list[Any]) -> list[Any]:
+def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks in their order, those that write checkpoints after all others, whose state they save."""
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))

@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
-from lockstep.loop.feed import Share
+from lockstep.loop.feed import Share, Window
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.optimizers import LightningOptimizer, demands_closure
+from lockstep.loop.optimizers import LightningOptimizer, LRSchedulerConfig, demands_closure
 from lockstep.loop.padding import without_trace
 from lockstep.loop.progress import BATCH_END
+from lockstep.loop.session import Session
 from lockstep.loop.transfer import Transfer
 from lockstep.module import LightningModule
 
-MicroBatch = tuple[tuple[int, ...], Any, int, float, Any]  # (ranks without samples, batch, batch_idx, weight, share)
+MicroBatch = tuple[tuple[int, ...], Any, int, float, float]  # (ranks without samples, batch, batch_idx, weight, share)
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 NO_HOOK = (
     "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
@@ -63,24 +66,24 @@ class Step:
     optimization.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.ended_by_user = False  # on_train_batch_start returned -1
         self.is_padding = False  # the batch at hand stands in for samples that this rank does not have
         self.wrapped: list[LightningOptimizer] = []
 
     def setup(self) -> None:
         """Bind what the windows of this fit use; called once, when strategy, module and optimizers are ready."""
-        trainer = self.trainer
-        self.module: Any = trainer.lightning_module
-        self.strategy = trainer.strategy
-        self.hooks = trainer.hooks
-        self.results = trainer.results
-        self.progress = trainer.fit_loop.progress
-        self.config = trainer.config
-        self.agreement = trainer.agreement
+        session = self.session
+        self.module = session.module
+        self.strategy = session.strategy
+        self.hooks = session.hooks
+        self.results = session.results
+        self.fit, self.progress = session.fit, session.fit.progress
+        self.config = session.config
+        self.agreement = session.agreement
         self.scaler = self.strategy.precision.scaler
-        self.transfer = Transfer(self.module, trainer.datamodule, self.strategy)
+        self.transfer = Transfer(self.module, session.datamodule, self.strategy)
         self.moves = not self.transfer.idle
         self.shared = self.strategy.world_size > 1
         self.training_step = self.module.training_step
@@ -96,7 +99,7 @@ class Step:
         configs = self.strategy.lr_scheduler_configs
         self.use_schedulers(configs)
         self.counted: Callable[[int], int] = int  # micro-batches of an epoch as the run's plan counts them
-        self.weights: Any = None  # sum of what `training_step` returned as "weight" in this window
+        self.fit.weights = None  # sum of what `training_step` returned as "weight" in this window
         self._unweighed = False  # whether it returned a loss without one in this window
         self._looked_at_keys = False
         self._weighs: bool | None = None  # whether it returns weights, as all ranks agree once one has returned a loss
@@ -128,7 +131,7 @@ class Step:
             LightningOptimizer(optimizer, self._stepped_by_user, self.module, self.strategy.synchronize)
             for optimizer in self._optimizers
         ]
-        self.optimizer = self._optimizers[0] if self.module.automatic_optimization else None
+        self.optimizer: Optimizer | None = self._optimizers[0] if self.module.automatic_optimization else None
         self._needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
 
     def _change_optimizers(self) -> None:
@@ -144,7 +147,7 @@ class Step:
 
     # -- the roads -----------------------------------------------------------------------------------------
 
-    def _plain(self, window: Any, batch_idx: int) -> Iterator[None]:
+    def _plain(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
         last, absent = window.size - 1, window.absent
         for i, (batch, weight, share) in enumerate(window):
@@ -168,7 +171,7 @@ class Step:
             yield
             batch_idx += 1
 
-    def _by_closure(self, window: Any, batch_idx: int) -> Iterator[None]:
+    def _by_closure(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window whose update is made by ``optimizer.step(closure)``.
 
         The closure's first call runs the window's last micro-batch; each further one drops the gradients and
@@ -212,7 +215,7 @@ class Step:
         def closure() -> Tensor | None:
             nonlocal outputs, first_call, logged
             if first_call:
-                logged = self.results.place()
+                logged = self.results.snapshot()
             else:
                 self.results.go_back(logged)
             losses = list(earlier) if first_call else []
@@ -254,7 +257,7 @@ class Step:
         taken, self._losses = self._losses, []
         return taken
 
-    def _manual(self, window: Any, batch_idx: int) -> Iterator[None]:
+    def _manual(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one batch of manual optimization: ``training_step`` does it all."""
         for batch, weight, share in window:
             self.strategy.sync_gradients = True
@@ -336,7 +339,7 @@ class Step:
         finally:
             self.strategy.absent = ()
 
-    def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: Any, first: bool) -> Any:
+    def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
         strategy, step = self.strategy, self.training_step
         if self._absent:
@@ -344,13 +347,14 @@ class Step:
         output = strategy.run(step, batch, batch_idx) if self.takes_idx else strategy.run(step, batch)
         if self._absent:
             strategy.absent = ()
+        factor: float | Tensor = share
         if type(output) is Tensor:
             loss: Tensor | None = output
             self._unweighed = True
             if type(share) is Share:
                 warn_once(UNEVEN, key="uneven loaders")
         else:
-            loss, share = self._read(output, weight, share)
+            loss, factor = self._read(output, weight, share)
             if loss is not None and isinstance(output, dict) and not isinstance(output["loss"], Tensor):
                 output = {**output, "loss": loss}
         if first:
@@ -362,8 +366,8 @@ class Step:
             if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
                 warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=2)  # on this rank, whichever it is
         else:
-            if share != 1.0:
-                loss = loss * share
+            if factor != 1.0:
+                loss = loss * factor
             if self._by_closure_road:
                 self._losses.append(loss.detach())
             try:
@@ -385,7 +389,7 @@ class Step:
         play = self._with_absent if self._absent else self._forward_backward
         return play(batch, batch_idx, weight, share, first)
 
-    def _with_absent(self, batch: Any, batch_idx: int, weight: float, share: Any, first: bool) -> Any:
+    def _with_absent(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
         """:meth:`_forward_backward` of a micro-batch of which some ranks have no samples."""
         strategy = self.strategy
         with strategy.leaving_out(self._absent):
@@ -408,10 +412,10 @@ class Step:
 
     def _publish(self) -> None:
         """Before this rank's part of the reduction: what it wants the others to know at the window's end."""
-        self.trainer.fit_loop.request_stop()
+        self.session.request_stop()
         self.agreement.publish()
 
-    def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, Any]:
+    def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, float | Tensor]:
         """The loss and its factor from what ``training_step`` returned."""
         if output is None:
             warn_once(
@@ -423,7 +427,7 @@ class Step:
             self._unweighed = True
             return output, share
         if isinstance(output, dict) and isinstance(output.get("loss"), (dict, list, tuple)):
-            nest = self.trainer.fit_loop.feed.nest
+            nest = self.fit.loaded.nest
             if nest is not None:
                 self._unweighed = True
                 return self._weighed_by_part(output, nest, share), 1.0
@@ -446,10 +450,10 @@ class Step:
                 warn_once(UNEVEN, key="uneven loaders")
             return output["loss"], share
         own = output["weight"]
-        self.weights = own if self.weights is None else self.weights + own
+        self.fit.weights = own if self.fit.weights is None else self.fit.weights + own
         return output["loss"], own
 
-    def _weighed_by_part(self, output: dict[str, Any], nest: Any, share: float) -> Tensor:
+    def _weighed_by_part(self, output: dict[str, Any], nest: TreeSpec, share: float) -> Tensor:
         """The losses of several loaders, each weighed by its own loader's samples."""
         losses = output["loss"]
         try:
@@ -484,29 +488,33 @@ class Step:
     def _zero_grad(self, batch_idx: int) -> None:
         if self.hooks.on_before_zero_grad is not None:
             self.hooks.call("on_before_zero_grad", self.optimizer)
+        optimizer = self.optimizer
+        assert optimizer is not None
         if self._own_zero_grad:
-            self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, self.optimizer)
+            self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
         else:
-            self.optimizer.zero_grad()  # type: ignore[union-attr]
+            optimizer.zero_grad()
 
     def _prepare_update(self) -> None:
         """The window's gradient is whole: divide the users' weights out, unscale, run the hook, clip."""
-        if self._weighs is not False or self.weights is not None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if self._weighs is not False or self.fit.weights is not None:
             self._divide_weights()
         if self.scaler is not None:
-            self.scaler.unscale(self.optimizer)
+            self.scaler.unscale(optimizer)
         if self.hooks.on_before_optimizer_step is not None:
-            self.hooks.call("on_before_optimizer_step", self.optimizer)
+            self.hooks.call("on_before_optimizer_step", optimizer)
         if self._clips:
             value, algorithm = self.config.gradient_clip_val, self.config.gradient_clip_algorithm
             if self._own_clipping:
-                self.module.configure_gradient_clipping(self.optimizer, value, algorithm)
+                self.module.configure_gradient_clipping(optimizer, value, algorithm)
             else:
-                self.strategy.clip(self.optimizer, value, algorithm)
+                self.strategy.clip(optimizer, value, algorithm)  # type: ignore[arg-type]  # which `_clips` tells
 
     def _divide_weights(self) -> None:
         """Divide the weights that training steps returned out of the gradient; all ranks do it, or none."""
-        weighed, unweighed = self.weights is not None, self._unweighed
+        weighed, unweighed = self.fit.weights is not None, self._unweighed
         if self._weighs is None:
             kinds = torch.tensor([weighed, unweighed], dtype=torch.float32, device=self.strategy.root_device)
             weighed, unweighed = self.strategy.reduce(kinds, reduce_op="max").bool().tolist()
@@ -517,8 +525,8 @@ class Step:
                 "loss, on every rank, or with none."
             )
         if self._weighs:
-            self._factor = self.strategy.divide_gradients(0.0 if self.weights is None else self.weights)
-        self.weights, self._unweighed = None, False
+            self._factor = self.strategy.divide_gradients(0.0 if self.fit.weights is None else self.fit.weights)
+        self.fit.weights, self._unweighed = None, False
 
     def _end_window(self, batch_idx: int) -> None:
         if self.shared:
@@ -536,14 +544,14 @@ class Step:
             progress.phase = BATCH_END
         results = self.results
         if results.each_step:
-            self.trainer.published.publish(results.agree_on_step())
+            self.session.published.publish(results.agree_on_step())
         if self._absent:
             self._end_with_absent(outputs, batch, batch_idx)
         elif self.hooks.on_train_batch_end is not None:
             self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         results.muted = False
         if results.each_step and self.strategy.sync_gradients:
-            self.trainer.fit_loop.agree_on_stop()  # who stops by a value of this window stops here
+            self.session.agree_on_stop()  # who stops by a value of this window stops here
 
     def _end_with_absent(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.results.weight == 0.0:
@@ -578,7 +586,7 @@ class Step:
             _refuse(loss, "manual_backward() was given", error)
             raise
 
-    def clip(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+    def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer, with the Trainer's settings where none are given."""
         value = self.config.gradient_clip_val if value is None else value
         if value is None:
@@ -590,7 +598,7 @@ class Step:
             )
         self.strategy.clip(optimizer, value, algorithm)
 
-    def _stepped_by_user(self, optimizer: Any, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+    def _stepped_by_user(self, optimizer: Optimizer, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """``LightningOptimizer.step``: in ``optimizer_step`` the closure is the window's, in manual the user's."""
         if not self.module.automatic_optimization:
             own = closure
@@ -610,23 +618,23 @@ class Step:
 
     # -- schedulers ----------------------------------------------------------------------------------------
 
-    def use_schedulers(self, configs: list[Any]) -> None:
+    def use_schedulers(self, configs: list[LRSchedulerConfig]) -> None:
         """Step these from here on."""
         self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
         self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
         self._plateau = [c for c in configs if c.reduce_on_plateau]
         self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
 
-    def _step_schedulers(self, configs: Iterable[Any], count: int) -> None:
+    def _step_schedulers(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:
         for config in configs:
             if count % config.frequency == 0:
                 self._step_scheduler(config, None)
 
-    def _step_scheduler(self, config: Any, metric: Any) -> None:
+    def _step_scheduler(self, config: LRSchedulerConfig, metric: Tensor | None) -> None:
         if self._own_scheduler_step or metric is not None:
             self.module.lr_scheduler_step(config.scheduler, metric)
         else:
-            config.scheduler.step()
+            config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
 
     def step_plateau(self, interval: str, count: int) -> None:
         """Step the schedulers that watch a metric; after the validation that may have logged it."""
@@ -634,10 +642,10 @@ class Step:
             return
         due = [config for config in self._plateau if config.interval == interval and count % config.frequency == 0]
         if due and self.shared and interval == "step":
-            self.trainer.fit_loop.share_step_values()
+            self.session.share_step_values()
         for config in due:
-            metrics = self.trainer.callback_metrics
-            metric = metrics.get(config.monitor)
+            metrics = self.session.callback_metrics()
+            metric = metrics.get(config.monitor or "")
             if metric is not None:
                 self._step_scheduler(config, metric)
             elif config.strict:
@@ -645,7 +653,7 @@ class Step:
                     f"The lr scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
                     f"logged; logged are {sorted(metrics)}. "
                 )
-                why = self.trainer.fit_loop.lacks_metrics
+                why = self.session.lacks_metrics
                 if why is None:
                     raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
                 rank_zero_warn(f"{message}{why}: it is not stepped.")

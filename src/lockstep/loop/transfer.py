@@ -7,6 +7,8 @@ from typing import Any
 from lockstep.datamodule import LightningDataModule
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
+from lockstep.module import LightningModule
+from lockstep.strategies.base import Strategy
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -18,7 +20,7 @@ class Transfer:
         idle: whether a call would give back the batch as it is; the loops then do not call.
     """
 
-    def __init__(self, module: Any, datamodule: Any, strategy: Any) -> None:
+    def __init__(self, module: LightningModule, datamodule: LightningDataModule | None, strategy: Strategy) -> None:
         chosen = {}
         for name in HOOKS:
             if datamodule is not None and is_overridden(name, datamodule, LightningDataModule):

@@ -136,9 +136,9 @@ DOINGS = {
     ("loop/logging.py", "reduce_step"): "reducing logged values",
     ("loop/feed.py", "_agree"): "asking who has more data",
     ("loop/feed.py", "check_alike"): "comparing the loaders of the ranks",
-    ("loop/fit.py", "_agree_on_stopping"): "asking who wants to stop",
+    ("loop/session.py", "agree_on_ending"): "asking who wants to stop",
     ("loop/fit.py", "_share_ending"): "ending the fit",
-    ("loop/session.py", "_set_up"): "setting up",
+    ("loop/call.py", "_set_up"): "setting up",
     ("supervise/collective_trace.py", "_wait"): "comparing what the ranks are about to do",
 }
 """What a rank does that is in such a function (of a file of lockstep's), for people."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +27,9 @@ from lockstep.loop.hooks import Hooks, is_overridden
 from lockstep.loop.logging import LogCollector, LoggedMetrics, is_metric
 from lockstep.loop.optimizers import parse
 from lockstep.loop.progress import EPOCH_START
+from lockstep.loop.session import FitState, Session
 from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
 
 # -- what a trial may change ---------------------------------------------------------------------------------
 
@@ -241,50 +242,54 @@ def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> 
         callbacks: those of the trial.
         flags: fields of the trial's RunConfig.
     """
-    strategy, module = trainer.strategy, trainer.lightning_module
-    before, strategy_before = dict(vars(trainer)), dict(vars(strategy))
+    session = trainer.session
+    strategy, module, strategy_before = session.strategy, session.module, dict(vars(session.strategy))
     quiet = {"num_sanity_val_steps": 0, "min_epochs": 0, "min_steps": 0, "max_time": None, "log_every_n_steps": 1}
-    validation = {"val_check_interval": 1.0, "check_val_every_n_epoch": trainer.config.check_val_every_n_epoch or 1}
-    trainer.config = replace(trainer.config, **quiet, **validation, **flags)
-    trainer.state = TrainerState(trainer.state.status, trainer.state.fn, trainer.state.stage)
-    trainer.loggers = [SilentLogger(logger) for logger in trainer.loggers]
-    trainer.callbacks, trainer.hooks = callbacks, Hooks(trainer, module, callbacks)
-    trainer.results, trainer.published = LogCollector.of(strategy, module), LoggedMetrics()
-    trainer.should_stop, trainer.interruption = False, None
-    progress = trainer.fit_loop.progress
-    trainer.fit_loop = FitLoop(trainer)
-    trainer.fit_loop.progress = replace(progress, batch=0, last=False, phase=EPOCH_START)
-    for name, stage in LOOPS.items():
-        setattr(trainer, name, EvaluationLoop(trainer, stage))
+    validation = {"val_check_interval": 1.0, "check_val_every_n_epoch": session.config.check_val_every_n_epoch or 1}
+    results, progress = LogCollector.of(strategy, module), session.fit.progress
+    inside = session.branch(
+        config=replace(session.config, **quiet, **validation, **flags),
+        state=TrainerState(session.state.status, session.state.fn, session.state.stage),
+        loggers=[SilentLogger(logger) for logger in session.loggers],
+        callbacks=callbacks,
+        hooks=Hooks(trainer, module, callbacks, results),
+        results=results,
+        published=LoggedMetrics(),
+        should_stop=False,
+        interruption=None,
+        fit=FitState(progress=replace(progress, batch=0, last=False, phase=EPOCH_START)),
+    )
     kept.drop_gradients()
+    try:
+        with in_session(trainer, inside):
+            yield
+    finally:
+        vars(strategy).clear()
+        vars(strategy).update(strategy_before)
+        kept.put_back()
+        if inside.interruption is not None:
+            session.interruption, session.should_stop = inside.interruption, True
+
+
+@contextmanager
+def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
+    """Let the Trainer work on another session, with loops of its own."""
+    names = ("session", "fit_loop", *LOOPS)
+    before = {name: vars(trainer)[name] for name in names}
+    trainer.session, trainer.fit_loop = session, FitLoop(session)
+    for name, stage in LOOPS.items():
+        setattr(trainer, name, EvaluationLoop(session, stage))
     try:
         yield
     finally:
         for name in ("fit_loop", *LOOPS):
             getattr(trainer, name).release()
-        interruption = trainer.interruption
-        for owner, values in ((trainer, before), (strategy, strategy_before)):
-            vars(owner).clear()
-            vars(owner).update(values)
-        kept.put_back()
-        if interruption is not None:
-            trainer.interruption, trainer.should_stop = interruption, True
+        trainer.__dict__.update(before)
 
 
-def train(trainer: Any) -> None:
+def train(trainer: Trainer) -> None:
     """Train inside a trial, epoch after epoch, until its ``max_steps`` or ``should_stop``."""
-    loop, most = trainer.fit_loop, trainer.config.max_steps
-    loop._most_steps = math.inf if most == -1 else most
-    loop.results = trainer.results
-    loop.step.setup()
-    trainer.state.stage = RunningStage.TRAINING
-    loop.setup_data()
-    if loop._validates:
-        loop.validation.setup_data()
-    trainer.hooks.call("on_train_start")
-    while loop.feed.num_batches and loop._done_in_epoch() is None:
-        loop.epoch()
-    trainer.hooks.call("on_train_end")
+    trainer.fit_loop.try_out()
 
 
 def evaluate(trainer: Any) -> Any:

@@ -14,15 +14,14 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.states import RunningStage, TrainerFn
-from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.fit import FitLoop
-from lockstep.loop.session import session
+from lockstep.loop.call import Asked, call
+from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner import batch_size, lr_finder
 from lockstep.tuner.callbacks import BatchSizeFinder, LearningRateFinder
 from lockstep.tuner.lr_finder import LRFinder
-from lockstep.tuner.trial import LOOPS, SilentLogger, alone
+from lockstep.tuner.trial import SilentLogger, alone, in_session
 
 Method = Literal["fit", "validate", "test", "predict"]
 
@@ -202,25 +201,20 @@ def _prepared(
         KeyboardInterrupt: Ctrl-C, when all is put back.
     """
     alone(trainer, what)
-    names = ("base_callbacks", "callbacks", "loggers", "seed", "fit_loop", *LOOPS)
-    before = {name: vars(trainer)[name] for name in names}
     watching = (Checkpoint, ProgressBar, ModelSummary, LearningRateFinder, BatchSizeFinder)
     trainer._attach(fn, model, given, datamodule)
-    trainer.base_callbacks = [
-        _OnlySetUp(callback) for callback in trainer.base_callbacks if not isinstance(callback, watching)
-    ]
-    trainer.loggers = [SilentLogger(logger) for logger in trainer.loggers]
-    trainer.fit_loop = FitLoop(trainer)
-    trainer.should_stop = False
-    for name, stage in LOOPS.items():
-        setattr(trainer, name, EvaluationLoop(trainer, stage))
-    try:
-        with isolate_rng(), session(trainer, fn):
+    session = trainer.session
+    only_set_up = [_OnlySetUp(callback) for callback in session.base_callbacks if not isinstance(callback, watching)]
+    inside = session.branch(
+        base_callbacks=only_set_up,
+        loggers=[SilentLogger(logger) for logger in session.loggers],
+        fit=FitState(),
+        should_stop=False,
+    )
+    with in_session(trainer, inside):
+        with isolate_rng(), call(inside, Asked(fn, None, None, trainer.fit_loop.release)):
             if fn is not TrainerFn.FITTING:
-                trainer.state.stage = RunningStage(str(fn))
+                inside.state.stage = RunningStage(str(fn))
             yield
-        if trainer.interruption is not None:
+        if inside.interruption is not None:
             raise KeyboardInterrupt
-    finally:
-        vars(trainer).update(before)
-        trainer.should_stop = False

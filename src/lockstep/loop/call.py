@@ -1,0 +1,380 @@
+"""One call of the Trainer from its first hook to its last: everything before and after the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.callbacks.base import Callback
+from lockstep.config.run import RunConfig
+from lockstep.datamodule import LightningDataModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.hyperparameters import merged_hyperparameters
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.seed import current_seed
+from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
+from lockstep.hooks import ModuleHooks
+from lockstep.loop import state
+from lockstep.loop.feed import Loaders
+from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
+from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.metrics import lists_made_alike
+from lockstep.loop.optimizers import LRSchedulerConfig, parse
+from lockstep.loop.session import Session
+from lockstep.loop.signals import TERMINATED, Signals, undisturbed
+from lockstep.module import LightningModule
+from lockstep.profilers.base import PassThroughProfiler
+from lockstep.supervise import status
+from lockstep.supervise.collective_trace import compared, set_location
+from lockstep.supervise.signals import ENDED, interruptible
+
+STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call of the Trainer is to do.
+
+    Attributes:
+        fn: which of its methods was called.
+        ckpt_path: the checkpoint to go on from, or to take the weights of.
+        weights_only: how it is to be read.
+        release: lets go of the loop's loaders and their workers.
+        signals: of a fit, which heeds them from beginning to end.
+    """
+
+    fn: TrainerFn
+    ckpt_path: str | None
+    weights_only: bool | None
+    release: Callable[[], None]
+    signals: Signals | None = None
+
+
+@contextmanager
+def call(session: Session, asked: Asked) -> Iterator[None]:
+    """Set up what a call of the Trainer needs, hand over to its loop, and tear down whatever happened.
+
+    The order of hooks is Lightning's: ``configure_callbacks``, ``prepare_data``, ``setup``, ``configure_model``,
+    weights and callbacks restored, module on its device, ``configure_optimizers``, ``on_fit_start``, training
+    state restored, the loop, ``on_fit_end``, ``teardown``.
+    """
+    session.signals = asked.signals
+    quiet = undisturbed(session) if asked.signals is None else asked.signals.heeded()
+    try:
+        with quiet, lists_made_alike(), _call(session, asked):
+            yield
+    finally:
+        session.signals = None
+
+
+@contextmanager
+def _call(session: Session, asked: Asked) -> Iterator[None]:
+    fn, signals = asked.fn, asked.signals
+    session.begin(fn)
+    session.state.status = TrainerStatus.RUNNING
+    session.ckpt_path = asked.ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
+    try:
+        with _interruptible(session), ExitStack() as watched:
+            _set_up(session, asked, watched)
+            yield
+            state.finish(session)
+            if session.interruption is not None:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        _failed(session, interrupt)
+        # A fit that was asked to end has a result. A second Ctrl-C, or what half an evaluation gives, is no result.
+        if session.interruption is None or fn is not TrainerFn.FITTING:
+            raise
+        if session.interruption == TERMINATED:
+            raise SystemExit(ENDED) from None
+    except BaseException as error:
+        name_ways_out(error)
+        if signals is not None:
+            signals.failing = True
+        status.failed(error)  # the others need not wait for what follows
+        reason = status.named(error)
+        _failed(session, reason)
+        if reason is not error:
+            raise reason from error
+        raise
+    else:
+        if fn is TrainerFn.FITTING:
+            session.hooks.call("on_fit_end")
+        _call_setup_hooks(session, "teardown")
+        state.finish(session)  # what these hooks have saved
+        if signals is not None:
+            signals.done()
+        for logger in session.loggers:
+            logger.finalize("success")
+        session.state.status = TrainerStatus.FINISHED
+    finally:
+        _tear_down(session, asked.release)
+
+
+def _be_watched(session: Session) -> None:
+    """Tell those who look for hangs how long this rank may wait, and who knows where it is."""
+    status.expect(session.config.hang_timeout, session.config.hang_kill)
+    set_location(partial(_whereabouts, session))
+
+
+def _whereabouts(session: Session) -> tuple[str, int]:
+    """The hook that runs, and the training batch; -1: none."""
+    stage, hook = session.state.stage, session.results.hook[0]
+    return hook, session.fit.progress.batch if stage is RunningStage.TRAINING else -1
+
+
+def name_ways_out(error: BaseException) -> None:
+    """Add to torch's complaint about a BatchNorm that sees one sample what to do about it, and to Python's about a
+    StopIteration where it comes from."""
+    ended = error.__cause__
+    if isinstance(error, RuntimeError) and isinstance(ended, StopIteration) and len(error.args) == 1:
+        if str(error) == "generator raised StopIteration":  # Python's words, from one of ours that a hook ran in
+            frame = traceback.extract_tb(ended.__traceback__)[-1]
+            error.args = (
+                f"{frame.name} raised StopIteration, {frame.filename}:{frame.lineno}: a `next()` whose iterator has "
+                "ended, say. Give it a default, `next(iterator, None)`, or begin the iterator anew.",
+            )
+        return
+    if not isinstance(error, ValueError) or len(error.args) != 1:
+        return
+    text = str(error)
+    if text.startswith("Expected more than 1 value per channel when training") and "drop_last" not in text:
+        # in place: the error is still the one that the user's line raised
+        error.args = (
+            f"{text}. A batch of one sample, the last one of an epoch say, has no statistics: leave it out by "
+            "DataLoader(drop_last=True); or, where there are several ranks, take the statistics over the samples of "
+            "all by Trainer(sync_batchnorm=True).",
+        )
+
+
+def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
+    session.connect()
+    module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
+    session.results = LogCollector.of(strategy, module)
+    session.callbacks = _with_model_callbacks(session.base_callbacks, module)
+    check_module(session, fn)
+    strategy.setup_environment()
+    _be_watched(session)
+    if session.config.debug == "collectives" and strategy.world_size > 1:
+        watched.enter_context(compared())
+    # "last" is what rank 0 found: another node may see its files later
+    found = asked.ckpt_path if signals is None else signals.resume_from(asked.ckpt_path)
+    ckpt_path = strategy.broadcast(found)
+    # the run's own may be displaced by a newer one, as if nothing had happened
+    session.ckpt_path = asked.ckpt_path if signals is not None and signals.goes_on else ckpt_path
+    session.agreement = strategy.make_agreement()
+    session.stop_flag = session.agreement.register("stop")
+    session.interrupt_flag = session.agreement.register("interrupt")
+    if signals is not None:
+        signals.set_up()
+    session.published = LoggedMetrics()
+    session.hooks = Hooks(session.trainer, module, session.callbacks, session.results)
+    _choose_seed(session)
+    _prepare_data(session)
+    for logger in session.loggers:
+        share = getattr(logger, "share", None)  # a third party's logger may not have it
+        if share is not None:
+            share(strategy.broadcast)
+    if not isinstance(session.profiler, PassThroughProfiler):
+        from lockstep.loop.profiled import instrument  # not for runs that measure nothing
+
+        instrument(session)
+    strategy.barrier("before setup")
+    _call_setup_hooks(session, "setup")
+    strategy.barrier("after setup")
+    if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
+        session.hooks.own("configure_sharded_model")
+    session.hooks.own("configure_model")
+    checkpoint = state.read(session, ckpt_path, asked.weights_only) if ckpt_path is not None else None
+    if checkpoint is not None:
+        state.restore_model(session, checkpoint)
+        state.restore_callbacks(session, checkpoint)
+        if signals is not None:
+            signals.restore(checkpoint)
+    strategy.setup_module(module, module.backward if is_overridden("backward", module, LightningModule) else None)
+    if fn is TrainerFn.FITTING:
+        strategy.setup_optimizers(*configured_optimizers(session))
+        session.hooks.call("on_fit_start")
+    if session.config.enable_autolog_hparams:
+        _log_hyperparameters(session)
+    if checkpoint is not None and fn is TrainerFn.FITTING:
+        state.restore_training(session, checkpoint)
+    strategy.barrier("run")
+    module.zero_grad()
+
+
+def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """What the module's ``configure_optimizers`` returns, as lists."""
+    module = session.module
+    own_step = is_overridden("lr_scheduler_step", module, LightningModule)
+    returned = session.hooks.own("configure_optimizers")
+    return parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
+
+
+def check_module(session: Session, fn: TrainerFn) -> None:
+    """Refuse a module that lacks what ``fn`` needs, before anything is started.
+
+    Raises:
+        MisconfigurationException: with the method that is missing, or the flag that cannot go with the module.
+    """
+    module, loaders, kind = session.module, session.loaders, type(session.module).__name__
+    check_removed_hooks(module, fn)
+    check_uncalled(session.strategy, session.callbacks, module, session.datamodule)
+
+    def has(name: str) -> bool:
+        return is_overridden(name, module, LightningModule)
+
+    if fn is TrainerFn.FITTING:
+        for name in ("training_step", "configure_optimizers"):
+            if not has(name):
+                raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
+        if not loaders.defined("train"):
+            raise MisconfigurationException(
+                f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "
+                "`train_dataloader` in the module."
+            )
+        if loaders.defined("val") != has("validation_step"):
+            there, lacking = ("a val_dataloader", "validation_step")
+            if has("validation_step"):
+                there, lacking = ("a validation_step", "val_dataloader")
+            rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
+        if not module.automatic_optimization:
+            _check_manual(session.config)
+    elif fn in STEP_OF:
+        stage = "val" if fn is TrainerFn.VALIDATING else "test"
+        if not has(STEP_OF[fn]):
+            raise MisconfigurationException(f"trainer.{fn}({kind}): the module has no `{STEP_OF[fn]}`; define it.")
+        _check_loader(loaders, fn, stage)
+    else:
+        if not has("predict_step") and type(module).forward is torch.nn.Module.forward:
+            raise MisconfigurationException(
+                f"trainer.predict({kind}): the module has neither `predict_step` nor `forward`; define one."
+            )
+        _check_loader(loaders, fn, "predict")
+
+
+def _check_loader(loaders: Loaders, fn: TrainerFn, stage: str) -> None:
+    if not loaders.defined(stage):
+        raise MisconfigurationException(
+            f"trainer.{fn}(): no data: pass `dataloaders=` or `datamodule=`, or define `{stage}_dataloader`."
+        )
+
+
+def _check_manual(config: RunConfig) -> None:
+    if config.gradient_clip_val is not None:
+        raise MisconfigurationException(
+            f"Trainer(gradient_clip_val={config.gradient_clip_val}) clips only under automatic optimization: call "
+            "`self.clip_gradients(optimizer, gradient_clip_val=...)` in `training_step` instead."
+        )
+    if config.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"Trainer(accumulate_grad_batches={config.accumulate_grad_batches}) works only under automatic "
+            "optimization: in manual optimization step the optimizer at every k-th batch instead."
+        )
+
+
+def _with_model_callbacks(callbacks: list[Callback], module: LightningModule) -> list[Callback]:
+    """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of the same type."""
+    own = module.configure_callbacks()
+    own = list(own) if isinstance(own, (list, tuple)) else [own]
+    kinds = {type(callback) for callback in own}
+    merged = [callback for callback in callbacks if type(callback) not in kinds] + own
+    return state.checkpoints_last(merged)
+
+
+def _choose_seed(session: Session) -> None:
+    """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
+    if session.seed is None:
+        seed = current_seed()
+        drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
+        session.seed = session.strategy.broadcast(drawn)
+
+
+def _prepare_data(session: Session) -> None:
+    """``prepare_data`` on one process of each node, or of all, the others waiting."""
+    datamodule, module = session.datamodule, session.module
+    for owner, base in ((datamodule, LightningDataModule), (module, ModuleHooks)):
+        if owner is not None and is_overridden("prepare_data", owner, base):
+            per_node = owner.prepare_data_per_node
+            if session.is_global_zero or (per_node and session.strategy.world.local_rank == 0):
+                owner.prepare_data()
+    session.strategy.barrier("prepare_data")
+
+
+def _call_setup_hooks(session: Session, name: str) -> None:
+    stage = str(session.state.fn)
+    if session.datamodule is not None:
+        getattr(session.datamodule, name)(stage=stage)
+    session.hooks.call(name, stage)
+
+
+def _log_hyperparameters(session: Session) -> None:
+    sources = [obj for obj in (session.module, session.datamodule) if obj is not None]
+    merged = merged_hyperparameters(sources)
+    for logger in session.loggers:
+        if merged:
+            logger.log_hyperparams(merged)
+        logger.log_graph(session.module)
+        logger.save()
+
+
+def _failed(session: Session, error: BaseException) -> None:
+    session.state.status = TrainerStatus.INTERRUPTED
+    if not session.has("hooks"):  # nothing of the user's has been set up
+        return
+    state.finish_alone(session)
+    session.hooks.call("on_exception", error)
+    if session.datamodule is not None:
+        session.datamodule.on_exception(error)
+    for logger in session.loggers:
+        logger.finalize("failed")
+
+
+def _tear_down(session: Session, release: Callable[[], None]) -> None:
+    release()
+    state.finish_alone(session)
+    session.strategy.teardown()
+    if session.has("results"):
+        session.results.enter("")  # nothing can be logged any more
+    if session.has("agreement"):
+        session.agreement.close()
+    session.state.stage = None
+    set_location(None)
+    if session.instruments is not None:
+        session.instruments.conclude()
+
+
+@contextmanager
+def _interruptible(session: Session) -> Iterator[None]:
+    """The first Ctrl-C asks the loop to end at its next boundary, the second one raises where it strikes."""
+
+    def ask() -> None:
+        if session.interruption is None:
+            session.interruption = "Ctrl-C"
+            session.should_stop = True
+            if session.is_global_zero:
+                _say(session)
+
+    def end() -> None:
+        session.interruption = None  # this one is not for the loop to end cleanly
+
+    with interruptible(ask, end):
+        yield
+
+
+def _say(session: Session) -> None:
+    """What follows from a Ctrl-C. Written past Python's buffers: a handler may strike while they are written to."""
+    where = "the next boundary" if session.state.fn is TrainerFn.FITTING else "this batch's end"
+    text = f"lockstep: Ctrl-C: trainer.{session.state.fn} ends at {where}; a second Ctrl-C ends it at once."
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
+        clear = "\n" if sys.stderr.isatty() else ""  # below the bar and the ^C
+        os.write(sys.stderr.fileno(), f"{clear}{text}\n".encode())
