@@ -29,6 +29,7 @@ from lockstep.loop.logging import LogCollector, LoggedMetrics, is_metric
 from lockstep.loop.optimizers import parse
 from lockstep.loop.progress import EPOCH_START
 from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
 
 # -- what a trial may change ---------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ class Kept:
         trainer: inside a call, its module set up.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         module, strategy = trainer.lightning_module, trainer.strategy
         self._parts = [(part, part.training, _tensors(part)) for part in module.modules()]
@@ -116,8 +117,9 @@ class Kept:
             _restore_optimizer(optimizer, saved)
         for scheduler, saved in self._schedulers:
             scheduler.load_state_dict(copy.deepcopy(saved))
-        if self._scaler is not None:
-            trainer.strategy.precision.scaler.load_state_dict(self._scaler)
+        scaler = trainer.strategy.precision.scaler
+        if scaler is not None and self._scaler is not None:
+            scaler.load_state_dict(self._scaler)
         for generator, saved in self._generators:
             generator.set_state(saved)
         set_random_states(self._random)
@@ -161,7 +163,7 @@ def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
                     yield generator
 
 
-def _saves_more(trainer: Any) -> bool:
+def _saves_more(trainer: Trainer) -> bool:
     """Whether somebody has a state of his own in checkpoints, which a trial may change."""
     module, datamodule = trainer.lightning_module, trainer.datamodule
     hooks = ("on_save_checkpoint", "on_load_checkpoint")
@@ -215,7 +217,7 @@ class SilentLogger(DummyLogger):
         return getattr(self._logger, "log_dir", None)
 
 
-def alone(trainer: Any, what: str) -> None:
+def alone(trainer: Trainer, what: str) -> None:
     """Refuse several ranks.
 
     Raises:
@@ -230,7 +232,7 @@ def alone(trainer: Any, what: str) -> None:
 
 
 @contextmanager
-def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
+def trial(trainer: Trainer, kept: Kept, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
     """The Trainer as if in a call of its own: ``callbacks`` and no others, nothing logged or saved.
 
     Afterwards, also after an exception, everything is what it was when ``kept`` was made; a Ctrl-C is passed on.
@@ -243,9 +245,17 @@ def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> 
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     before, strategy_before = dict(vars(trainer)), dict(vars(strategy))
-    quiet = {"num_sanity_val_steps": 0, "min_epochs": 0, "min_steps": 0, "max_time": None, "log_every_n_steps": 1}
-    validation = {"val_check_interval": 1.0, "check_val_every_n_epoch": trainer.config.check_val_every_n_epoch or 1}
-    trainer.config = replace(trainer.config, **quiet, **validation, **flags)
+    trainer.config = replace(
+        trainer.config,
+        num_sanity_val_steps=0,
+        min_epochs=0,
+        min_steps=0,
+        max_time=None,
+        log_every_n_steps=1,
+        val_check_interval=1.0,
+        check_val_every_n_epoch=trainer.config.check_val_every_n_epoch or 1,
+        **flags,
+    )
     trainer.state = TrainerState(trainer.state.status, trainer.state.fn, trainer.state.stage)
     trainer.loggers = [SilentLogger(logger) for logger in trainer.loggers]
     trainer.callbacks, trainer.hooks = callbacks, Hooks(trainer, module, callbacks)
@@ -271,7 +281,7 @@ def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> 
             trainer.interruption, trainer.should_stop = interruption, True
 
 
-def train(trainer: Any) -> None:
+def train(trainer: Trainer) -> None:
     """Train inside a trial, epoch after epoch, until its ``max_steps`` or ``should_stop``."""
     loop, most = trainer.fit_loop, trainer.config.max_steps
     loop._most_steps = math.inf if most == -1 else most
@@ -279,6 +289,7 @@ def train(trainer: Any) -> None:
     loop.step.setup()
     trainer.state.stage = RunningStage.TRAINING
     loop.setup_data()
+    assert loop.feed is not None, "a fit has a training loader"
     if loop._validates:
         loop.validation.setup_data()
     trainer.hooks.call("on_train_start")
@@ -287,7 +298,7 @@ def train(trainer: Any) -> None:
     trainer.hooks.call("on_train_end")
 
 
-def evaluate(trainer: Any) -> Any:
+def evaluate(trainer: Trainer) -> Any:
     """Validate, test or predict inside a trial; gives the loop."""
     stage = trainer.state.stage
     (loop,) = (getattr(trainer, name) for name, each in LOOPS.items() if each is stage)
@@ -306,7 +317,7 @@ def evaluate(trainer: Any) -> Any:
     return loop
 
 
-def configure_again(trainer: Any) -> None:
+def configure_again(trainer: Trainer) -> None:
     """Ask the module for its optimizers anew, before the first window: they may depend on what was found."""
     module = trainer.lightning_module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
@@ -315,6 +326,6 @@ def configure_again(trainer: Any) -> None:
     trainer.strategy.setup_optimizers(*found)
 
 
-def has_begun(trainer: Any) -> bool:
+def has_begun(trainer: Trainer) -> bool:
     """Whether the fit's training has begun, so that its optimizers have a past."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.state.stage is not None
