@@ -31,9 +31,6 @@ class Callback:
                 trainer.print(f"epoch {trainer.current_epoch} is done")
     """
 
-    # `trainer` is a lockstep.Trainer and `pl_module` a LightningModule; they are Any here so that an override may
-    # name its own module's class and still type-check.
-
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
