@@ -110,7 +110,7 @@ def test_onnx_by_the_exporter_of_old(to_file: bool, tmp_path: Path) -> None:
 
 
 def test_what_is_not_installed_is_told_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.export.find_spec", lambda name: importlib.util.find_spec("a_package_that_nobody_has"))
+    monkeypatch.setattr("lockstep.module.find_spec", lambda name: importlib.util.find_spec("a_package_that_nobody_has"))
     with pytest.raises(
         ModuleNotFoundError, match=r'Net.to_onnx\(\) needs the package `onnx`.*"torch-lockstep\[onnx\]"'
     ):

@@ -84,9 +84,9 @@ class Attributes:
     interrupt_flag = Of[int]()
 
     @property
-    def lightning_module(self) -> LightningModule | None:
-        """The module of the last call."""
-        return self.session.module if self.session.has("module") else None
+    def lightning_module(self) -> LightningModule:
+        """The module of the last call; None before the first."""
+        return vars(self.session).get("module")  # type: ignore[return-value]
 
     @lightning_module.setter
     def lightning_module(self, module: LightningModule) -> None:
@@ -177,7 +177,7 @@ class Attributes:
         return self.strategy.precision.scaler
 
     @property
-    def model(self) -> LightningModule | None:
+    def model(self) -> LightningModule:
         """The module; lockstep wraps it in nothing."""
         return self.lightning_module
 

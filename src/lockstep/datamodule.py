@@ -21,7 +21,7 @@ from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 if TYPE_CHECKING:
     from os import PathLike
 
-    from lockstep.ground.view import TrainerView
+    from lockstep.trainer import Trainer
 
 
 class LightningDataModule(HyperparametersMixin):
@@ -57,7 +57,7 @@ class LightningDataModule(HyperparametersMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         #: the Trainer that this data module is attached to
-        self.trainer: TrainerView | None = None
+        self.trainer: Trainer | None = None
         #: ``prepare_data`` runs once on every node (True) or once in all (False)
         self.prepare_data_per_node: bool = True
         #: a loader without samples is no error where there are several devices

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
-from typing import Any
+from importlib.util import find_spec
+from io import BytesIO
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,24 @@ from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, load_weights, make, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
-from lockstep.export import ModuleExports
 from lockstep.ground.classmethods import restricted_classmethod
-from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
-from lockstep.ground.rank import warn_once
+from lockstep.ground.rank import rank_zero_deprecation, warn_once
 from lockstep.ground.tree import tree_map
-from lockstep.ground.types import STEP_OUTPUT, OptimizerLRScheduler
-from lockstep.ground.view import TrainerView
+from lockstep.ground.types import STEP_OUTPUT, LRSchedulerTypeUnion, OptimizerLRScheduler
 from lockstep.hooks import ModuleHooks
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.serialization import MAP_LOCATION
+    from torchmetrics import Metric
 
-class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Module):
+    from lockstep.loggers.base import Logger
+    from lockstep.trainer import Trainer
+
+
+class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     """A model together with its training.
 
     Write ``training_step`` and ``configure_optimizers``; everything else has a default. One such class runs
@@ -58,7 +66,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._automatic_optimization = True
         self._strict_loading: bool | None = None
         self._example_input_array: Any = None
@@ -68,7 +76,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
     # -- where it runs -------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> TrainerView:
+    def trainer(self) -> Trainer:
         """The Trainer that runs this module.
 
         Raises:
@@ -79,7 +87,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         return self._trainer
 
     @trainer.setter
-    def trainer(self, trainer: TrainerView | None) -> None:
+    def trainer(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
 
     @property
@@ -121,12 +129,12 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
-    def logger(self) -> Any:
+    def logger(self) -> Logger | None:
         """The first logger of the Trainer, or None."""
         return self._trainer.logger if self._trainer is not None else None
 
     @property
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list[Logger]:
         """The loggers of the Trainer."""
         return self._trainer.loggers if self._trainer is not None else []
 
@@ -164,7 +172,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         return self._example_input_array
 
     @example_input_array.setter
-    def example_input_array(self, example: Any) -> None:
+    def example_input_array(self, example: object) -> None:
         self._example_input_array = example
 
     # -- what it does --------------------------------------------------------------------------------------
@@ -205,15 +213,15 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
     def log(
         self,
         name: str,
-        value: Any,
+        value: Metric | Tensor | int | float,
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
+        reduce_fx: str | Callable[..., Any] = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: Any = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         metric_attribute: str | None = None,
@@ -246,11 +254,11 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         sized = batch_size is None or (type(batch_size) is int and batch_size > 0)
         if sized and (kind is Tensor or kind is float) and table is not None and not results.muted:
             entry = table.get(name)
-            quick = value.dtype if kind is Tensor else float
+            quick = value.dtype if kind is Tensor else float  # type: ignore[union-attr]
             if entry is not None and quick is entry.quick and entry.options == options:
                 # Most values, in this frame: with nothing of ours in the processor's cache a call costs a microsecond.
                 try:
-                    number = value.item() if kind is Tensor else value
+                    number = value.item() if kind is Tensor else value  # type: ignore[union-attr]
                 except RuntimeError:  # more numbers than one
                     results.log(name, value, options, batch_size)
                     return
@@ -278,7 +286,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
         """The tensors of ``data`` from all ranks: each of shape ``(world_size, *shape)``; as it is on one process.
 
         Args:
@@ -288,7 +296,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         """
         strategy = self.trainer.strategy
 
-        def gather(value: Any) -> Tensor:
+        def gather(value: Tensor | float) -> Tensor:
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, device=strategy.root_device)
             return strategy.all_gather(tensor, group=group, sync_grads=sync_grads)
 
@@ -296,17 +304,16 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
 
     # -- optimization --------------------------------------------------------------------------------------
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True) -> Optimizer | list[Optimizer]:
         """The optimizer, or the list of them, that ``configure_optimizers`` made.
 
         Args:
             use_pl_optimizer: give wrappers whose ``step`` runs the hooks and counts; else the plain optimizers.
         """
-        trainer: Any = self.trainer
-        found = trainer.wrapped_optimizers if use_pl_optimizer else trainer.optimizers
+        found: list[Any] = list(self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers)
         return found[0] if len(found) == 1 else found
 
-    def lr_schedulers(self) -> Any:
+    def lr_schedulers(self) -> LRSchedulerTypeUnion | list[LRSchedulerTypeUnion] | None:
         """The scheduler, the list of them, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not found else found[0] if len(found) == 1 else found
@@ -317,14 +324,13 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
             raise MisconfigurationException(
                 "manual_backward() was called under automatic optimization: set `self.automatic_optimization = False`."
             )
-        trainer: Any = self.trainer
-        trainer.fit_loop.step.manual_backward(loss, *args, **kwargs)
+        self.trainer.fit_loop.step.manual_backward(loss, *args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients; override it for another backward than ``loss.backward()``."""
         loss.backward(*args, **kwargs)
 
-    def toggle_optimizer(self, optimizer: Any) -> None:
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only ``optimizer``'s parameters need gradients, until :meth:`untoggle_optimizer`."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for other in self.trainer.optimizers:
@@ -334,14 +340,14 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
                         self._toggled.setdefault(parameter, parameter.requires_grad)
                         parameter.requires_grad = False
 
-    def untoggle_optimizer(self, optimizer: Any) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
         """Give the parameters their ``requires_grad`` back."""
         for parameter, needed in self._toggled.items():
             parameter.requires_grad = needed
         self._toggled = {}
 
     @contextmanager
-    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
         """:meth:`toggle_optimizer` for the length of a ``with`` block."""
         self.toggle_optimizer(optimizer)
         try:
@@ -351,7 +357,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
 
     def clip_gradients(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
@@ -362,8 +368,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
             gradient_clip_val: bound; None for the Trainer's, or for no clipping where it has none.
             gradient_clip_algorithm: "norm" (total 2-norm over all parameters) or "value" (each element).
         """
-        trainer: Any = self.trainer
-        trainer.fit_loop.step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.fit_loop.step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_gradient_clipping(
         self,
@@ -374,7 +379,13 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         """Clip at the end of a window; override it to clip otherwise."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
         """Step the optimizer; an override must run ``optimizer_closure`` (the forward and backward) itself or by it."""
         optimizer.step(closure=optimizer_closure)
 
@@ -382,12 +393,12 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         """Drop the gradients of the last window."""
         optimizer.zero_grad()
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+    def lr_scheduler_step(self, scheduler: LRSchedulerTypeUnion, metric: SupportsFloat | None) -> None:
         """Step a scheduler, with the metric that it monitors if it does."""
         if metric is None and not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         else:
-            scheduler.step(metric)
+            scheduler.step(metric)  # type: ignore[arg-type]  # another scheduler may take a metric, too
 
     def freeze(self) -> Self:
         """No parameter needs gradients; eval mode. Gives the module."""
@@ -405,7 +416,7 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PathLike[str],
-        map_location: Any = None,
+        map_location: MAP_LOCATION = None,
         hparams_file: str | PathLike[str] | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
@@ -434,6 +445,113 @@ class LightningModule(ModuleHooks, ModuleExports, HyperparametersMixin, nn.Modul
         load_weights(module, checkpoint["state_dict"], strict)
         first = next((value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)), None)
         return module if first is None else module.to(first.device)
+
+    # -- exports -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def to_onnx(
+        self, file_path: str | PathLike[str] | BytesIO | None = None, input_sample: object = None, **kwargs: Any
+    ) -> Any:
+        """Export ``forward`` to ONNX.
+
+        Args:
+            file_path: a path, or a buffer to write to; None: nothing is written.
+            input_sample: an input of ``forward``, a tuple for several; None: ``example_input_array``. It goes
+                through the module's batch transfer hooks, to the module's device.
+            **kwargs: of ``torch.onnx.export``.
+
+        Returns:
+            torch's ``ONNXProgram``; None from the exporter of old (``dynamo=False``).
+
+        Raises:
+            ModuleNotFoundError: `onnx` or `onnxscript` is not installed.
+            MisconfigurationException: there is no input to export with.
+        """
+        needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
+        for package in needed:
+            if find_spec(package) is None:
+                raise missing_extra(package, "onnx", f"{type(self).__name__}.to_onnx()")
+        sample = self._sample(input_sample, "to_onnx(path, input_sample)")
+        training = self.training
+        self.eval()
+        try:
+            if not isinstance(file_path, BytesIO):
+                path = None if file_path is None else fspath(file_path)
+                return torch.onnx.export(self, sample, path, **kwargs)
+            if not kwargs.get("dynamo", True):
+                return torch.onnx.export(self, sample, file_path, **kwargs)  # type: ignore[arg-type]
+            program: Any = torch.onnx.export(self, sample, None, **kwargs)
+            file_path.write(program.model_proto.SerializeToString())
+            return program
+        finally:
+            self.train(training)
+
+    @torch.no_grad()
+    def to_torchscript(
+        self,
+        file_path: str | PathLike[str] | None = None,
+        method: str | None = "script",
+        example_inputs: object = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Export ``forward`` to TorchScript, in eval mode. Torch has deprecated it: see ``torch.export``.
+
+        Args:
+            file_path: where to write it; None: nothing is written.
+            method: "script", or "trace" to record one call.
+            example_inputs: the input of that call; None: ``example_input_array``.
+            **kwargs: of ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Returns:
+            the ``ScriptModule``.
+
+        Raises:
+            MisconfigurationException: another ``method``, or no input to trace with.
+        """
+        rank_zero_deprecation(
+            "to_torchscript(): torch has deprecated TorchScript; use torch.export.export(module, ...)"
+        )
+        if method not in ("script", "trace"):
+            raise MisconfigurationException(f'to_torchscript(method={method!r}): choose "script" or "trace".')
+        training = self.training
+        # torch looks at every property; what needs a Trainer has to be missing then, not to raise
+        trainer, self._trainer = self._trainer, object()  # type: ignore[assignment]
+        self.eval()
+        try:
+            if method == "script":
+                found: Any = torch.jit.script(self, **kwargs)
+            else:
+                sample = self._sample(example_inputs, "to_torchscript(method='trace', example_inputs=...)")
+                found = torch.jit.trace(self, sample, **kwargs)
+        finally:
+            self._trainer = trainer
+            self.train(training)
+        if file_path is not None:
+            torch.jit.save(found, fspath(file_path))
+        return found
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: export to ONNX, which TensorRT reads.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}.to_tensorrt(): lockstep does not export to TensorRT; write `to_onnx(path)`, which "
+            "TensorRT reads, or call torch_tensorrt.compile(module, ...) yourself."
+        )
+
+    def _sample(self, given: object, call: str) -> Any:
+        """An input of ``forward`` as a batch would come: through the transfer hooks, on the module's device."""
+        sample = self.example_input_array if given is None else given
+        if sample is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.{call}: there is no input to export with; give one, or set "
+                "`self.example_input_array`."
+            )
+        sample = self.on_before_batch_transfer(sample, 0)
+        sample = self.transfer_batch_to_device(sample, self.device, 0)
+        return self.on_after_batch_transfer(sample, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

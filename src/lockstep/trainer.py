@@ -244,9 +244,9 @@ class Trainer(Attributes):
     def _begin_call(self) -> None:
         """In the process in which a call runs: find out which rank it is, and tie the module to this Trainer."""
         self._connect(self.strategy)
-        self.session.module.trainer = self  # type: ignore[assignment]
+        self.session.module.trainer = self
         if self.datamodule is not None:
-            self.datamodule.trainer = self  # type: ignore[assignment]
+            self.datamodule.trainer = self
 
     def _connect(self, strategy: Strategy) -> None:
         """Tell the strategy which rank this process is."""

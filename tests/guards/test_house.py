@@ -30,7 +30,6 @@ FLOORS = {
     "module": 2,
     "hooks": 2,
     "datamodule": 2,
-    "export": 2,
     "strategies": 3,
     "config": 4,
     "loop": 4,
@@ -54,6 +53,10 @@ FACES = {
     "lockstep.tuner",
     "lockstep.utilities",
 }
+# Users' overrides of hooks name the Trainer (`def on_fit_start(self, trainer: Trainer, ...)`), so the signatures that
+# they override name it, too. These parts may import exactly this one from above, for type checkers only.
+TRAINER = "lockstep.trainer"
+NAME_THE_TRAINER = {"callbacks", "loggers", "module", "datamodule", "loop"}
 ENGINES = ("parallel", "planner", "precision", "data", "hpc")
 ABOVE_ENGINES = ("trainer", "loop", "strategies", "callbacks")
 READS_ENVIRONMENT = ("cluster", "launch", "supervise", "testing")
@@ -135,9 +138,21 @@ def imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
 
 
 def inner_imports(source: Source, sources: Sources) -> Iterator[tuple[int, str]]:
+    may_name_it = type_only_lines(source) if source.part in NAME_THE_TRAINER else set()
     for line, name in imports(source, sources):
-        if name.split(".")[0] == "lockstep":
+        if name.split(".")[0] == "lockstep" and not (name == TRAINER and line in may_name_it):
             yield line, name
+
+
+def type_only_lines(source: Source) -> set[int]:
+    """The lines below ``if TYPE_CHECKING:``."""
+    return {
+        line
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for each in node.body
+        for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)
+    }
 
 
 # -- the laws: each gives one sentence per breach -----------------------------------------------------------
@@ -316,6 +331,21 @@ CASES = [
         "launch/a.py:2 (floor 2) imports lockstep.strategies.ddp (floor 3)",
     ),
     (floors, {"ground/rank.py": "from ..loop.fit import FitLoop"}, "imports lockstep.loop.fit (floor 4)"),
+    (
+        floors,
+        {"callbacks/a.py": "from lockstep.trainer import Trainer", "trainer.py": '"""A."""'},
+        "callbacks/a.py:1 (floor 2) imports lockstep.trainer (floor 5)",
+    ),
+    (
+        floors,
+        {"callbacks/a.py": "if TYPE_CHECKING:\n    from lockstep.loop.fit import FitLoop"},
+        "callbacks/a.py:2 (floor 2) imports lockstep.loop.fit (floor 4)",
+    ),
+    (
+        floors,
+        {"strategies/a.py": "if TYPE_CHECKING:\n    from lockstep.trainer import Trainer", "trainer.py": '"""A."""'},
+        "strategies/a.py:2 (floor 3) imports lockstep.trainer (floor 5)",
+    ),
     (floors, {"attic/a.py": ""}, "'attic' stands on no floor"),
     (floors, {"loop/fit.py": "from lockstep.testing.pool import RankPool"}, "which stands apart"),
     (
@@ -383,7 +413,8 @@ def test_a_law_lets_pass(law: Callable[[Sources], Iterator[str]], tmp_path: Path
     files = {
         "__init__.py": '"""The face."""\nfrom lockstep.trainer import Trainer as Trainer',
         "callbacks/__init__.py": '"""A face."""\nfrom lockstep.callbacks.base import Callback as Callback',
-        "callbacks/base.py": '"""Callbacks."""\nfrom lockstep.ground import tree',
+        "callbacks/base.py": '"""Callbacks."""\nfrom lockstep.ground import tree\n'
+        "if TYPE_CHECKING:\n    from lockstep.trainer import Trainer",
         "ground/__init__.py": '"""The ground floor."""',
         "ground/tree.py": '"""Trees."""\nimport os\nhere = os.getcwd()',
         "cluster/slurm.py": '"""Slurm."""\nimport os\nrank = os.environ["SLURM_PROCID"]',

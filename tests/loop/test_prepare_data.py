@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep import LightningDataModule
-from lockstep.loop.session import _prepare_data
+from lockstep.loop.call import _prepare_data
 from tests.loop.pieces import Slope
 
 
@@ -41,14 +41,13 @@ def test_where_it_runs(local_rank: int, is_global_zero: bool, per_node: bool, ru
     data, module = Data(), Module()
     data.prepare_data_per_node = module.prepare_data_per_node = per_node
     barriers: list[Any] = []
-    trainer = SimpleNamespace(
+    session = SimpleNamespace(
         datamodule=data,
-        lightning_module=module,
-        local_rank=local_rank,
+        module=module,
         is_global_zero=is_global_zero,
-        strategy=SimpleNamespace(barrier=barriers.append),
+        strategy=SimpleNamespace(barrier=barriers.append, world=SimpleNamespace(local_rank=local_rank)),
     )
-    _prepare_data(trainer)
+    _prepare_data(session)
     assert called == (["data", "module"] if runs else [])
     assert barriers == ["prepare_data"]  # the others wait
 
@@ -57,12 +56,11 @@ def test_each_says_for_itself() -> None:
     called.clear()
     data, module = Data(), Module()
     data.prepare_data_per_node = False
-    trainer = SimpleNamespace(
+    session = SimpleNamespace(
         datamodule=data,
-        lightning_module=module,
-        local_rank=0,
+        module=module,
         is_global_zero=False,
-        strategy=SimpleNamespace(barrier=lambda name: None),
+        strategy=SimpleNamespace(barrier=lambda name: None, world=SimpleNamespace(local_rank=0)),
     )
-    _prepare_data(trainer)
+    _prepare_data(session)
     assert called == ["module"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class Callback:
@@ -26,91 +31,90 @@ class Callback:
                 trainer.print(f"epoch {trainer.current_epoch} is done")
     """
 
-    # `trainer` is a lockstep.Trainer and `pl_module` a LightningModule; they are Any here so that an override may
-    # name its own module's class and still type-check.
-
     # -- a run ---------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called first; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called last, with the same ``stage`` as :meth:`setup`."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when the fit begins, before the sanity check of validation."""
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when the fit has ended."""
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before the few validation batches that are tried ahead of training."""
 
-    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after the few validation batches that are tried ahead of training."""
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Called when an exception (Ctrl-C among them) ends the run; it is raised again afterwards."""
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called once before the first epoch of training, after the sanity check."""
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called once after the last epoch of training."""
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when an epoch of training begins."""
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when an epoch of training ends, after validation; ``pl_module.log`` may be used here."""
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Called before each ``training_step``; the batch is on its device."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         """Called after each ``training_step`` and the update, if one was due; ``outputs`` is what it gave."""
 
-    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         """What lockstep's own callbacks do at the start of a micro-batch, with samples or without.
 
         A rank without samples calls it in place of :meth:`on_train_batch_start`.
         """
 
-    def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         """The same for :meth:`on_train_batch_end`."""
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Called before ``loss.backward()``."""
 
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after ``loss.backward()``, before gradients are clipped."""
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called before ``optimizer.step()`` with the gradients of the whole window, not yet clipped."""
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called before ``optimizer.zero_grad()``."""
 
     # -- validation ----------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when validation begins."""
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when validation has ended and its metrics are in ``trainer.callback_metrics``."""
 
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before the first validation batch."""
 
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after the last validation batch; ``pl_module.log`` may be used here."""
 
     def on_validation_batch_start(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -119,9 +123,9 @@ class Callback:
 
     def on_validation_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -130,22 +134,22 @@ class Callback:
 
     # -- test ----------------------------------------------------------------------------------------------
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when testing begins."""
 
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when testing has ended and its metrics are in ``trainer.callback_metrics``."""
 
-    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before the first test batch."""
 
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after the last test batch; ``pl_module.log`` may be used here."""
 
     def on_test_batch_start(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -154,9 +158,9 @@ class Callback:
 
     def on_test_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -165,22 +169,22 @@ class Callback:
 
     # -- prediction ----------------------------------------------------------------------------------------
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when prediction begins."""
 
-    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when prediction has ended."""
 
-    def on_predict_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called before the first batch of prediction."""
 
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after the last batch of prediction."""
 
     def on_predict_batch_start(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -189,8 +193,8 @@ class Callback:
 
     def on_predict_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -216,8 +220,8 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave when the checkpoint was written."""
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called with the whole checkpoint before it is written; it may be changed in place."""
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called with the whole checkpoint after it was read and before it is used."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException, missing_extra
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class DeviceStatsMonitor(Callback):
@@ -39,7 +43,7 @@ class DeviceStatsMonitor(Callback):
         self._cpu_stats = cpu_stats
         self._psutil: Any = None
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that there is somebody to read from and somebody to write to."""
         device = trainer.strategy.root_device.type
         if stage == "fit" and not trainer.loggers:
@@ -57,23 +61,23 @@ class DeviceStatsMonitor(Callback):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Write, in steps that log."""
         self._training(trainer, "on_train_batch_start")
 
-    def _on_any_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._training(trainer, "on_train_batch_start")
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Write, in steps that log."""
         self._training(trainer, "on_train_batch_end")
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._training(trainer, "on_train_batch_end")
 
-    def _training(self, trainer: TrainerView, hook: str) -> None:
+    def _training(self, trainer: Trainer, hook: str) -> None:
         every = trainer.log_every_n_steps
         if every and (trainer.fit_loop.progress.windows + 1) % every == 0:
             self._write(trainer, hook)
@@ -81,16 +85,16 @@ class DeviceStatsMonitor(Callback):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_validation_batch_start(
-        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write, in every n-th batch."""
         self._evaluating(trainer, "on_validation_batch_start", batch_idx)
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -99,16 +103,16 @@ class DeviceStatsMonitor(Callback):
         self._evaluating(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
-        self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_start", batch_idx)
 
     def on_test_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -116,14 +120,14 @@ class DeviceStatsMonitor(Callback):
         """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_end", batch_idx)
 
-    def _evaluating(self, trainer: TrainerView, hook: str, batch_idx: int) -> None:
+    def _evaluating(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
         every = trainer.log_every_n_steps
         if every and (batch_idx + 1) % every == 0:
             self._write(trainer, hook)
 
     # -- what is written -----------------------------------------------------------------------------------
 
-    def _write(self, trainer: TrainerView, hook: str) -> None:
+    def _write(self, trainer: Trainer, hook: str) -> None:
         stats = self._stats(trainer.strategy.root_device)
         if not stats:
             return

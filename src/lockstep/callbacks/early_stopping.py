@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log, rank_prefixed_message, rank_zero_warn, warn_once
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class EarlyStoppingReason(Enum):
@@ -105,23 +108,23 @@ class EarlyStopping(Callback):
         """One state for each pair of ``monitor`` and ``mode``."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Decide when to check, if that was left open."""
         if self._asked_for_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget why an earlier fit was stopped; how long to wait still counts on."""
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message = None
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check here, if validation runs once an epoch or the user said so; a resume checks an interrupted epoch."""
         if self._check_on_train_epoch_end and not trainer.fit_loop.is_interrupted:
             self._check(trainer)
 
-    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check here otherwise."""
         if not self._check_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._check(trainer)
@@ -148,7 +151,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
-    def _check(self, trainer: TrainerView) -> None:
+    def _check(self, trainer: Trainer) -> None:
         if trainer.fast_dev_run:
             return
         metrics = trainer.reduced_metrics()
@@ -166,7 +169,7 @@ class EarlyStopping(Callback):
             rank = trainer.global_rank if trainer.world_size > 1 else None
             log.info(rank_prefixed_message(message, rank))
 
-    def _report_missing(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> None:
+    def _report_missing(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         message = (
             f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged. Logged so far: "
             f"{', '.join(map(repr, metrics)) or 'none'}. Log it with `self.log({self.monitor!r}, value)`, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 Modules = nn.Module | Iterable[Any]
 
@@ -54,28 +57,28 @@ class BaseFinetuning(Callback):
 
     # -- to override ---------------------------------------------------------------------------------------
 
-    def freeze_before_training(self, pl_module: Any) -> None:
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
         """Freeze what shall not be trained from the start; called in ``setup``, on every rank."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to freeze: define freeze_before_training.")
 
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Thaw what is due; called when an epoch begins, once for each optimizer."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to thaw: define finetune_function.")
 
     # -- hooks ---------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Freeze; a new fit knows of no parameter groups yet."""
         if stage == "fit":
             self._internal_optimizer_metadata, self._restarting, self._loaded = {}, False, None
         self.freeze_before_training(pl_module)
 
-    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a resumed fit, give the optimizers their parameter groups, whose values are restored after this."""
         if not self._restarting:
             return
         self._restarting = False
-        parameters = dict(_module(pl_module).named_parameters())
+        parameters = dict(pl_module.named_parameters())
         for number, optimizer in enumerate(trainer.optimizers):
             stored = self._internal_optimizer_metadata.get(number)
             if stored:
@@ -85,10 +88,10 @@ class BaseFinetuning(Callback):
                 for name in added:  # for a checkpoint of Lightning's, which does not say what is frozen
                     parameters[name].requires_grad = True
         if self._loaded is not None:
-            _restore_frozen(_module(pl_module), self._loaded)
+            _restore_frozen(pl_module, self._loaded)
             self._loaded = None
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Thaw what is due, and note the parameter groups that came of it."""
         for number, optimizer in enumerate(trainer.optimizers):
             before = len(optimizer.param_groups)
@@ -107,13 +110,13 @@ class BaseFinetuning(Callback):
         stored = state_dict.get("internal_optimizer_metadata", {})
         self._internal_optimizer_metadata = {number: list(groups) for number, groups in stored.items()}
 
-    def on_save_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add to this callback's state what is frozen now."""
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if own is not None:
-            own.update(_frozen(_module(pl_module)))
+            own.update(_frozen(pl_module))
 
-    def on_load_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remember what was frozen."""
         own = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if trainer.state.fn == "fit" and "frozen" in own:
@@ -123,12 +126,12 @@ class BaseFinetuning(Callback):
     def _apply_mapping_to_param_groups(groups: list[dict[str, Any]], mapping: Any) -> list[dict[str, Any]]:
         return [{**group, "params": [mapping[parameter] for parameter in group["params"]]} for group in groups]
 
-    def _store(self, pl_module: ModuleView, number: int, before: int, groups: list[dict[str, Any]]) -> None:
+    def _store(self, pl_module: LightningModule, number: int, before: int, groups: list[dict[str, Any]]) -> None:
         stored = self._internal_optimizer_metadata.setdefault(number, [])
         fresh = groups[before:] if stored else groups
         if not fresh:
             return
-        names = {parameter: name for name, parameter in _module(pl_module).named_parameters()}
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
         strangers = [parameter for group in fresh for parameter in group["params"] if parameter not in names]
         if strangers:
             raise MisconfigurationException(
@@ -276,22 +279,22 @@ class BackboneFinetuning(BaseFinetuning):
         self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Freeze the backbone."""
         if stage == "fit":
             self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)
 
-    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As of :class:`BaseFinetuning`."""
         _backbone(pl_module)
         super().on_fit_start(trainer, pl_module)
 
-    def freeze_before_training(self, pl_module: Any) -> None:
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
         """Freeze the backbone, its BatchNorm apart."""
         self.freeze(_backbone(pl_module))
 
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Thaw the backbone at its epoch; raise its learning rate in later ones."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
@@ -327,11 +330,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().load_state_dict(state_dict)
 
 
-def _module(pl_module: Any) -> nn.Module:
-    return cast(nn.Module, pl_module)
-
-
-def _backbone(pl_module: Any) -> nn.Module:
+def _backbone(pl_module: LightningModule) -> nn.Module:
     backbone = getattr(pl_module, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise MisconfigurationException(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class GradientAccumulationScheduler(Callback):
@@ -54,7 +57,7 @@ class GradientAccumulationScheduler(Callback):
                     )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
-        self._in_charge_of: TrainerView | None = None
+        self._in_charge_of: Trainer | None = None
         self._told: int | None = None  # what the Trainer was told in place of the schedule
 
     def going_to_accumulate_grad_batches(self) -> bool:
@@ -65,7 +68,7 @@ class GradientAccumulationScheduler(Callback):
         """Micro-batches of a step in ``epoch``, counted from 0."""
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Hand the schedule to the Trainer, ahead of everything that counts steps by it."""
         if stage != "fit":
             return
@@ -81,25 +84,31 @@ class GradientAccumulationScheduler(Callback):
                 f"Trainer(accumulate_grad_batches={given!r}) and GradientAccumulationScheduler({self.scheduling}) "
                 "both say how many micro-batches a step has: drop one of them."
             )
-        trainer.accumulate_grad_batches = dict(self.scheduling)  # type: ignore[assignment]  # read as an int
+        _set_flag(trainer, dict(self.scheduling))
         self._in_charge_of, self._told = trainer, None
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow a subclass that answers otherwise than ``scheduling``."""
         epoch = trainer.current_epoch
         wanted = self.get_accumulate_grad_batches(epoch)
         told = GradientAccumulationScheduler.get_accumulate_grad_batches(self, epoch)
         if wanted != (told if self._told is None else self._told):
-            trainer.accumulate_grad_batches = self._told = wanted
+            self._told = wanted
+            _set_flag(trainer, wanted)
 
-    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the flag back as it was."""
         self._let_go(trainer)
 
-    def _let_go(self, trainer: TrainerView) -> None:
+    def _let_go(self, trainer: Trainer) -> None:
         if self._in_charge_of is trainer:
-            trainer.accumulate_grad_batches = 1
+            _set_flag(trainer, 1)
         self._in_charge_of = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_in_charge_of": None}
+
+
+def _set_flag(trainer: Trainer, value: int | dict[int, int]) -> None:
+    # The attribute reads as the number of the epoch that runs; the flag that is set may be a schedule.
+    trainer.accumulate_grad_batches = value  # type: ignore[misc, assignment]

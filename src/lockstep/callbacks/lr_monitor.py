@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class LearningRateMonitor(Callback):
@@ -57,7 +60,7 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values: dict[str, float] = {}
         self._last_step = -1
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check names and loggers before the first step."""
         if not trainer.loggers:
             raise MisconfigurationException(
@@ -72,23 +75,23 @@ class LearningRateMonitor(Callback):
                 category=RuntimeWarning,
             )
 
-    def on_train_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Write what goes by steps, once for each step that logs."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
-    def _on_any_batch_start(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         step = trainer.fit_loop.progress.windows
         if (step + 1) % trainer.log_every_n_steps or self.logging_interval == "epoch" or step == self._last_step:
             return
         self._last_step = step
         self._write(trainer, "step")
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what goes by epochs."""
         if self.logging_interval != "step":
             self._write(trainer, "epoch")
 
-    def _write(self, trainer: TrainerView, interval: str) -> None:
+    def _write(self, trainer: Trainer, interval: str) -> None:
         stats: dict[str, float] = {}
         for optimizer, names, own_interval in _named(trainer):
             # an optimizer without a scheduler has no interval of its own
@@ -117,7 +120,7 @@ class LearningRateMonitor(Callback):
         return stats
 
 
-def _named(trainer: TrainerView) -> Iterator[tuple[Optimizer, list[str], str | None]]:
+def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, list[str], str | None]]:
     """Optimizers, the names of their parameter groups, their scheduler's interval (None without one)."""
     seen: list[Optimizer] = []
     of_class: Counter[type[Optimizer]] = Counter()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +19,12 @@ from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
-from lockstep.ground.view import ModuleView, TrainerView
 from lockstep.loggers.base import announce, as_yaml
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 # -- the base class ------------------------------------------------------------------------------------------
 
@@ -28,7 +32,7 @@ from lockstep.loggers.base import announce, as_yaml
 class Checkpoint(Callback):
     """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
 
-    def find_last(self, trainer: TrainerView) -> set[str]:
+    def find_last(self, trainer: Trainer) -> set[str]:
         """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
         return set()
 
@@ -218,7 +222,7 @@ class ModelCheckpoint(Checkpoint):
 
     # -- when ----------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Rank 0 looks at its disk and tells the others what it found, so that all go on, or all stop.
         problem, dirpath = None, None
         if trainer.is_global_zero:
@@ -243,14 +247,14 @@ class ModelCheckpoint(Checkpoint):
                 "of them, and one has failed."
             )
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._time_of_last_save = time.monotonic()
         self._has_validated = self._is_waiting_for_metric = False
         # A run that was resumed is already saved as it is now.
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self._train_time_interval is not None:
@@ -280,30 +284,30 @@ class ModelCheckpoint(Checkpoint):
                 return
             self._save(trainer, metrics)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
 
-    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
         self._has_validated = True
         if not self._saves_when_training_ends(trainer):
             self._end_of_epoch(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saves_when_training_ends(trainer) or self._is_waiting_for_metric:
             self._end_of_epoch(trainer)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_behind = self.save_top_k == 0 and self._step_of_last_save != trainer.global_step
         if self.save_last and (is_behind or not self._latest_path) and not trainer.fast_dev_run:
             self._save(trainer, self._metrics(trainer), ranked=False)
 
-    def on_fit_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._latest_path and trainer.strategy.checkpoint_io.writes_later:  # the loggers may have found no file
             announce(self, trainer)
 
-    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
             return
         metrics = self._metrics(trainer)
@@ -312,7 +316,7 @@ class ModelCheckpoint(Checkpoint):
         self._delete(trainer, self._save_last(trainer, metrics), self.last_model_path)
         rank_zero_info(f"{type(exception).__name__} ended the run: saved it to {path!r}.")
 
-    def _end_of_epoch(self, trainer: TrainerView) -> None:
+    def _end_of_epoch(self, trainer: Trainer) -> None:
         if self._should_skip(trainer):
             return
         every = self._every_n_epochs
@@ -322,7 +326,7 @@ class ModelCheckpoint(Checkpoint):
             if is_due or self.monitor in metrics or not self._awaits_validation(trainer):
                 self._save(trainer, metrics)
 
-    def _should_skip(self, trainer: TrainerView) -> bool:
+    def _should_skip(self, trainer: Trainer) -> bool:
         return (
             bool(trainer.fast_dev_run)
             or trainer.state.fn is not TrainerFn.FITTING
@@ -330,7 +334,7 @@ class ModelCheckpoint(Checkpoint):
             or self._step_of_last_save == trainer.global_step
         )
 
-    def _saves_when_training_ends(self, trainer: TrainerView) -> bool:
+    def _saves_when_training_ends(self, trainer: Trainer) -> bool:
         """Whether epochs are saved in ``on_train_epoch_end``; otherwise it is in ``on_validation_end``."""
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
@@ -338,7 +342,7 @@ class ModelCheckpoint(Checkpoint):
             return False
         return sum(trainer.num_val_batches) == 0 or trainer.val_check_interval == 1.0
 
-    def _validation_is_next(self, trainer: TrainerView) -> bool:
+    def _validation_is_next(self, trainer: Trainer) -> bool:
         """Whether this was the epoch's last batch, and epochs are saved after the validation that follows."""
         every = trainer.check_val_every_n_epoch
         return (
@@ -351,7 +355,7 @@ class ModelCheckpoint(Checkpoint):
 
     # -- what ----------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: TrainerView, metrics: dict[str, Tensor], ranked: bool = True) -> None:
+    def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
         """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
         self._is_waiting_for_metric = False
         outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
@@ -361,7 +365,7 @@ class ModelCheckpoint(Checkpoint):
         self._delete(trainer, outdated, kept)
         self._delete(trainer, outdated_last, self.last_model_path)
 
-    def _save_ranked(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> str:
+    def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
         """Saves if this is among the best; gives the path of what it displaced, or ``""``."""
         if self.monitor is None:
             displaced = self.best_model_path if self.save_top_k == 1 else ""
@@ -379,7 +383,7 @@ class ModelCheckpoint(Checkpoint):
             rank_zero_info(f"{place} is not among the best {self.save_top_k}.")
         return ""
 
-    def _save_scored(self, trainer: TrainerView, metrics: dict[str, Tensor], score: Tensor) -> str:
+    def _save_scored(self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor) -> str:
         displaced = ""
         if self.save_top_k > 0 and len(self.best_k_models) >= self.save_top_k:
             displaced = self.kth_best_model_path
@@ -401,7 +405,7 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, path)
         return displaced
 
-    def _save_last(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> str:
+    def _save_last(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
         """Writes or links ``last.ckpt``; gives the path that it had before, or ``""``."""
         if not self.save_last:
             return ""
@@ -415,13 +419,13 @@ class ModelCheckpoint(Checkpoint):
             self._write(trainer, self.last_model_path)
         return previous
 
-    def _write(self, trainer: TrainerView, path: str) -> None:
+    def _write(self, trainer: Trainer, path: str) -> None:
         trainer.save_checkpoint(path, self.save_weights_only)
         self._step_of_last_save = trainer.global_step
         self._latest_path = path
         announce(self, trainer)
 
-    def _delete(self, trainer: TrainerView, path: str, kept: str) -> None:
+    def _delete(self, trainer: Trainer, path: str, kept: str) -> None:
         """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
         if not path or path == kept or not trainer.is_global_zero or not self._is_ours(path):
             return
@@ -438,7 +442,7 @@ class ModelCheckpoint(Checkpoint):
         """
         return path.endswith(self.FILE_EXTENSION) and storage.lies_in(path, str(self.dirpath))
 
-    def check_monitor_top_k(self, trainer: TrainerView, current: Tensor | None = None) -> bool:
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Whether a checkpoint with the score `current` is among the best.
 
         Metrics are the same on all ranks when they get here, so the ranks need not ask each other.
@@ -450,7 +454,7 @@ class ModelCheckpoint(Checkpoint):
         worst = self.best_k_models[self.kth_best_model_path]
         return bool(current < worst) if self.mode == "min" else bool(current > worst)
 
-    def _metrics(self, trainer: TrainerView) -> dict[str, Tensor]:
+    def _metrics(self, trainer: Trainer) -> dict[str, Tensor]:
         """The metrics of all ranks by name, with ``epoch`` and ``step`` as whole numbers. Collective."""
         metrics = deepcopy(trainer.reduced_metrics())
         for name, value in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
@@ -458,7 +462,7 @@ class ModelCheckpoint(Checkpoint):
             metrics[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(value)
         return metrics
 
-    def _report_missing_monitor(self, trainer: TrainerView, metrics: dict[str, Tensor]) -> None:
+    def _report_missing_monitor(self, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
         available = sorted(set(metrics) - {"epoch", "step"})
         message = (
             f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged; there are {available}. "
@@ -473,12 +477,12 @@ class ModelCheckpoint(Checkpoint):
             raise MisconfigurationException(message)
         rank_zero_warn(f"{message} {why}")
 
-    def _awaits_validation(self, trainer: TrainerView) -> bool:
+    def _awaits_validation(self, trainer: Trainer) -> bool:
         return trainer.enable_validation and sum(trainer.num_val_batches) > 0 and not self._has_validated
 
     # -- where ---------------------------------------------------------------------------------------------
 
-    def _choose_folder(self, trainer: TrainerView) -> str:
+    def _choose_folder(self, trainer: Trainer) -> str:
         if self.dirpath is not None:
             return self.dirpath
         if not trainer.loggers:
@@ -503,9 +507,7 @@ class ModelCheckpoint(Checkpoint):
         name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
-    def _free_path(
-        self, trainer: TrainerView, metrics: dict[str, Tensor], own: str, filename: str | None = None
-    ) -> str:
+    def _free_path(self, trainer: Trainer, metrics: dict[str, Tensor], own: str, filename: str | None = None) -> str:
         """A path that no file has, but for `own`, which may be overwritten."""
         path = self.format_checkpoint_name(metrics, filename)
         version = self.STARTING_VERSION
@@ -514,12 +516,12 @@ class ModelCheckpoint(Checkpoint):
             version += 1
         return path
 
-    def file_exists(self, filepath: str | os.PathLike[str], trainer: TrainerView) -> bool:
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
         """Whether there is such a file where rank 0 is; the same answer on all ranks. Call it on all."""
         found = trainer.strategy.has_checkpoint(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
-    def find_last(self, trainer: TrainerView) -> set[str]:
+    def find_last(self, trainer: Trainer) -> set[str]:
         """Paths in the folder that are named as ``last.ckpt`` is; where none is, all checkpoints that are there."""
         folder = self._choose_folder(trainer)
         pattern = name_pattern(self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,7 +13,10 @@ from lockstep.callbacks.layer_table import format_table, totals_of
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class ModelSummary(Callback):
@@ -39,7 +42,7 @@ class ModelSummary(Callback):
         self._max_depth = max_depth
         self._summarize_kwargs = summarize_kwargs
 
-    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the table."""
         if not self._max_depth:
             return
@@ -56,8 +59,8 @@ class ModelSummary(Callback):
                 **self._summarize_kwargs,
             )
 
-    def _summary(self, trainer: TrainerView, pl_module: ModuleView) -> LayerTable:
-        return LayerTable(cast(nn.Module, pl_module), self._max_depth)
+    def _summary(self, trainer: Trainer, pl_module: LightningModule) -> LayerTable:
+        return LayerTable(pl_module, self._max_depth)
 
     @staticmethod
     def summarize(

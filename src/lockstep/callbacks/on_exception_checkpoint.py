@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.ground.rank import log, rank_prefixed_message
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class OnExceptionCheckpoint(Checkpoint):
@@ -64,11 +68,11 @@ class OnExceptionCheckpoint(Checkpoint):
         """One for each path."""
         return self._generate_state_key(dirpath=self.dirpath, filename=self.filename)
 
-    def find_last(self, trainer: TrainerView) -> set[str]:
+    def find_last(self, trainer: Trainer) -> set[str]:
         """The checkpoint, if it is there."""
         return {self.ckpt_path} if storage.exists(self.ckpt_path) else set()
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out whether the folder can be written; until training begins there is nothing to save."""
         self._training = False
         if stage == "fit":
@@ -76,26 +80,26 @@ class OnExceptionCheckpoint(Checkpoint):
             if trainer.is_global_zero and not storage.is_remote(self.dirpath):
                 storage.remove(self._claim)  # of a rank that was killed while it wrote
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """From here on there is."""
         self._training = True
         self._before = self._written()
         self._last_is_done = trainer.is_last_batch
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Another epoch, another last batch."""
         self._last_is_done = False
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Remember whether the epoch's last batch has come to its end."""
         self._last_is_done = trainer.is_last_batch
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._last_is_done = trainer.is_last_batch
 
-    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, unless another rank has or does; a failure to save never hides the exception."""
         if not self._training:
             return
@@ -118,7 +122,7 @@ class OnExceptionCheckpoint(Checkpoint):
             if trainer.world_size > 1 and not agreed and not storage.is_remote(self.dirpath):
                 storage.remove(self._claim)
 
-    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A fit that has ended well needs the checkpoint no more."""
         if stage == "fit" and trainer.is_global_zero:
             trainer.strategy.remove_checkpoint(self.ckpt_path)
@@ -132,7 +136,7 @@ class OnExceptionCheckpoint(Checkpoint):
     def _written(self) -> float | None:
         return storage.modified(self.ckpt_path) if storage.exists(self.ckpt_path) else None
 
-    def _is_first(self, trainer: TrainerView) -> bool:
+    def _is_first(self, trainer: Trainer) -> bool:
         """Whether no other rank has written this fit's checkpoint or is writing it; asks nobody."""
         if trainer.world_size == 1:
             return True

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class WriteInterval(str, Enum):
@@ -68,8 +71,8 @@ class BasePredictionWriter(Callback):
 
     def write_on_batch_end(
         self,
-        trainer: Any,
-        pl_module: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
         prediction: Any,
         batch_indices: Sequence[int] | None,
         batch: Any,
@@ -93,7 +96,7 @@ class BasePredictionWriter(Callback):
         )
 
     def write_on_epoch_end(
-        self, trainer: Any, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Store the predictions of all batches of this rank.
 
@@ -109,8 +112,8 @@ class BasePredictionWriter(Callback):
 
     def on_predict_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -123,7 +126,7 @@ class BasePredictionWriter(Callback):
                 _tell_of_unknown()
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
-    def on_predict_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hand over all predictions, if asked to."""
         if self.interval.on_epoch:
             loop = trainer.predict_loop

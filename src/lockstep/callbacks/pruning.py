@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from torch.nn.utils import prune
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
-from lockstep.ground.view import ModuleView, TrainerView
 from lockstep.module import LightningModule
+
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer
 
 # -- pruning methods -----------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class ModelPruning(Callback):
 
     @staticmethod
     def sanitize_parameters_to_prune(
-        pl_module: Any, parameters_to_prune: ParameterList = (), parameter_names: Sequence[str] = ()
+        pl_module: nn.Module, parameters_to_prune: ParameterList = (), parameter_names: Sequence[str] = ()
     ) -> ParameterList:
         """The pairs to prune: those given, if the model has them, or those of all layers.
 
@@ -252,15 +254,14 @@ class ModelPruning(Callback):
 
     # -- hooks ---------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find what to prune, and keep its initial values where they are needed again."""
-        module = _module(pl_module)
-        if self._given_names and not {id(part) for part, _ in self._given} <= set(map(id, module.modules())):
-            self._given = _by_name(module, self._given_names)  # they were another process's
-        found = self.sanitize_parameters_to_prune(module, self._given, self._parameter_names)
+        if self._given_names and not {id(part) for part, _ in self._given} <= set(map(id, pl_module.modules())):
+            self._given = _by_name(pl_module, self._given_names)  # they were another process's
+        found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
-        self._names = _names_of(module, self._parameters_to_prune)
-        self._given_names = _names_of(module, self._given)
+        self._names = _names_of(pl_module, self._parameters_to_prune)
+        self._given_names = _names_of(pl_module, self._given)
         self._loaded = None
         if stage == "fit":
             self._last_masks = {}
@@ -268,9 +269,9 @@ class ModelPruning(Callback):
             if self._use_lottery_ticket_hypothesis and not self._resample_parameters:
                 self._originals = {name: value.detach().clone() for name, value in self._values()}
         self._let_go()
-        self._handle = module.register_load_state_dict_pre_hook(partial(self._accept, stage == "fit"))
+        self._handle = pl_module.register_load_state_dict_pre_hook(partial(self._accept, stage == "fit"))
 
-    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a resumed fit, put the masks back; the optimizers and the reducer have the parameters by now."""
         self._let_go()
         loaded, self._loaded = self._loaded, None
@@ -289,27 +290,27 @@ class ModelPruning(Callback):
                 prune.custom_from_mask(part, own, mask.to(parameter.device))
         self._originals.update({name: v for name, v in loaded["originals"].items() if name in self._originals})
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune."""
         if self._prune_on_train_epoch_end:
             self._run(trainer)
 
-    def on_validation_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune, if it was asked for here; not in a validation outside a fit."""
         if not self._prune_on_train_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._run(trainer)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave zeros instead of masks, if they shall be permanent."""
         if self._make_pruning_permanent:
             self._last_masks = self._masks()
-            self.make_pruning_permanent(_module(pl_module))
+            self.make_pruning_permanent(pl_module)
 
-    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The model loads its weights as ever again."""
         self._let_go()
 
-    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The model loads its weights as ever again."""
         self._let_go()
 
@@ -320,7 +321,7 @@ class ModelPruning(Callback):
 
     # -- pruning -------------------------------------------------------------------------------------------
 
-    def _run(self, trainer: TrainerView) -> None:
+    def _run(self, trainer: Trainer) -> None:
         epoch = trainer.current_epoch
         wanted = [
             setting(epoch) if callable(setting) else setting
@@ -372,7 +373,7 @@ class ModelPruning(Callback):
                     del part._forward_pre_hooks[key]
 
     @torch.no_grad()
-    def _take_from_rank_zero(self, trainer: TrainerView, values: bool) -> None:
+    def _take_from_rank_zero(self, trainer: Trainer, values: bool) -> None:
         """Masks may be random, and so are resampled parameters."""
         own = [mask for _, mask in self._live_masks()]
         own += [value for _, value in self._values()] if values else []
@@ -433,10 +434,10 @@ class ModelPruning(Callback):
         """Keep it for :meth:`on_fit_start`."""
         self._loaded = {key: dict(state_dict.get(key, {})) for key in ("masks", "hidden", "originals")}
 
-    def on_save_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save products instead of masks, if they shall be permanent; the model keeps its masks."""
         if self._make_pruning_permanent:
-            _merge(checkpoint["state_dict"], _pruned_names(_module(pl_module)))
+            _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
     def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Let the model load weights with masks and without: as products, or as what is behind the masks.
@@ -453,10 +454,6 @@ class ModelPruning(Callback):
             state[name] = state.pop(f"{name}_orig")
         if masks:
             self._loaded = {"masks": masks, "hidden": {}, "originals": {}}
-
-
-def _module(pl_module: Any) -> nn.Module:
-    return cast(nn.Module, pl_module)
 
 
 def _holds(module: nn.Module, name: str) -> bool:

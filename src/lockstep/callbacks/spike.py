@@ -7,7 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from lockstep.callbacks.base import Callback
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class TrainingSpikeException(RuntimeError):
@@ -93,16 +97,16 @@ class SpikeDetection(Callback):
 
     @torch.no_grad()
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Judge the batch's loss; all ranks come to the same end."""
         with trainer.strategy.with_all_ranks():
             self._judge(trainer, _loss(outputs), batch_idx)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._judge(trainer, None, batch_idx)
 
-    def _judge(self, trainer: TrainerView, loss: float | None, batch_idx: int) -> None:
+    def _judge(self, trainer: Trainer, loss: float | None, batch_idx: int) -> None:
         spike = loss is not None and batch_idx >= self.warmup and self._is_spike(loss)
         finite = loss is None or math.isfinite(loss)
         if trainer.world_size > 1:
@@ -127,7 +131,7 @@ class SpikeDetection(Callback):
         far = self.atol is None or abs(loss - mean) >= abs(self.atol)
         return far and (self.rtol is None or abs(loss - mean) >= abs(self.rtol * mean))
 
-    def _write(self, trainer: TrainerView, batch_idx: int) -> None:
+    def _write(self, trainer: Trainer, batch_idx: int) -> None:
         self.bad_batches += [number for number in (batch_idx - 1, batch_idx) if number >= 0]
         folder = trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
         path = folder if folder.endswith(".json") else os.path.join(folder, "skip_batches.json")
@@ -162,7 +166,7 @@ class SpikeDetection(Callback):
         self._recent = deque(state_dict.get("recent", ()), maxlen=self._recent.maxlen)
 
 
-def _loss(outputs: Any) -> float | None:
+def _loss(outputs: STEP_OUTPUT) -> float | None:
     """The batch's loss; None if ``training_step`` skipped the batch on this rank."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.ground.view import ModuleView, TrainerView
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 AverageFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(average, weights of now, number of weights in the average) to the new average."""
@@ -120,13 +123,13 @@ class StochasticWeightAveraging(Callback):
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     @staticmethod
-    def pl_module_contains_batch_norm(pl_module: Any) -> bool:
+    def pl_module_contains_batch_norm(pl_module: LightningModule) -> bool:
         """Whether the module has BatchNorm layers."""
         return any(isinstance(part, _BatchNorm) for part in pl_module.modules())
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A new fit begins with a new average."""
         if stage == "fit":
             self._forget()
@@ -136,7 +139,7 @@ class StochasticWeightAveraging(Callback):
                     "manual optimization does not allow: use WeightAveraging, which averages the statistics."
                 )
 
-    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out when to begin; a run that was averaging already goes on with its learning rate."""
         if len(trainer.optimizers) != 1:
             raise MisconfigurationException(
@@ -161,7 +164,7 @@ class StochasticWeightAveraging(Callback):
         if self._scheduler_state is not None:
             self._install(trainer)  # ahead of the state of the checkpoint's scheduler, which is this one's
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, and take the weights of this moment into the average."""
         epoch = trainer.current_epoch
         if not self.swa_start <= epoch <= self.swa_end:
@@ -175,14 +178,14 @@ class StochasticWeightAveraging(Callback):
             self._install(trainer)
             trainer.fit_loop.step.use_schedulers(trainer.lr_scheduler_configs)
         if epoch > self._latest_update_epoch:
-            self._update(_module(pl_module))
+            self._update(pl_module)
             self._latest_update_epoch = epoch
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the model, if the last epoch is over."""
         self._finish(trainer, pl_module)
 
-    def on_fit_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same for a run that was cut off after its last epoch, and so has nothing left to train."""
         self._finish(trainer, pl_module)
 
@@ -207,7 +210,7 @@ class StochasticWeightAveraging(Callback):
 
     # -- the average ---------------------------------------------------------------------------------------
 
-    def _install(self, trainer: TrainerView) -> None:
+    def _install(self, trainer: Trainer) -> None:
         """Put the annealing of the learning rate in the place of the scheduler, if there is one."""
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         rates = self._swa_lrs if isinstance(self._swa_lrs, list) else [self._swa_lrs] * len(optimizer.param_groups)
@@ -242,12 +245,12 @@ class StochasticWeightAveraging(Callback):
                 self._average[name] = self._avg_fn(before, now, self.n_averaged.to(device)).detach()
         self.n_averaged = self.n_averaged + 1
 
-    def _finish(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
         over = trainer.current_epoch > self.swa_end or self._max_epochs == -1
         if self._done or not self._average or not over:
             return
         self._done = True
-        module = _module(pl_module)
+        module = pl_module
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if name in self._average:
@@ -268,7 +271,7 @@ class StochasticWeightAveraging(Callback):
         self._refresh(trainer, layers)
 
     @torch.no_grad()
-    def _refresh(self, trainer: TrainerView, layers: list[_BatchNorm]) -> None:
+    def _refresh(self, trainer: Trainer, layers: list[_BatchNorm]) -> None:
         """The mean of the batches' statistics, over all batches of all ranks."""
         momenta = [layer.momentum for layer in layers]
         for layer in layers:
@@ -289,10 +292,6 @@ class StochasticWeightAveraging(Callback):
                 statistic.copy_(total[:-1] / total[-1])
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.copy_(trainer.strategy.reduce(layer.num_batches_tracked, reduce_op="sum"))
-
-
-def _module(pl_module: ModuleView) -> nn.Module:
-    return cast(nn.Module, pl_module)
 
 
 def _refused(argument: str, value: Any, way_out: str) -> MisconfigurationException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,7 +13,11 @@ from lockstep.callbacks.base import Callback
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.states import RunningStage
 from lockstep.ground.throughput import Throughput, get_available_flops
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 _STAGE_OF = {
     "fit": RunningStage.TRAINING,
@@ -82,7 +86,7 @@ class ThroughputMonitor(Callback):
         self._meters: dict[RunningStage, _Meter] = {}
         self._has_flops: bool | None = None
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A meter for each stage of this run."""
         self.available_flops = get_available_flops(trainer.strategy.root_device, _compute_dtype(trainer.precision))
         self._has_flops = None
@@ -94,12 +98,12 @@ class ThroughputMonitor(Callback):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The clock starts."""
         self._start(trainer, RunningStage.TRAINING)
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Measure, and write at the ends of windows that log, when the optimizer's step is done too."""
         if not trainer.is_global_zero:
@@ -107,7 +111,7 @@ class ThroughputMonitor(Callback):
         self._update(trainer, pl_module, RunningStage.TRAINING, batch)
         self._on_any_batch_end(trainer, pl_module, batch_idx)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if not trainer.is_global_zero:
             return
         every, windows = trainer.log_every_n_steps, trainer.fit_loop.progress.windows
@@ -117,16 +121,16 @@ class ThroughputMonitor(Callback):
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The clock starts."""
         if not trainer.sanity_checking:
             self._start(trainer, RunningStage.VALIDATING)
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -135,7 +139,7 @@ class ThroughputMonitor(Callback):
         if not trainer.sanity_checking:
             self._evaluated(trainer, pl_module, RunningStage.VALIDATING, batch, batch_idx)
 
-    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the validation out of the time of the training around it."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
@@ -143,15 +147,15 @@ class ThroughputMonitor(Callback):
         validation_end = validation.start + validation.throughput.seconds
         training.start = validation_end - training.throughput.seconds
 
-    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The clock starts."""
         self._start(trainer, RunningStage.TESTING)
 
     def on_test_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -159,14 +163,14 @@ class ThroughputMonitor(Callback):
         """Measure and write."""
         self._evaluated(trainer, pl_module, RunningStage.TESTING, batch, batch_idx)
 
-    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The clock starts."""
         self._start(trainer, RunningStage.PREDICTING)
 
     def on_predict_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -176,7 +180,7 @@ class ThroughputMonitor(Callback):
         self._evaluated(trainer, pl_module, RunningStage.PREDICTING, batch, batch_idx)
 
     def _evaluated(
-        self, trainer: TrainerView, pl_module: ModuleView, stage: RunningStage, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: Any, batch_idx: int
     ) -> None:
         if not trainer.is_global_zero:
             return
@@ -188,14 +192,14 @@ class ThroughputMonitor(Callback):
 
     # -- the meters ----------------------------------------------------------------------------------------
 
-    def _start(self, trainer: TrainerView, stage: RunningStage) -> None:
+    def _start(self, trainer: Trainer, stage: RunningStage) -> None:
         if trainer.is_global_zero:
             meter = self._meters[stage]
             meter.reset()
             meter.start = time.perf_counter()
 
     @torch.no_grad()  # the user's functions may compute with what needs gradients
-    def _update(self, trainer: TrainerView, pl_module: Any, stage: RunningStage, batch: Any) -> None:
+    def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: Any) -> None:
         device, meter = trainer.strategy.root_device, self._meters[stage]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -216,10 +220,10 @@ class ThroughputMonitor(Callback):
             batches=meter.batches,
             samples=meter.samples,
             lengths=None if self.length_fn is None else meter.lengths,
-            flops=pl_module.flops_per_batch if self._has_flops else None,
+            flops=cast("int", pl_module.flops_per_batch) if self._has_flops else None,
         )
 
-    def _write(self, trainer: TrainerView, stage: RunningStage, step: int, **also: float) -> None:
+    def _write(self, trainer: Trainer, stage: RunningStage, step: int, **also: float) -> None:
         throughput = self._meters[stage].throughput
         metrics = {f"{stage.value}{throughput.separator}{name}": v for name, v in throughput.compute().items()}
         for logger in trainer.loggers:

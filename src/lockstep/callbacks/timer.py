@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.states import RunningStage
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 _FORM = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 
@@ -90,58 +94,58 @@ class Timer(Callback):
 
     # -- the stages ----------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the clock before anything is trained: the checkpoint's time may be used up already."""
         self.stopping_reason_message = None
         if RunningStage.TRAINING in self._start:  # of an earlier fit, which this one does not go on from
             self._forget_training()
         self._look(trainer)
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training begins."""
         self._begin(RunningStage.TRAINING)
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Look at the clock."""
         if self._interval == "step":
             self._look(trainer)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if self._interval == "step":
             self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the clock."""
         if self._interval == "epoch":
             self._look(trainer)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training has ended."""
         self._end[RunningStage.TRAINING] = time.monotonic()
 
-    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A validation begins."""
         self._begin(RunningStage.VALIDATING)
 
-    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A validation has ended."""
         self._end[RunningStage.VALIDATING] = time.monotonic()
 
-    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A test begins."""
         self._begin(RunningStage.TESTING)
 
-    def on_test_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A test has ended."""
         self._end[RunningStage.TESTING] = time.monotonic()
 
-    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A prediction begins."""
         self._begin(RunningStage.PREDICTING)
 
-    def on_predict_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A prediction has ended."""
         self._end[RunningStage.PREDICTING] = time.monotonic()
 
@@ -167,7 +171,7 @@ class Timer(Callback):
         self._end.pop(RunningStage.TRAINING, None)
         self._offset = 0.0
 
-    def _look(self, trainer: TrainerView) -> None:
+    def _look(self, trainer: Trainer) -> None:
         # Rank 0's wish to stop reaches the others with the next agreement: no message of its own in a step.
         if self._duration is None or not trainer.is_global_zero or self.stopping_reason_message is not None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class WeightAveraging(Callback):
@@ -62,18 +66,18 @@ class WeightAveraging(Callback):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A new fit begins with a new average."""
         if stage == "fit":
             self._average, self._shown, self._loaded = None, False, None
             self._latest_step, self._latest_epoch = None, -1
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the weights, which by now have their final device and type, or those of the checkpoint."""
         tensors = nn.Module()
-        for i, parameter in enumerate(_module(pl_module).parameters()):
+        for i, parameter in enumerate(pl_module.parameters()):
             tensors.register_parameter(str(i), parameter)
-        for i, buffer in enumerate(_module(pl_module).buffers()):
+        for i, buffer in enumerate(pl_module.buffers()):
             tensors.register_buffer(f"buffer_{i}", buffer)
         # AveragedModel copies what it is given: bare tensors, since a module may refer to half the program.
         # Its counter stays on the CPU, where asking for it does not wait for the device.
@@ -91,7 +95,7 @@ class WeightAveraging(Callback):
             self._loaded = None
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Update after an optimizer step; most micro-batches of a window bring none."""
         step = trainer.global_step
@@ -101,10 +105,10 @@ class WeightAveraging(Callback):
             if self.should_update(step_idx=step - 1):
                 self._update(pl_module)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, batch_idx)
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update after an epoch, if asked to."""
         epoch = trainer.current_epoch
         if epoch > self._latest_epoch:
@@ -112,21 +116,21 @@ class WeightAveraging(Callback):
             if self.should_update(epoch_idx=epoch):
                 self._update(pl_module)
 
-    def on_validation_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average to the validation of a fit."""
         if trainer.state.fn == "fit":
             self._show(trainer, pl_module)
 
-    def on_validation_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the current weights."""
         if trainer.state.fn == "fit":
             self._hide(pl_module)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the model; the current weights stay here, for later checkpoints."""
         self._show(trainer, pl_module)
 
-    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """A run that ends in the middle of its validation leaves the current weights in the model."""
         if trainer.state.fn == "fit":
             self._hide(pl_module)
@@ -142,7 +146,7 @@ class WeightAveraging(Callback):
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", -1)
 
-    def on_save_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put the average in ``"state_dict"`` and the current weights beside it."""
         if self._average is None:
             return
@@ -155,7 +159,7 @@ class WeightAveraging(Callback):
         checkpoint["current_model_state"] = current
         checkpoint["averaging_state"] = {"n_averaged": self._average.n_averaged.clone()}
 
-    def on_load_checkpoint(self, trainer: TrainerView, pl_module: ModuleView, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """On resume, give the model its current weights and keep the average for the start of training.
 
         Outside a fit the average in ``"state_dict"`` is what shall be used, and what is left of an earlier
@@ -177,50 +181,50 @@ class WeightAveraging(Callback):
         # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
         checkpoint["state_dict"] = checkpoint["current_model_state"]
         strict = getattr(pl_module, "strict_loading", True)
-        _module(pl_module).load_state_dict(checkpoint["current_model_state"], strict=strict)
+        pl_module.load_state_dict(checkpoint["current_model_state"], strict=strict)
 
     # -- the average ---------------------------------------------------------------------------------------
 
-    def _update(self, pl_module: ModuleView) -> None:
+    def _update(self, pl_module: LightningModule) -> None:
         assert self._average is not None, "an update before on_train_start"
-        self._average.update_parameters(_module(pl_module))
+        self._average.update_parameters(pl_module)
 
     def _has_average(self) -> bool:
         return self._average is not None and int(self._average.n_averaged) > 0
 
-    def _show(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._has_average() and not self._shown:
             if trainer.world_size > 1:
                 self._take_buffers_of_rank_zero(trainer)
             self._swap(pl_module)
             self._shown = True
 
-    def _hide(self, pl_module: ModuleView) -> None:
+    def _hide(self, pl_module: LightningModule) -> None:
         if self._shown:
             self._swap(pl_module)
             self._shown = False
 
     @torch.no_grad()
-    def _swap(self, pl_module: ModuleView) -> None:
+    def _swap(self, pl_module: LightningModule) -> None:
         """Exchange the values, not the tensors: optimizers and gradient buckets hold on to those."""
         assert self._average is not None
-        for kept, shown in zip(_tensors(self._average.module), _tensors(_module(pl_module)), strict=True):
+        for kept, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
             before = shown.detach().clone()
             shown.copy_(kept)
             kept.copy_(before)
 
     @torch.no_grad()
-    def _take_buffers_of_rank_zero(self, trainer: TrainerView) -> None:
+    def _take_buffers_of_rank_zero(self, trainer: Trainer) -> None:
         assert self._average is not None
         buffers = list(self._average.module.buffers())
         if buffers:
             for own, first in zip(buffers, trainer.strategy.broadcast([b.cpu() for b in buffers]), strict=True):
                 own.copy_(first)
 
-    def _by_name(self, pl_module: ModuleView) -> Mapping[str, Tensor]:
+    def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
         """What is kept here, under all names (tied weights have several) that it has in the model."""
         assert self._average is not None
-        module = _module(pl_module)
+        module = pl_module
         kept = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
         named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         return {name: kept[id(tensor)] for name, tensor in named}
@@ -272,10 +276,6 @@ class EMAWeightAveraging(WeightAveraging):
             and self.update_starting_at_epoch is not None
             and epoch_idx >= self.update_starting_at_epoch
         )
-
-
-def _module(pl_module: ModuleView) -> nn.Module:
-    return cast(nn.Module, pl_module)
 
 
 def _tensors(module: nn.Module) -> chain[Tensor]:

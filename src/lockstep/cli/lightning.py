@@ -165,7 +165,7 @@ class SaveConfigCallback(Callback):
                 "LightningCLI(save_config_callback=None)."
             )
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.already_saved:
             return
         folder = trainer.log_dir or trainer.default_root_dir if self.save_to_log_dir else None
@@ -195,7 +195,7 @@ class SaveConfigCallback(Callback):
         os.makedirs(folder, exist_ok=True)
         self.parser.save(self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile)
 
-    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Override it to save the config elsewhere too; called on rank 0 only, so no collectives in it.
 
         Example::

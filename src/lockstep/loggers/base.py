@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import proxy
 
 from torch import Tensor
@@ -22,7 +22,9 @@ from torch.nn import Module
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
-from lockstep.ground.view import TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer
 
 # -- the base class ------------------------------------------------------------------------------------------
 
@@ -387,7 +389,7 @@ _SETTINGS = (
 )
 
 
-def announce(callback: Any, trainer: TrainerView) -> None:
+def announce(callback: Any, trainer: Trainer) -> None:
     """Tell the loggers, on rank 0, that `callback` has saved a checkpoint."""
     if trainer.is_global_zero:
         for logger in trainer.loggers:

@@ -456,7 +456,7 @@ def _last(session: Session) -> str | None:
     """The newest of the checkpoints that the ModelCheckpoint callbacks know of or find on disk."""
     found: set[str] = set()
     for callback in session.checkpoint_callbacks:
-        found |= {str(path) for path in callback.find_last(session.trainer)}  # type: ignore[arg-type]
+        found |= {str(path) for path in callback.find_last(session.trainer)}
     existing = [path for path in found if storage.exists(path)]
     return max(sorted(existing), key=storage.modified) if existing else None  # of two that are as new, one
 

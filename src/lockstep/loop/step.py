@@ -244,7 +244,8 @@ class Step:
             wide = torch.float32 if total.device.type == "mps" else torch.float64
             return self.strategy.reduce(total.to(wide), reduce_op="mean")
 
-        self.module.optimizer_step(self.progress.epoch, micro_batches[last][2], self.wrapped[0], closure)
+        optimizer: Any = self.wrapped[0]  # which stands for an Optimizer
+        self.module.optimizer_step(self.progress.epoch, micro_batches[last][2], optimizer, closure)
         if first_call:
             raise MisconfigurationException(
                 "`optimizer_step` did not run its `optimizer_closure`, in which forward and backward are: call "

@@ -15,6 +15,9 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.states import TrainerFn
+from lockstep.ground.types import STEP_OUTPUT
+from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
 from lockstep.tuner import attribute
 from lockstep.tuner.lr_finder import limited
 from lockstep.tuner.trial import Kept, alone, configure_again, evaluate, has_begun, train, trial
@@ -91,13 +94,15 @@ class _Counter(Callback):
     def __init__(self, batches: int) -> None:
         self._left = batches
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
         self._left -= 1
         if self._left <= 0:
             trainer.should_stop = True
 
 
-def check_data(trainer: Any, name: str) -> None:
+def check_data(trainer: Trainer, name: str) -> None:
     """Refuse a call whose loaders do not follow the attribute.
 
     Raises:
@@ -121,7 +126,7 @@ def check_data(trainer: Any, name: str) -> None:
         rank_zero_warn(f"Both model.{name} and model.hparams.{name} are there: the batch size finder sets both.")
 
 
-def scale_batch_size(trainer: Any, settings: Search) -> int | None:
+def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
     """Search inside a call of the Trainer, and leave the attribute at what was found; None in a ``fast_dev_run``.
 
     Raises:
@@ -168,7 +173,7 @@ def scale_batch_size(trainer: Any, settings: Search) -> int | None:
     return found
 
 
-def _try(trainer: Any, kept: Kept, steps: int) -> int:
+def _try(trainer: Trainer, kept: Kept, steps: int) -> int:
     """One trial; gives the number of samples that there are, 0 where it is not known."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
@@ -189,7 +194,7 @@ def _samples(loaders: Any) -> int:
     return max((int(length) for length in lengths if length is not None), default=0)
 
 
-def _make_loaders_again(trainer: Any) -> None:
+def _make_loaders_again(trainer: Trainer) -> None:
     """Let the call that goes on ask for its loaders with the new batch size."""
     if trainer.state.fn is not TrainerFn.FITTING:
         loop = getattr(trainer, f"{trainer.state.fn}_loop")
@@ -201,7 +206,7 @@ def _make_loaders_again(trainer: Any) -> None:
     loop = trainer.fit_loop
     asked_before = loop.feed is not None
     loop.release()
-    loop.feed = loop.validation.feed = None
+    trainer.session.fit.feed = loop.validation.feed = None
     if has_begun(trainer):
         loop.setup_data()
     elif asked_before:  # by `estimated_stepping_batches` in `configure_optimizers`

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.callbacks.base import Callback
-from lockstep.ground.states import RunningStage
+from lockstep.ground.states import TrainerFn
+from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
 from lockstep.tuner import batch_size, lr_finder
 from lockstep.tuner.lr_finder import LRFinder
 
@@ -56,12 +56,12 @@ class LearningRateFinder(Callback):
         )
         self.optimal_lr: LRFinder | None = None
 
-    def lr_find(self, trainer: Any, pl_module: Any) -> None:
+    def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Play the range test now; everything but the learning rate is afterwards what it was."""
         show = trainer.progress_bar_callback is not None
         self.optimal_lr = lr_finder.lr_find(trainer, self._settings, show_progress=show)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lr_find(trainer, pl_module)
 
 
@@ -109,22 +109,22 @@ class BatchSizeFinder(Callback):
         )
         self.optimal_batch_size: int | None = init_val
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         batch_size.check_data(trainer, self._settings.batch_arg_name)
 
-    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now; everything but the batch size is afterwards what it was."""
         self.optimal_batch_size = batch_size.scale_batch_size(trainer, self._settings)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.scale_batch_size(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.state.fn == RunningStage.VALIDATING:  # not the validation of a fit
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn is TrainerFn.VALIDATING:  # not the validation of a fit
             self.scale_batch_size(trainer, pl_module)
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.scale_batch_size(trainer, pl_module)
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.scale_batch_size(trainer, pl_module)

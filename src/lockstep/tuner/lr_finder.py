@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.types import LRSchedulerConfig
+from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig
+from lockstep.module import LightningModule
+from lockstep.trainer import Trainer
 from lockstep.tuner import attribute
 from lockstep.tuner.trial import Kept, alone, configure_again, has_begun, train, trial
 
@@ -143,19 +146,21 @@ class _Recorder(Callback):
         self._before = 0
         self._rate = 0.0
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
-    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._before = trainer.global_step
         self._rate = float(trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if outputs:  # not where training_step skipped the batch
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(outputs, Mapping) and outputs:  # training_step did not skip the batch
             self._window.append(float(outputs["loss"]))
         self._on_any_batch_end(trainer, pl_module, batch_idx)
 
-    def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if trainer.global_step == self._before:
             return
         window, self._window = self._window, []
@@ -204,7 +209,7 @@ class RangeTest:
             raise ValueError(f"lr_find(num_training={self.num_training}): give a number of steps, at least 1.")
 
 
-def _attribute_name(trainer: Any, asked: str) -> str:
+def _attribute_name(trainer: Trainer, asked: str) -> str:
     kind = type(trainer.lightning_module).__name__
     for name in (asked,) if asked else NAMES:
         if attribute.places(trainer, name):
@@ -219,7 +224,7 @@ def _attribute_name(trainer: Any, asked: str) -> str:
     )
 
 
-def lr_find(trainer: Any, settings: RangeTest, show_progress: bool) -> LRFinder | None:
+def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFinder | None:
     """Play a range test inside a fit whose optimizers are there; None in a ``fast_dev_run``.
 
     With ``update_attr`` the suggestion goes into the attribute, and into the optimizer: before training begins
@@ -262,7 +267,7 @@ def lr_find(trainer: Any, settings: RangeTest, show_progress: bool) -> LRFinder 
     return finder
 
 
-def _take(trainer: Any, name: str, rate: float) -> None:
+def _take(trainer: Trainer, name: str, rate: float) -> None:
     """Let the fit go on with the rate."""
     attribute.put(trainer, name, rate)
     rank_zero_info(f"`{name}` is now {rate} ({', '.join(attribute.places(trainer, name))}).")

@@ -66,7 +66,7 @@ class Kept:
         trainer: inside a call, its module set up.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         module, strategy = trainer.lightning_module, trainer.strategy
         self._parts = [(part, part.training, _tensors(part)) for part in module.modules()]
@@ -85,7 +85,7 @@ class Kept:
         self._scaler = None if scaler is None else scaler.state_dict()
         self._random = random_states()
         self._generators = [(each, each.get_state()) for each in _generators(trainer.loaders.given)]
-        self._checkpoint = _keep(state.collect(trainer)) if _saves_more(trainer) else None
+        self._checkpoint = _keep(state.collect(trainer.session)) if _saves_more(trainer) else None
 
     def drop_gradients(self) -> None:
         """Leave the gradients that are there alone: a trial makes its own."""
@@ -98,7 +98,7 @@ class Kept:
         if self._checkpoint is not None:
             checkpoint = _given_back(self._checkpoint)
             saved = checkpoint.get(type(trainer.datamodule).__qualname__)
-            if saved is not None:
+            if saved is not None and trainer.datamodule is not None:
                 trainer.datamodule.load_state_dict(saved)
             trainer.hooks.call("on_load_checkpoint", checkpoint)
         for part, training, (parameters, buffers) in self._parts:
@@ -117,8 +117,9 @@ class Kept:
             _restore_optimizer(optimizer, saved)
         for scheduler, saved in self._schedulers:
             scheduler.load_state_dict(copy.deepcopy(saved))
-        if self._scaler is not None:
-            trainer.strategy.precision.scaler.load_state_dict(self._scaler)
+        scaler = trainer.strategy.precision.scaler
+        if scaler is not None and self._scaler is not None:
+            scaler.load_state_dict(self._scaler)
         for generator, saved in self._generators:
             generator.set_state(saved)
         set_random_states(self._random)
@@ -162,7 +163,7 @@ def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
                     yield generator
 
 
-def _saves_more(trainer: Any) -> bool:
+def _saves_more(trainer: Trainer) -> bool:
     """Whether somebody has a state of his own in checkpoints, which a trial may change."""
     module, datamodule = trainer.lightning_module, trainer.datamodule
     hooks = ("on_save_checkpoint", "on_load_checkpoint")
@@ -216,7 +217,7 @@ class SilentLogger(DummyLogger):
         return getattr(self._logger, "log_dir", None)
 
 
-def alone(trainer: Any, what: str) -> None:
+def alone(trainer: Trainer, what: str) -> None:
     """Refuse several ranks.
 
     Raises:
@@ -231,7 +232,7 @@ def alone(trainer: Any, what: str) -> None:
 
 
 @contextmanager
-def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
+def trial(trainer: Trainer, kept: Kept, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
     """The Trainer as if in a call of its own: ``callbacks`` and no others, nothing logged or saved.
 
     Afterwards, also after an exception, everything is what it was when ``kept`` was made; a Ctrl-C is passed on.
@@ -244,11 +245,19 @@ def trial(trainer: Any, kept: Kept, callbacks: list[Callback], **flags: Any) -> 
     """
     session = trainer.session
     strategy, module, strategy_before = session.strategy, session.module, dict(vars(session.strategy))
-    quiet = {"num_sanity_val_steps": 0, "min_epochs": 0, "min_steps": 0, "max_time": None, "log_every_n_steps": 1}
-    validation = {"val_check_interval": 1.0, "check_val_every_n_epoch": session.config.check_val_every_n_epoch or 1}
     results, progress = LogCollector.of(strategy, module), session.fit.progress
     inside = session.branch(
-        config=replace(session.config, **quiet, **validation, **flags),
+        config=replace(
+            session.config,
+            num_sanity_val_steps=0,
+            min_epochs=0,
+            min_steps=0,
+            max_time=None,
+            log_every_n_steps=1,
+            val_check_interval=1.0,
+            check_val_every_n_epoch=session.config.check_val_every_n_epoch or 1,
+            **flags,
+        ),
         state=TrainerState(session.state.status, session.state.fn, session.state.stage),
         loggers=[SilentLogger(logger) for logger in session.loggers],
         callbacks=callbacks,
@@ -292,7 +301,7 @@ def train(trainer: Trainer) -> None:
     trainer.fit_loop.try_out()
 
 
-def evaluate(trainer: Any) -> Any:
+def evaluate(trainer: Trainer) -> Any:
     """Validate, test or predict inside a trial; gives the loop."""
     stage = trainer.state.stage
     (loop,) = (getattr(trainer, name) for name, each in LOOPS.items() if each is stage)
@@ -311,7 +320,7 @@ def evaluate(trainer: Any) -> Any:
     return loop
 
 
-def configure_again(trainer: Any) -> None:
+def configure_again(trainer: Trainer) -> None:
     """Ask the module for its optimizers anew, before the first window: they may depend on what was found."""
     module = trainer.lightning_module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
@@ -320,6 +329,6 @@ def configure_again(trainer: Any) -> None:
     trainer.strategy.setup_optimizers(*found)
 
 
-def has_begun(trainer: Any) -> bool:
+def has_begun(trainer: Trainer) -> bool:
     """Whether the fit's training has begun, so that its optimizers have a past."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.state.stage is not None

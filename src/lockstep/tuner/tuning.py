@@ -184,16 +184,16 @@ class _OnlySetUp(Callback):
     def __init__(self, callback: Any) -> None:
         self._callback = callback
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._callback.setup(trainer, pl_module, stage)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._callback.teardown(trainer, pl_module, stage)
 
 
 @contextmanager
 def _prepared(
-    trainer: Any, fn: TrainerFn, model: LightningModule, given: dict[str, Any], datamodule: Any, what: str
+    trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], datamodule: Any, what: str
 ) -> Iterator[None]:
     """A call of the Trainer up to where its loop would begin; the Trainer is afterwards as before.
 

@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 # -- meters --------------------------------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class ProgressBar(Callback):
     """
 
     # on the class too, for subclasses that do not call `super().__init__()`
-    _trainer: TrainerView | None = None
+    _trainer: Trainer | None = None
     _enabled = True
     _current_eval_dataloader_idx: int | None = None
 
@@ -240,7 +243,7 @@ class ProgressBar(Callback):
         self._enabled = True
         self._current_eval_dataloader_idx = None
 
-    def setup(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remember the trainer; be quiet on all ranks but 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
@@ -251,7 +254,7 @@ class ProgressBar(Callback):
         return {**vars(self), "_trainer": None}
 
     @property
-    def trainer(self) -> TrainerView:
+    def trainer(self) -> Trainer:
         """The trainer that this bar belongs to; there is none before :meth:`setup`."""
         if self._trainer is None:
             raise TypeError(f"{type(self).__name__}.trainer: this bar was not given to a Trainer that runs.")
@@ -284,7 +287,7 @@ class ProgressBar(Callback):
     # -- what to show --------------------------------------------------------------------------------------
 
     def get_metrics(
-        self, trainer: TrainerView, pl_module: ModuleView
+        self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """What stands beside the bar: the logger's version and all that was logged with ``prog_bar=True``.
 
@@ -385,7 +388,7 @@ def in_notebook() -> bool:
     return "ipykernel" in sys.modules
 
 
-def get_standard_metrics(trainer: TrainerView) -> dict[str, int | str]:
+def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
     """``v_num``: the versions of the loggers, of one that is a string its last four characters."""
     versions = list(dict.fromkeys(logger.version for logger in trainer.loggers if logger.version not in (None, "")))
     if not versions:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from lockstep.callbacks.progress.base import ProgressBar, clock, in_notebook, number
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class PlainProgressBar(ProgressBar):
@@ -38,28 +42,28 @@ class PlainProgressBar(ProgressBar):
         self._written: str | None = None
         self._epoch_began = self._next = 0.0
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The first line is due one interval from now."""
         self._written = None
         self._epoch_began = monotonic()
         self._next = self._epoch_began + self.interval
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock of the epoch."""
         self._epoch = self.epoch_description
         self._epoch_began = monotonic()
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the line if it is time to."""
         if monotonic() >= self._next:
             self._write(trainer, pl_module)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the line of the last epoch if it has none yet."""
         if self._written != self._epoch:
             self._write(trainer, pl_module)
 
-    def _write(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.is_disabled:
             return
         self._written = self._epoch

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.progress.base import Meter, ProgressBar
 from lockstep.callbacks.progress.theme import RichProgressBarTheme
 from lockstep.ground.errors import MisconfigurationException, missing_extra
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class RichProgressBar(ProgressBar):
@@ -113,7 +117,7 @@ class RichProgressBar(ProgressBar):
         if self.progress is not None:
             self.progress.refresh()
 
-    def configure_columns(self, trainer: TrainerView) -> list[Any]:
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
         """The columns of a bar, as for ``rich.progress.Progress``; override it to show others."""
         from lockstep.callbacks.progress.rich_columns import columns
 
@@ -121,7 +125,7 @@ class RichProgressBar(ProgressBar):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the bar anew."""
         if self.is_disabled:
             return
@@ -136,40 +140,40 @@ class RichProgressBar(ProgressBar):
         self._train_task = self._add(name, self._train_meter)
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Draw the bar if it is time to."""
         if self._train_task is not None and self._train_meter.due(batch_idx + 1):
             self._draw_training(trainer, pl_module)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if self._train_task is not None and self._train_meter.due(batch_idx + 1):
             self._draw_training(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show what was logged at the end of the epoch."""
         if self._train_task is not None:
             self._draw_training(trainer, pl_module)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last bar on the screen."""
         self._stop()
 
-    def _draw_training(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.progress.metrics = self.get_metrics(trainer, pl_module)
         self.progress.update(self._train_task, completed=self._train_meter.done, refresh=True)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The time of training stands still."""
         if self.is_enabled and not trainer.sanity_checking:
             self._train_meter.pause()
 
     def on_validation_batch_start(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -182,8 +186,8 @@ class RichProgressBar(ProgressBar):
 
     def on_test_batch_start(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -194,8 +198,8 @@ class RichProgressBar(ProgressBar):
 
     def on_predict_batch_start(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -204,7 +208,7 @@ class RichProgressBar(ProgressBar):
         if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
             self._begin_loader(trainer, self.predict_description, trainer.num_predict_batches, dataloader_idx)
 
-    def _begin_loader(self, trainer: TrainerView, name: str, totals: list[int | float], dataloader_idx: int) -> None:
+    def _begin_loader(self, trainer: Trainer, name: str, totals: list[int | float], dataloader_idx: int) -> None:
         self._start(trainer)
         if self._eval_task is not None and trainer.state.fn == "fit":
             self.progress.remove_task(self._eval_task)
@@ -217,9 +221,9 @@ class RichProgressBar(ProgressBar):
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -230,7 +234,7 @@ class RichProgressBar(ProgressBar):
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a fit, take the bar of validation away and show its metrics."""
         self.reset_dataloader_idx_tracker()
         if self.progress is None or trainer.state.fn != "fit":
@@ -243,21 +247,21 @@ class RichProgressBar(ProgressBar):
         if self._train_task is not None:
             self._draw_training(trainer, pl_module)
 
-    def on_test_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the bars of testing on the screen."""
         self._stop()
 
-    def on_predict_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the bars of prediction on the screen."""
         self._stop()
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the bars as they are and give the terminal back."""
         self._stop()
 
-    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the terminal back."""
         self._stop()
 
@@ -272,7 +276,7 @@ class RichProgressBar(ProgressBar):
 
     # -- drawing -------------------------------------------------------------------------------------------
 
-    def _start(self, trainer: TrainerView) -> None:
+    def _start(self, trainer: Trainer) -> None:
         if self.progress is None:
             from lockstep.callbacks.progress.rich_columns import Bars
 

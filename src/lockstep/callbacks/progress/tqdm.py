@@ -7,11 +7,15 @@ import re
 import sys
 import threading
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.progress.base import Meter, ProgressBar, Screen, behind, in_notebook, number
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.view import ModuleView, TrainerView
+
+if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.module import LightningModule
+    from lockstep.trainer import Trainer
 
 
 class TQDMProgressBar(ProgressBar):
@@ -148,12 +152,12 @@ class TQDMProgressBar(ProgressBar):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar of training."""
         self._train_bar = self.init_train_tqdm()
         self._begin_drawing()
 
-    def on_train_epoch_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the bar anew."""
         if not self._draws:
             return
@@ -164,58 +168,58 @@ class TQDMProgressBar(ProgressBar):
         _begin(self._train_bar, self._train_meter, self.epoch_description)
 
     def on_train_batch_end(
-        self, trainer: TrainerView, pl_module: ModuleView, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Draw the bar if it is time to."""
         if self._draws and self._train_meter.due(batch_idx + 1):
             self._draw_training(trainer, pl_module)
 
-    def _on_any_batch_end(self, trainer: TrainerView, pl_module: ModuleView, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if self._draws and self._train_meter.due(batch_idx + 1):
             self._draw_training(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show what was logged at the end of the epoch."""
         if self._draws:
             self._draw_training(trainer, pl_module)
 
-    def on_train_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the last bar on the screen."""
         self._close()
 
-    def _draw_training(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._train_bar.initial = self._train_meter.first
         self._train_bar.n = self._train_meter.done
         self._train_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    def on_sanity_check_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar of the sanity check."""
         self._eval_bar = self.init_sanity_tqdm()
         self._begin_drawing()
 
-    def on_validation_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar of validation."""
         if not trainer.sanity_checking:
             self._train_meter.pause()
             self._eval_bar = self.init_validation_tqdm()
             self._begin_drawing()
 
-    def on_test_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar of testing."""
         self._eval_bar = self.init_test_tqdm()
         self._begin_drawing()
 
-    def on_predict_start(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar of prediction."""
         self._eval_bar = self.init_predict_tqdm()
         self._begin_drawing()
 
     def on_validation_batch_start(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -228,8 +232,8 @@ class TQDMProgressBar(ProgressBar):
 
     def on_test_batch_start(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -240,8 +244,8 @@ class TQDMProgressBar(ProgressBar):
 
     def on_predict_batch_start(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
+        trainer: Trainer,
+        pl_module: LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -257,9 +261,9 @@ class TQDMProgressBar(ProgressBar):
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerView,
-        pl_module: ModuleView,
-        outputs: Any,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -271,7 +275,7 @@ class TQDMProgressBar(ProgressBar):
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar of validation and show its metrics beside that of training."""
         if trainer.sanity_checking:
             return
@@ -283,25 +287,25 @@ class TQDMProgressBar(ProgressBar):
             self._train_bar.last_print_t += away
             self._draw_training(trainer, pl_module)
 
-    def on_sanity_check_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar of the sanity check."""
         self._close_evaluation()
 
-    def on_test_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the bar of testing on the screen."""
         self._close_evaluation()
 
-    def on_predict_end(self, trainer: TrainerView, pl_module: ModuleView) -> None:
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the bar of prediction on the screen."""
         self._close_evaluation()
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def on_exception(self, trainer: TrainerView, pl_module: ModuleView, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the bars as they are and go to the next line."""
         self._close()
 
-    def teardown(self, trainer: TrainerView, pl_module: ModuleView, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close what is still open."""
         self._close()
 
