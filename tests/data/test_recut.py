@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.cut import Cut
 from lockstep.data.recut import Recut, Rest, WindowPlan
-from lockstep.data.stream import Life, Sizes
+from lockstep.data.stream import DrawHistory, Sizes
 
 small = st.integers(1, 7)
 
@@ -102,7 +102,7 @@ def test_what_lives_have_drawn_of_a_stream(n: int, batch: int, planned: int, liv
         for sizes in of_ranks:
             sizes.group(grouping)
         batches = played * grouping.micro(ranks)
-        life = Life(ranks, workers, of_ranks[0].taken(batches, workers))
+        life = DrawHistory(ranks, workers, of_ranks[0].taken(batches, workers))
         taken: set[int] = set()
         for rank, sizes in enumerate(of_ranks):
             mine = [left[worker * ranks + rank :: ranks * workers] for worker in range(workers)]

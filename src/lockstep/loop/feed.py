@@ -428,12 +428,10 @@ class Feed:
             MisconfigurationException: no batches, a limit or a number of ranks that cannot be, loaders that differ.
         """
         gather = all_gather_tensor if gather is None and world.size > 1 else gather
-        by_torch = order == "torch"
         loaders, spec, mode = opened(source, "max_size_cycle")
-        pads = padded or spec is not None  # loaders side by side count their batches alike on all ranks
-        draft = SourceSpec(
-            world.rank, world.size, seed, "train", pads, distribute, by_torch, planned or world.size, gather
-        )
+        # loaders side by side count their batches alike on all ranks
+        pads, planned = padded or spec is not None, planned or world.size
+        draft = SourceSpec(world.rank, world.size, seed, "train", pads, distribute, order == "torch", planned, gather)
         if mode == "sequential":
             raise MisconfigurationException(
                 'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
