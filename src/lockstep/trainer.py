@@ -444,10 +444,6 @@ class Trainer(Attributes):
         call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)
         return spawn_results.take_over(session, self._launch(call, session, loop, *args))
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:  # in a spawned rank, a process of its own
-        self.__dict__.update(kept)
-        apply_to_process(self.config, self.accelerator.device_type)
-
     def __getstate__(self) -> dict[str, Any]:
         # how to launch is bound to this process, and in the other one there is nothing to be launched
         return {**self.__dict__, "_launch": directly, "_spawns": False}

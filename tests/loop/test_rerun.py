@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_written_later_counts_when_it_is_there(tmp_path: Pa
     seen: list[bool] = []
 
     def recorded(trainer: Any) -> list[str]:
-        return list(trainer.signals.job.check().get("saved", {}).values())
+        return list(trainer.session.signals.job.check().get("saved", {}).values())
 
     class Look(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

@@ -359,13 +359,12 @@ def _interruptible(session: Session) -> Iterator[None]:
 
     def ask() -> None:
         if session.interruption is None:
-            session.interruption = "Ctrl-C"
-            session.should_stop = True
+            session.interrupt("Ctrl-C")
             if session.is_global_zero:
                 _say(session)
 
     def end() -> None:
-        session.interruption = None  # this one is not for the loop to end cleanly
+        session.interrupt(None)  # this one is not for the loop to end cleanly
 
     with interruptible(ask, end):
         yield

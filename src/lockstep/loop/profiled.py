@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.states import TrainerStatus
-from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import EvaluationFeed, Feed
-from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import NAMES, Hooks, is_overridden
 from lockstep.loop.session import Session
 from lockstep.loop.transfer import Transfer
 from lockstep.module import LightningModule
 from lockstep.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer
 
 BATCH = "run_training_batch"
 EPOCH = "run_training_epoch"
@@ -37,6 +38,12 @@ def instrument(session: Session) -> None:
     if observe is not None:
         observe(module)
     session.instruments = Instruments(session)
+
+
+class Loop(Protocol):
+    """A loop that asks for its loaders."""
+
+    def setup_data(self) -> None: ...
 
 
 class Instruments:
@@ -57,7 +64,7 @@ class Instruments:
         self._strategy = f"[Strategy]{type(session.strategy).__name__}."
         self._time_hooks(session.hooks)
         self._time_strategy(session.strategy)
-        self._time_fit(trainer.fit_loop)
+        self._time_fit(trainer)
         self._time_data(session)
         self._time_feed(trainer.fit_loop, lambda: session.fit.feed, "[_TrainingEpochLoop].train_dataloader_next")
         for loop in (trainer.fit_loop.validation, trainer.validate_loop, trainer.test_loop):
@@ -160,8 +167,8 @@ class Instruments:
         # on the plain road, where nobody overrides `optimizer_step`, this is the update
         self._replace(strategy, "step", self.timed(f"{self._module}optimizer_step", strategy.step))
 
-    def _time_fit(self, fit_loop: FitLoop) -> None:
-        step = fit_loop.step
+    def _time_fit(self, trainer: Trainer) -> None:
+        fit_loop, step = trainer.fit_loop, trainer.fit_loop.step
         setup, begin, end = step.setup, step._begin, step._end
 
         def timed_setup() -> None:
@@ -217,9 +224,7 @@ class Instruments:
                 action = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
                 self._replace(datamodule, name, self.timed(action, getattr(datamodule, name)))
 
-    def _time_feed(
-        self, loop: FitLoop | EvaluationLoop, feed_of: Callable[[], Feed | EvaluationFeed | None], action: str
-    ) -> None:
+    def _time_feed(self, loop: Loop, feed_of: Callable[[], Feed | EvaluationFeed | None], action: str) -> None:
         """Time each batch that the loop's loaders give, from when the loop has them."""
         setup_data = loop.setup_data
 

@@ -13,6 +13,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
+from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
@@ -86,7 +87,7 @@ class FitState:
         return self.feed
 
 
-@dataclass
+@dataclass(repr=False)
 class Session:
     """A run: its parts, its counters, and what steers it.
 
@@ -104,6 +105,7 @@ class Session:
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
         stop_flag, interrupt_flag: bits of ``agreement``.
         instruments: where a profiler measures.
+        inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
     """
 
     trainer: Trainer
@@ -129,6 +131,7 @@ class Session:
     interruption: str | None = None
     signals: FitSignals | None = None
     instruments: Instruments | None = None
+    inner: Session | None = None
 
     module: LightningModule = field(init=False)
     hooks: Hooks = field(init=False)
@@ -173,6 +176,17 @@ class Session:
         made = object.__new__(Session)
         vars(made).update(vars(self), **changes)
         return made
+
+    def interrupt(self, by: str | None) -> None:
+        """Let the call, and a trial inside it, end at the next boundary; None: it is not to end by itself."""
+        self.interruption = by
+        self.should_stop = self.should_stop or by is not None
+        if self.inner is not None:
+            self.inner.interrupt(by)
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:  # in a process that was started, which has no settings yet
+        vars(self).update(kept)
+        apply_to_process(self.config, self.strategy.root_device.type)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process; the rest is bound to this one."""

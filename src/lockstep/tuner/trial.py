@@ -276,8 +276,6 @@ def trial(trainer: Trainer, kept: Kept, callbacks: list[Callback], **flags: Any)
         vars(strategy).clear()
         vars(strategy).update(strategy_before)
         kept.put_back()
-        if inside.interruption is not None:
-            session.interruption, session.should_stop = inside.interruption, True
 
 
 @contextmanager
@@ -285,7 +283,8 @@ def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
     """Let the Trainer work on another session, with loops of its own."""
     names = ("session", "fit_loop", *LOOPS)
     before = {name: vars(trainer)[name] for name in names}
-    trainer.session, trainer.fit_loop = session, FitLoop(session)
+    outer = trainer.session
+    outer.inner, trainer.session, trainer.fit_loop = session, session, FitLoop(session)
     for name, stage in LOOPS.items():
         setattr(trainer, name, EvaluationLoop(session, stage))
     try:
@@ -294,6 +293,7 @@ def in_session(trainer: Trainer, session: Session) -> Iterator[None]:
         for name in ("fit_loop", *LOOPS):
             getattr(trainer, name).release()
         trainer.__dict__.update(before)
+        outer.inner = None
 
 
 def train(trainer: Trainer) -> None:
