@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -230,11 +230,55 @@ class Piece:
             self.value.grad = self.cut(grad.detach())
 
 
+def find_aliases(buckets: Iterable[Bucket], first: Iterable[Parameter]) -> dict[int, Parameter]:
+    """Parameters whose memory is another parameter's, by id, each with that other one.
+
+    ``weight_norm`` makes such a pair in the middle of a fit: its ``original1`` takes over the memory of the weight
+    that it replaces, and the optimizer goes on to update the weight, if that still has a gradient.
+
+    Args:
+        buckets: laid out.
+        first: parameters that stay themselves, where there is a choice.
+
+    Raises:
+        ValueError: two of them have a part of their memory in common.
+    """
+    preferred = {id(parameter) for parameter in first}
+    named = [one for bucket in buckets for one in zip(bucket.names, bucket.parameters, strict=True) if one[1].numel()]
+    named.sort(key=lambda one: (one[1].data_ptr(), id(one[1]) not in preferred))
+    aliases: dict[int, Parameter] = {}
+    owner: tuple[str, Parameter] | None = None
+    for name, parameter in named:
+        if owner is None or parameter.device != owner[1].device or parameter.data_ptr() >= _end(owner[1]):
+            owner = name, parameter
+            continue
+        kinds = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in (owner[1], parameter)]
+        if kinds[0] == kinds[1]:
+            aliases[id(parameter)] = owner[1]
+        elif _is_dense(owner[1]) and _is_dense(parameter):
+            one, other = sorted([owner[0], name])
+            raise ValueError(
+                f"parameters {one!r} and {other!r} have a part of their memory in common, and a sharded optimizer "
+                "moves each to a buffer: give them memory of their own, or leave it unsharded (shard_optimizer=False)"
+            )
+    return aliases
+
+
+def _end(parameter: Tensor) -> int:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr() + extent * parameter.element_size()
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    return _end(parameter) - parameter.data_ptr() == parameter.numel() * parameter.element_size()
+
+
 class Flat:
     """The parameters of a bucket in one buffer, of which each rank updates its slice.
 
     Args:
         bucket: laid out.
+        aliases: ids of those whose memory is another parameter's: every rank updates them whole.
         padded: its buffer with the padding.
         group: the ranks.
         stage: over which the parameters' slices are exchanged; None: through the group.
@@ -243,10 +287,18 @@ class Flat:
         values: the parameters.
         gradients: the padded buffer, in the parameters' dtype.
         pieces: by parameter.
+        aliased: parameters of the bucket that are no pieces, with their gradients' places.
         work: the other ranks' slices on their way; None where they are here.
     """
 
-    def __init__(self, bucket: Bucket, padded: Tensor, group: comm.Group, stage: Stage | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        padded: Tensor,
+        group: comm.Group,
+        stage: Stage | None = None,
+        aliases: Collection[int] = (),
+    ) -> None:
         self.index = bucket.index
         self.gradients = torch.view_as_complex(padded.view(-1, 2)) if bucket.dtype.is_complex else padded
         self.values = torch.zeros_like(self.gradients)
@@ -261,7 +313,9 @@ class Flat:
         parts = fragments(bucket.starts, numels, self.begin, self.begin + self.length)
         everything = zip(bucket.parameters, bucket.views, bucket.starts, parts, strict=True)
         # what has no elements is nobody's: every rank does what there is to do
-        self.pieces = [Piece(self, *one) for one in everything if one[0].numel()]
+        self.pieces = [Piece(self, *one) for one in everything if one[0].numel() and id(one[0]) not in aliases]
+        pairs = zip(bucket.parameters, bucket.views, strict=True)
+        self.aliased = [(parameter, view) for parameter, view in pairs if id(parameter) in aliases]
 
     def send(self) -> None:
         """Begin to exchange the parameters' slices."""

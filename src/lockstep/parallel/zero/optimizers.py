@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from lockstep.ground import comm
 from lockstep.ground.gradients import clip_by_value
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.zero.flat_parameters import Flat, Piece
+from lockstep.parallel.zero.flat_parameters import Flat, Piece, find_aliases
 from lockstep.parallel.zero.optimizer_state import cut_state, whole_states
 from lockstep.parallel.zero.prefetch_wait import Arrivals, AwaitedList, can_wait
 from lockstep.parallel.zero.shared_buffer import Stage
@@ -196,6 +196,7 @@ class ShardedOptimizers:
         self._group, self._stage = group, stage
         self._flats: list[Flat] = []
         self._pieces: dict[int, Piece] = {}  # by the id of the parameter
+        self._aliases: dict[int, tuple[Parameter, Piece]] = {}  # parameters in the memory of another one, which is cut
         self._under_way: list[Flat] = []
         self._kept = self._detached = False
         self._arrivals: Arrivals | None = None
@@ -251,8 +252,10 @@ class ShardedOptimizers:
         if self._stage is not None and not self._stage.lay_out([buffer.nbytes for buffer in padded]):
             self._stage.close()
             self._stage = None
+        buckets = list(buckets)
+        aliases = find_aliases(buckets, self._module.parameters())
         pairs = zip(buckets, padded, strict=True)
-        self._flats = [Flat(bucket, buffer, self._group, self._stage) for bucket, buffer in pairs]
+        self._flats = [Flat(bucket, buffer, self._group, self._stage, aliases) for bucket, buffer in pairs]
         before, self._pieces = self._pieces, {id(p.parameter): p for flat in self._flats for p in flat.pieces}
         for optimizer, state in zip(self._optimizers, states, strict=True):
             if state:
@@ -260,6 +263,13 @@ class ShardedOptimizers:
         for key, old in before.items():
             if key not in self._pieces:  # frozen by now: whole on every rank again
                 old.release()
+        self._aliases = {
+            id(parameter): (parameter, self._pieces[id(aliases[id(parameter)])])
+            for flat in self._flats
+            for parameter, _ in flat.aliased
+        }
+        for alias, owner in self._aliases.values():
+            alias.data = owner.parameter.data
         for parameter, gradient in kept:
             piece = self._pieces.get(id(parameter))
             if piece is None:
@@ -293,8 +303,11 @@ class ShardedOptimizers:
                 self._arrivals = None
             for optimizer in self._optimizers:
                 self._await_groups(optimizer)
+            shared = [(p, piece) for p, piece in self._aliases.values() if p.data_ptr() == piece.parameter.data_ptr()]
             for flat in self._flats:
                 flat.release()
+            for parameter, piece in shared:
+                parameter.data = piece.parameter.data
             if self._stage is not None:
                 self._stage.close()
                 self._stage = None
@@ -313,7 +326,7 @@ class ShardedOptimizers:
             _replace_state(optimizer, {p: whole[id(p)] for p in parameters if id(p) in whole})
             if not all(piece.is_of_its_kind() for piece in self._pieces.values()):  # the module was cast, or moved
                 optimizer.load_state_dict(optimizer.state_dict())
-        self._optimizers, self._flats, self._pieces = [], [], {}
+        self._optimizers, self._flats, self._pieces, self._aliases = [], [], {}, {}
 
     # -- parameters on their way -----------------------------------------------------------------------------
 
@@ -330,6 +343,8 @@ class ShardedOptimizers:
         if self._under_way:
             for parameter in parameters:
                 piece = self._pieces.get(id(parameter))
+                if piece is None and id(parameter) in self._aliases:
+                    piece = self._aliases[id(parameter)][1]
                 if piece is not None and piece.flat.work is not None:
                     self._finish(piece.flat)
 
@@ -374,6 +389,9 @@ class ShardedOptimizers:
         """After a backward: where it was reduced, let placeholders stand for the gradients."""
         if not (reduced or self._kept):
             return
+        for flat in self._flats:
+            if reduced and any(parameter.grad is view for parameter, view in flat.aliased):
+                flat.gather_gradients()
         for piece in self._pieces.values():
             grad = piece.parameter.grad
             if grad is None:
@@ -523,6 +541,8 @@ class ShardedOptimizers:
                 self._finish(piece.flat)
             if not piece.is_bound():
                 piece.bind()
+        if self._aliases:
+            self._arrive(p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
         with self.lent(optimizer):
             yield
 
