@@ -17,11 +17,10 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.zero.exchange import SharedBuffer, SharedScatter
 from lockstep.parallel.zero.flat_parameters import SlicedGradient
 from lockstep.parallel.zero.optimizers import check_elementwise, elementwise
-from lockstep.parallel.zero.reduce_scatter import SharedScatter
 from lockstep.parallel.zero.reducer import ShardedReducer, shard_optimizers
-from lockstep.parallel.zero.shared_buffer import Stage
 from lockstep.precision.base import LossScaler
 from lockstep.testing.pool import RankFailure, RankPool
 
@@ -208,7 +207,7 @@ def test_any_number_of_ranks_trains_the_model_of_one_process(ranks: RankPool, wo
 def _without_memory() -> tuple[bool, bool, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedScatter, "buffers", lambda self, sizes: None)
-        patch.setattr(Stage, "lay_out", lambda self, sizes: False)
+        patch.setattr(SharedBuffer, "lay_out", lambda self, sizes: False)
         return _both("sgd")
 
 
@@ -482,9 +481,9 @@ def _waited_for() -> str:
     optimizer.zero_grad()
     assert 0 < len(under_way) < count
     first = optimizer.param_groups[0]["params"][0]
-    assert not any(piece.parameter is first for flat in under_way for piece in flat.pieces)
+    assert not any(shard.parameter is first for flat in under_way for shard in flat.shards)
     assert len(list(optimizer.param_groups[1]["params"])) > 3
-    assert not any(piece.parameter.dim() < 2 for flat in under_way for piece in flat.pieces)
+    assert not any(shard.parameter.dim() < 2 for flat in under_way for shard in flat.shards)
     train(net, optimizer, reducer, range(2, 3))
     assert same(dict(copy.deepcopy(net).named_parameters()), dict(net.named_parameters()))
     assert not under_way
