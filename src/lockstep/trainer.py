@@ -48,7 +48,7 @@ from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
-from lockstep.precision.names import make_precision
+from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 from lockstep.profilers.choose import make_profiler
 from lockstep.strategies.base import Strategy

@@ -9,7 +9,7 @@ import pytest
 from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.precision.base import Precision
-from lockstep.precision.true import TruePrecision
+from lockstep.precision.formats import TruePrecision
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 

@@ -121,14 +121,14 @@ def _interrupted() -> list[Any]:
     """A backward raises on both ranks before any bucket left (out of memory, say); the loop tries again."""
     net = _loop(None)
     reducer = Reducer(net.named_parameters())
-    for muted in (False, True):
-        reducer.muted = muted
+    for zero_weight in (False, True):
+        reducer.zero_weight = zero_weight
         reducer.prepare()
         x = net.first(_batch(0, 0))
         x.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             net.last(x).sum().backward()
-        reducer.muted = False
+        reducer.zero_weight = False
     return _train(net, _square, 2, [dist.get_rank()], reducer)
 
 

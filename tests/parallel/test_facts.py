@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.profiler import profile
 
+from lockstep.parallel.consistency import buffers_in_forwards
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.torch_compat import buffers_in_forwards
 from lockstep.testing.pool import RankPool
 
 RANGE = "DistributedDataParallel.forward"

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.parallel import consistency, hooks
+from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.grad_bucket import GradBucket
 from lockstep.testing.pool import RankPool
 
 SMALL = 100 / 2**20  # MiB: a bucket a parameter

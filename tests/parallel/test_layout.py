@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.reducer import Reducer
 from lockstep.testing.pool import RankPool
 

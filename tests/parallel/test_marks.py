@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.parallel.used_parameters import Marks
+from lockstep.parallel.transport import UsedParameters
 from lockstep.testing.pool import RankPool
 
 
@@ -19,7 +19,7 @@ class Marked:
 
 def _heard(used: list[list[list[int]]], willing: list[bool]) -> tuple[list[list[int]], bool]:
     rank = dist.get_rank()
-    message = Marks([Marked(*marks) for marks in used[rank]], willing[rank], None)  # type: ignore[misc]
+    message = UsedParameters([Marked(*marks) for marks in used[rank]], willing[rank], None)  # type: ignore[misc]
     assert message.nbytes == 1 + sum(map(len, used[rank]))
     parts, agreed = message.wait()
     return [[int(mark != 0) for mark in part or ()] for part in parts], agreed
@@ -34,9 +34,9 @@ def test_each_rank_hears_who_used_what(ranks: RankPool) -> None:
 
 def test_who_used_everything_does_not_look() -> None:
     """Looking is waiting: a GPU would come to an end with its backward in every round of a communication hook."""
-    everything: Any = Marks([Marked(1, 1), Marked(1)], False, None)  # type: ignore[list-item]
+    everything: Any = UsedParameters([Marked(1, 1), Marked(1)], False, None)  # type: ignore[list-item]
     everything._marks = None
     assert everything.wait() == ([b"\1\1", b"\1"], False)
     for used, willing in (((1, 1), True), ((1, 0), False)):
-        looks: Any = Marks([Marked(*used)], willing, None)  # type: ignore[list-item]
+        looks: Any = UsedParameters([Marked(*used)], willing, None)  # type: ignore[list-item]
         assert looks.wait() == ([list(used)], willing)

@@ -11,8 +11,7 @@ import torch
 from torch.nn.parameter import Parameter
 
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.static_graph import turn_of
+from lockstep.parallel.reducer import Reducer, lock_of
 from lockstep.parallel.transport import AllReduce
 
 
@@ -63,4 +62,4 @@ def test_threads_of_several_devices_send_buckets_in_order(static: bool) -> None:
 
 
 def test_one_device_has_nothing_to_wait_for() -> None:
-    assert isinstance(turn_of([torch.ones(1), torch.ones(2)]), nullcontext)
+    assert isinstance(lock_of([torch.ones(1), torch.ones(2)]), nullcontext)

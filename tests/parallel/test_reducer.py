@@ -30,7 +30,7 @@ class Case:
     world: int
     micro: int  # micro-batches of a window
     used: list[list[list[set[int]]]]  # [step][rank][micro-batch] -> parameters in the loss
-    muted: list[list[list[bool]]]
+    zero_weight: list[list[list[bool]]]
     cap: float  # bytes
     big: int  # elements from which on gradients are put into the buffer, not added there
     shared: bool  # memory, or TCP
@@ -95,11 +95,11 @@ def _trained(case: Case) -> tuple[list[Gradients], int, int]:
             loss = case.loss(parameters, step, rank, micro)
             if micro == 0:
                 optimizer.zero_grad(set_to_none=case.set_to_none)
-            reducer.muted = case.muted[step][rank][micro]
+            reducer.zero_weight = case.zero_weight[step][rank][micro]
             reducer.prepare()
             loss.backward()
             reducer.finish()
-            assert not reducer.muted
+            assert not reducer.zero_weight
         found.append([None if p.grad is None else p.grad.clone() for p in parameters])
         optimizer.step()
     return found, reducer.rounds, reducer.collectives
@@ -113,7 +113,7 @@ def _in_one_process(case: Case) -> list[Gradients]:
         optimizer.zero_grad(set_to_none=case.set_to_none)
         for rank in range(case.world):
             for micro in range(case.micro):
-                if not case.muted[step][rank][micro]:
+                if not case.zero_weight[step][rank][micro]:
                     (case.loss(parameters, step, rank, micro) / case.world).backward()
         found.append([None if p.grad is None else p.grad.clone() for p in parameters])
         optimizer.step()
@@ -312,10 +312,10 @@ def _infinite_share() -> list[Tensor]:
             (parameter * 10).sum().backward()
             reducer.finish()
         reducer.sync = True
-        reducer.muted = dist.get_rank() == 1
+        reducer.zero_weight = dist.get_rank() == 1
         reducer.prepare()
-        loss = (parameter * (torch.inf if reducer.muted else 2.0)).sum()
-        (loss + borrowed.sum() if reducer.muted else loss).backward()
+        loss = (parameter * (torch.inf if reducer.zero_weight else 2.0)).sum()
+        (loss + borrowed.sum() if reducer.zero_weight else loss).backward()
         reducer.finish()
         assert parameter.grad is not None
         assert borrowed.grad is None
@@ -341,14 +341,14 @@ def test_one_rank_is_left_alone() -> None:
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
     before = kept.clone()
-    reducer.muted = True
+    reducer.zero_weight = True
     reducer.prepare()
     _loss(net, 1, 0).backward()
     reducer.finish()
     assert torch.equal(kept, before)
     assert net.conv.weight.grad is kept
     assert net.never.weight.grad is None
-    assert (reducer.rounds, reducer.collectives, reducer.muted) == (2, 0, False)
+    assert (reducer.rounds, reducer.collectives, reducer.zero_weight) == (2, 0, False)
     assert [name for bucket in reducer.plan() for name in bucket][-1] == "embed.weight"
 
 

@@ -17,13 +17,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.zero.exchange import SharedBuffer, SharedScatter
 from lockstep.parallel.zero.flat_parameters import SlicedGradient
 from lockstep.parallel.zero.optimizers import check_elementwise, elementwise
-from lockstep.parallel.zero.reduce_scatter import SharedScatter
 from lockstep.parallel.zero.reducer import ShardedReducer, shard_optimizers
-from lockstep.parallel.zero.shared_buffer import Stage
 from lockstep.precision.base import LossScaler
-from lockstep.testing.pool import RankPool
+from lockstep.testing.pool import RankFailure, RankPool
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, 0.1, momentum=0.9, nesterov=True),
@@ -208,7 +207,7 @@ def test_any_number_of_ranks_trains_the_model_of_one_process(ranks: RankPool, wo
 def _without_memory() -> tuple[bool, bool, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SharedScatter, "buffers", lambda self, sizes: None)
-        patch.setattr(Stage, "lay_out", lambda self, sizes: False)
+        patch.setattr(SharedBuffer, "lay_out", lambda self, sizes: False)
         return _both("sgd")
 
 
@@ -482,9 +481,9 @@ def _waited_for() -> str:
     optimizer.zero_grad()
     assert 0 < len(under_way) < count
     first = optimizer.param_groups[0]["params"][0]
-    assert not any(piece.parameter is first for flat in under_way for piece in flat.pieces)
+    assert not any(shard.parameter is first for flat in under_way for shard in flat.shards)
     assert len(list(optimizer.param_groups[1]["params"])) > 3
-    assert not any(piece.parameter.dim() < 2 for flat in under_way for piece in flat.pieces)
+    assert not any(shard.parameter.dim() < 2 for flat in under_way for shard in flat.shards)
     train(net, optimizer, reducer, range(2, 3))
     assert same(dict(copy.deepcopy(net).named_parameters()), dict(net.named_parameters()))
     assert not under_way
@@ -850,3 +849,53 @@ def _refused() -> str:
 
 def test_what_does_not_go_together_is_refused(ranks: RankPool) -> None:
     assert ranks(2).run(_refused) == ["refused"] * 2
+
+
+class Shares(nn.Module):
+    """Two parameters in one memory, as ``one.data = other.data`` leaves them."""
+
+    def __init__(self, rows: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(3, 5).double(), nn.Linear(3, rows).double()
+        self.second.weight.data = self.first.weight.data[:rows]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.first(batch).square().mean() + self.second(batch).sin().mean()
+
+
+def test_parameters_in_one_memory_stay_there(ranks: RankPool) -> None:
+    """Each was moved to a buffer of its own, and they went different ways without a word."""
+
+    def train_shared() -> tuple[Any, ...]:
+        net = Shares(5)
+        optimizer = torch.optim.Adam(net.parameters(), 0.1)
+        model = DistributedDataParallel(net)
+        shards = shard_optimizers(model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch_of(step, dist.get_rank(), torch.float64)[:, 0, :3]).backward()
+            optimizer.step()
+        shards.detach()
+        assert net.first.weight.data_ptr() == net.second.weight.data_ptr()
+        return [value.tolist() for value in values(net).values()], shards.state_dict(optimizer)["state"]
+
+    net = Shares(5)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (net(batch_of(step, rank, torch.float64)[:, 0, :3]) / 2).backward()
+        optimizer.step()
+    for found, state in ranks(2).run(train_shared):
+        assert found == [value.tolist() for value in values(net).values()]
+        assert same(state, optimizer.state_dict()["state"])
+
+
+def test_parameters_with_a_part_of_their_memory_in_common_are_refused(ranks: RankPool) -> None:
+    def train_partly() -> None:
+        model = DistributedDataParallel(Shares(3))
+        shard_optimizers(model, torch.optim.Adam(model.parameters()))
+
+    with pytest.raises(RankFailure, match=r"parameters 'first.weight' and 'second.weight' have a part of their memory"):
+        ranks(2).run(train_partly)

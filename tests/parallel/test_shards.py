@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.parallel.bucket import offsets
-from lockstep.parallel.zero.shard_layout import STEP, Fragment, fragments, padded
+from lockstep.parallel.zero.exchange import STEP, Fragment, fragments, padded
 
 
 @given(

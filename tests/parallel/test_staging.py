@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.parallel.zero.shared_buffer import Stage
+from lockstep.parallel.zero.exchange import SharedBuffer
 from lockstep.testing.pool import RankPool
 
 SIZES = [48, 0, 120]
@@ -19,7 +19,7 @@ SIZES = [48, 0, 120]
 def _exchanged() -> list[list[int]]:
     """Five rounds of two buffers in each of two layouts; a rank is busy, and what is sent is written over."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    stage = Stage.open(None, 20)
+    stage = SharedBuffer.open(None, 20)
     assert stage is not None
     found = []
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_every_rank_gets_what_the_others_sent(ranks: RankPool) -> None:
 
 
 def _nobody_comes(leaves: bool) -> str:
-    stage = Stage.open(None, 20)
+    stage = SharedBuffer.open(None, 20)
     assert stage is not None
     assert stage.lay_out([32])
     if dist.get_rank() == 1:

@@ -263,7 +263,7 @@ def muted_on_the_last(layer: Any, poison: float) -> dict[str, Tensor]:
     layer = convert_sync_batchnorm(layer)
     x = torch.tensor([[1.0], [4.0], [2.0]]).double() + 10 * rank
     if rank == world - 1:
-        layer.muted = True
+        layer.zero_weight = True
         x = torch.full((1, 1), poison).double()
     x.requires_grad_()
     y = layer(x)
@@ -280,14 +280,14 @@ def test_a_muted_rank_changes_no_number(ranks: RankPool, poison: float) -> None:
     y = whole(x)
     (y * torch.tensor([[1.0], [2.0], [5.0]]).repeat(2, 1)).sum().backward()
     assert x.grad is not None
-    *others, muted = ranks(3).run(muted_on_the_last, nn.BatchNorm1d(1).double(), poison)
+    *others, zero_weight = ranks(3).run(muted_on_the_last, nn.BatchNorm1d(1).double(), poison)
     for rank, found in enumerate(others):
         rows = slice(3 * rank, 3 * rank + 3)
         torch.testing.assert_close(found["y"], y.detach()[rows], rtol=0, atol=1e-12)
         torch.testing.assert_close(found["gradient"], x.grad[rows], rtol=0, atol=1e-12)
     for name, value in whole.state_dict().items():
         if name.startswith("running"):
-            torch.testing.assert_close(muted[name], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(zero_weight[name], value, rtol=0, atol=1e-12)
 
 
 def one_value(lengths: tuple[int, int]) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
-from lockstep.parallel.hook_transport import Hooked
+from lockstep.parallel.hooks.hook_transport import Hooked
 from lockstep.parallel.transport import AllReduce
 
 

@@ -22,8 +22,8 @@ class Calls:
     """In a reducer's place: notes what it is told."""
 
     def __init__(self) -> None:
-        self.sync, self.muted = True, False
-        self.turn = nullcontext()
+        self.sync, self.zero_weight = True, False
+        self.lock = nullcontext()
         self.told: list[str] = []
 
     def _prepare(self) -> None:
@@ -46,7 +46,7 @@ class Watched:
         parameters = list(self.net.parameters())
         self.watch = Watch(self.calls, parameters, self.calls, static)  # type: ignore[arg-type]
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: self.watch.stray())
+            parameter.register_post_accumulate_grad_hook(lambda _: self.watch.unprepared_grad())
         self.x = torch.randn(2, 3, requires_grad=True)
 
     def __call__(self, outputs: Any, sync: bool = True) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.parallel.hooks.compress import allreduce
-from lockstep.precision.names import make_precision
+from lockstep.precision.formats import make_precision
 from lockstep.strategies import DDPStrategy
 from lockstep.testing import RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure

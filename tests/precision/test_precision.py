@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.precision.names import PRECISIONS, make_precision, precision_name
-from lockstep.precision.true import DefaultDtype
+from lockstep.precision.formats import PRECISIONS, DefaultDtype, make_precision, precision_name
 from tests.loop.pieces import quiet
 
 # name: dtype of parameters, of floating inputs, of a product inside the context, of torch.zeros(1) inside it

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.grad_bucket import GradBucket
-from lockstep.parallel.hooks.compress import fp16
+from lockstep.parallel.bucket import GradBucket
+from lockstep.parallel.hooks.compress import Int8State, fp16, int8
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
-from lockstep.parallel.hooks.quantize import Int8State, int8
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet

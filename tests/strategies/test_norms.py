@@ -149,7 +149,7 @@ def conversions() -> dict[str, Any]:
         **module.kinds,
         "same tensors": all(after[name] is tensor for name, tensor in before.items()) and list(after) == list(before),
         "groups": len(dist.distributed_c10d._world.pg_map) - groups,
-        "left": [name for layer in module.net for name in ("sync_group", "muted") if name in vars(layer)],
+        "left": [name for layer in module.net for name in ("sync_group", "zero_weight") if name in vars(layer)],
         "keys": list(torch.load(io.BytesIO(saved.getvalue()))),
     }
 

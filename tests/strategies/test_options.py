@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 from lockstep.precision.base import Precision
 from lockstep.strategies import DDPStrategy
 from lockstep.strategies.options import NO_EFFECT, REFUSED

@@ -567,13 +567,13 @@ class Step:
         """Run ``training_step`` on a padding batch: this rank has no samples, and nothing of it stays."""
         strategy = self.strategy
         self.is_padding = True
-        strategy.mute(True)
+        strategy.set_zero_weight(True)
         try:
             with without_trace(self.module, strategy.own_buffers()):
                 yield
         finally:
             self.is_padding = False
-            strategy.mute(False)
+            strategy.set_zero_weight(False)
 
     # -- what users call -----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.torch_compat import step_all, take_over
 
 # -- contexts of torch.distributed.autograd ------------------------------------------------------------------
 
@@ -85,6 +85,36 @@ def as_grad(named: Mapping[str, Parameter], context: int, empty: bool = False) -
             parameter.grad = grad
 
 
+# -- optimizers that step in the backward ------------------------------------------------------------------
+
+
+APPLY = "torch.distributed.optim.apply_optimizer_in_backward"
+"""Torch's file; where nobody has imported it, no parameter has such an optimizer."""
+
+
+def take_over(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Those of ``parameters`` that have such optimizers, which no longer step on this rank's own gradient.
+
+    `step_all` steps them when the gradients are averaged.
+    """
+    apply = sys.modules.get(APPLY)
+    if apply is None:
+        return []
+    found = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    for parameter in found:
+        for handle in apply.param_to_optim_hook_handle_map.get(parameter, ()):
+            handle.remove()
+    return found
+
+
+def step_all(parameters: Iterable[Parameter]) -> None:
+    """Step the optimizers of ``parameters`` and drop their gradients, as at the end of torch's backward."""
+    for parameter in parameters:
+        for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+            optimizer.step()
+        parameter.grad = None
+
+
 # -- the watch -----------------------------------------------------------------------------------------------
 
 
@@ -132,7 +162,7 @@ class Watch:
 
     Attributes:
         expected: whether a synchronised forward waits for its backward.
-        light: whether all forwards since the last backward had weight 0.
+        zero_weight: whether all forwards since the last backward had weight 0.
     """
 
     def __init__(
@@ -143,12 +173,12 @@ class Watch:
         static: bool = False,
     ) -> None:
         self.expected = False
-        self.light = False
+        self.zero_weight = False
         self._reducer = reducer
         self.parameters = list(parameters)
         self._container = weakref.ref(container)
         self._static = static
-        self._armed = False
+        self._prepared = False
         self._sync = True  # of the last forward
         self._wanted = False  # the next backward reduces, whatever its forwards said
         self._waiting = False  # a forward was made since the last backward
@@ -161,18 +191,18 @@ class Watch:
 
     def forward_begins(self) -> None:
         """Before a forward that is not part of a backward."""
-        self._armed = False  # one that is still armed has raised
+        self._prepared = False  # one that is still armed has raised
         self._announced = -1
         if self._stepped is None:
             self._stepped = take_over(self.parameters)
 
-    def outputs(self, outputs: Any, sync: bool, light: bool = False, expected: bool = True) -> None:
+    def outputs(self, outputs: Any, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
         """After a forward with gradients: watch what it gave.
 
         Args:
             outputs: any object; tensors are found in collections, dataclasses and attributes.
             sync: whether a backward from here reduces.
-            light: whether the batch counts nothing.
+            zero_weight: whether the batch counts nothing.
             expected: whether a backward has to come.
         """
         for hook in self._leaf_hooks:
@@ -186,7 +216,7 @@ class Watch:
                 if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
                     self._leaf_hooks.append(hook)
         self.expected = self.expected or (sync and expected)
-        self.light = light and (self.light or not self._waiting)
+        self.zero_weight = zero_weight and (self.zero_weight or not self._waiting)
         self._sync = sync
         self._waiting = True
 
@@ -196,10 +226,10 @@ class Watch:
         container = self._container()  # which the outputs' graph keeps alive by this hook
 
         def reached(grad: Tensor | None) -> None:
-            if grad is None and single and not self._armed:
+            if grad is None and single and not self._prepared:
                 self._reducer.undefined = True
             if container is not None:
-                with self._reducer.turn:
+                with self._reducer.lock:
                     self._begin(sync, output, context)
 
         return reached
@@ -207,7 +237,7 @@ class Watch:
     def _begin(self, sync: bool, output: weakref.ref[Tensor], context: int | None) -> None:
         """Inside a backward: it may leave gradients in parameters from here on."""
         reducer = self._reducer
-        if self._armed:
+        if self._prepared:
             reducer.sync = reducer.sync or sync
             return
         sync = sync or self._wanted
@@ -225,34 +255,34 @@ class Watch:
         Variable._execution_engine.queue_callback(self._end)
         self._sync = sync
         if leaves or self._static:
-            self._arm(sync)
+            self._prepare(sync)
 
-    def stray(self) -> None:
+    def unprepared_grad(self) -> None:
         """Inside a backward, before it has begun for the reducer: a parameter got a gradient."""
-        if self._armed or not (self._waiting or self._announced != -1) or self._container() is None:
+        if self._prepared or not (self._waiting or self._announced != -1) or self._container() is None:
             return
         if self._announced == -1:
             Variable._execution_engine.queue_callback(self._end)
-        self._arm(self._sync or self._wanted)
+        self._prepare(self._sync or self._wanted)
 
     def reduce_next(self, outputs: Any = None) -> None:
         """Let the next backward reduce, whatever its forwards said: what others ask torch's reducer for."""
         self._wanted = True
 
-    def _arm(self, sync: bool) -> None:
+    def _prepare(self, sync: bool) -> None:
         container = self._container()
         if container is None:
             return
         if sync:
             container._backward_begins()
-        self._armed = True
+        self._prepared = True
         self._reducer.sync = sync
-        self._reducer.muted = self.light
+        self._reducer.zero_weight = self.zero_weight
         container._prepare()
 
     def _end(self) -> None:
         self._announced = -1
-        if self._armed:
+        if self._prepared:
             self.forget()
             container = self._container()
             if container is not None:
@@ -265,7 +295,7 @@ class Watch:
             return
         if self._static:
             raise RuntimeError(STATIC)
-        with as_grad(self._reducer._parameters, context, self.light):
+        with as_grad(self._reducer._parameters, context, self.zero_weight):
             container.skip_backward()
 
     def step(self) -> None:
@@ -275,7 +305,7 @@ class Watch:
 
     def forget(self) -> None:
         """No forward waits for its backward any more."""
-        self._armed = self._wanted = self._waiting = self.expected = self.light = False
+        self._prepared = self._wanted = self._waiting = self.expected = self.zero_weight = False
 
     def _leaves_gradients(self, output: Tensor | None) -> bool | None:
         """Whether the backward that runs now is one, and not `torch.autograd.grad`; None if that cannot be told."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -239,10 +239,10 @@ class Bucket:
             apart from each other (``_version``).
         starts: where each begins in ``buffer``, in elements.
         big: indices of the parameters of `BIG` and more elements.
-        poured: of those, the ones whose gradients lie in the buffer, scaled.
+        scaled: of those, the ones whose gradients lie in the buffer, scaled.
         used: a mark for each parameter: 1 where it has a gradient.
         waiting: indices of the parameters whose gradients must come before the bucket may travel.
-        kept: gradients from before a muted backward.
+        kept: gradients from before a backward of weight 0.
         work: what is under way; whoever put it there waits for it.
     """
 
@@ -263,7 +263,7 @@ class Bucket:
         self.work: Any = None
         self.views: list[Tensor] = []
         self.big = [index for index, p in enumerate(self.parameters) if p.numel() >= BIG]
-        self.poured: set[int] = set()
+        self.scaled: set[int] = set()
         self._scalar: tuple[float, float | Tensor] = (1.0, 1.0)
         self._marks = torch.frombuffer(self.used, dtype=torch.uint8)
         self._everyone = range(len(self.parameters))
@@ -316,8 +316,8 @@ class Bucket:
 
     def arm(self, views: bool, early: bool) -> None:
         """Note which parameters have gradients by now; with ``views``, lay the others' into the buffer."""
-        self.kept = None  # a muted backward that raised leaves some; its window starts again with zero_grad
-        self.poured.clear()
+        self.kept = None  # a backward of weight 0 that raised leaves some; its window starts again with zero_grad
+        self.scaled.clear()
         self.waiting.clear()
         if views and self._may_be_moved():
             self._put_back()
@@ -371,13 +371,13 @@ class Bucket:
         self.waiting.difference_update([i for i, p in enumerate(self.parameters) if not p.requires_grad])
 
     def hide(self) -> None:
-        """Set gradients aside, so that a muted backward does not touch them."""
+        """Set gradients aside, so that a backward of weight 0 does not touch them."""
         self.kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def show(self) -> None:
-        """Put back what was set aside, in place of what a muted backward made."""
+        """Put back what was set aside, in place of what a backward of weight 0 made."""
         if self.kept is not None:
             for parameter, grad in zip(self.parameters, self.kept, strict=True):
                 parameter.grad = grad
@@ -418,9 +418,9 @@ class Bucket:
             scalar = self.scalar(scale)
             if scale != 1 and self._runs:
                 torch._foreach_mul_(self._runs, scalar)
-            if len(self.poured) < len(self.big):
+            if len(self.scaled) < len(self.big):
                 for index in self.big:
-                    if index not in self.poured:
+                    if index not in self.scaled:
                         self._settle(index, views, scalar)
             scale = 1
         if self._marked:
@@ -522,6 +522,70 @@ class SparseBucket(Bucket):
         if anywhere is not None:
             self.used[0] = anywhere[0] != 0
             self.parameters[0].grad = self.flat if self.used[0] else None
+
+
+# -- what a communication hook is given ----------------------------------------------------------------------
+
+
+class GradBucket:
+    """The gradients of one bucket, as a communication hook sees them.
+
+    The methods are those of `torch.distributed.GradBucket`, so that hooks written for torch's
+    ``DistributedDataParallel`` work unchanged.
+
+    Args:
+        index: place of the bucket in the round, counted from 0.
+        buffer: 1-D tensor of all gradients, of this rank, not divided by anything.
+        gradients: views of ``buffer``, each with its parameter's shape.
+        parameters: the parameters, in the order of their gradients.
+        is_last: whether no other bucket comes after it in a round.
+        absent: places of the parameters that have no gradient on this rank in this round; zeros stand for them.
+    """
+
+    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_origin", "_parameters", "absent")
+
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        gradients: Sequence[Tensor],
+        parameters: Sequence[Parameter],
+        is_last: bool,
+        absent: Collection[int] = (),
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._origin = buffer.storage_offset()
+        self._parameters = list(parameters)
+        self._is_last = is_last
+        self.absent = absent
+
+    def index(self) -> int:
+        """Place of the bucket in the round, counted from 0."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The gradients as one 1-D tensor; a hook may change it in place."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients one by one: views of the buffer, also of one that was set, contiguous as torch gives them."""
+        starts = [gradient.storage_offset() - self._origin for gradient in self._gradients]
+        pairs = zip(starts, self._gradients, strict=True)
+        return [self._buffer[start : start + one.numel()].view(one.shape) for start, one in pairs]
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters that they belong to."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the round."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Put ``tensor`` (of the buffer's size) in the buffer's place."""
+        self._buffer = tensor
 
 
 def _users_of(storage: torch.UntypedStorage) -> int:

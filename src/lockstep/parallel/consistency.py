@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import re
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -253,6 +254,18 @@ def broadcast_buffers(buffers: Iterable[Tensor], src: int, group: comm.Group) ->
     # a forward before this one may have saved them for its backward
     with torch.autograd._unsafe_preserve_version_counter(kept):
         comm.broadcast_tensors(kept, src, group)
+
+
+def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
+    """What a container's two arguments say about its buffers; the older one is deprecated, as in torch."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is deprecated: say forward_sync_buffers={broadcast_buffers} (with "
+            "it, buffers are rank 0's at the start in any case), which counts where both are given",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
 
 
 # -- who is where --------------------------------------------------------------------------------------------

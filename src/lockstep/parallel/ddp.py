@@ -6,25 +6,34 @@ import contextlib
 import copy
 import os
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchContainer
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
+from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle_at_exit
 from lockstep.ground.rank import warn_once
+from lockstep.parallel import data_parallel
 from lockstep.parallel.backward_watcher import Watch, hear_steps, waiting_for_steps
-from lockstep.parallel.bucket import Plan, plan_by_caps
+from lockstep.parallel.bucket import plan_by_caps
 from lockstep.parallel.consistency import (
     RollCall,
+    broadcast_buffers,
+    broadcast_module_state,
+    buffers_in_forwards,
     check_alike,
     describe,
     find_group,
@@ -34,66 +43,23 @@ from lockstep.parallel.consistency import (
     sparse_names,
     told_to_all,
 )
-from lockstep.parallel.consistency import broadcast_module_state as broadcast_module_state
-from lockstep.parallel.consistency import check_same_module as check_same_module
-from lockstep.parallel.consistency import sync_buffers as sync_buffers
-from lockstep.parallel.data_parallel import Device, OnDevices
+from lockstep.parallel.data_parallel import Device, as_device, as_id, choose_devices
 from lockstep.parallel.late_parameters import LateParameters, find_cast, find_changed
+from lockstep.parallel.logging_data import logging_data, names_by_place
 from lockstep.parallel.reducer import MIB, Reducer
-from lockstep.parallel.torch_compat import IGNORED, TorchNames, buffers_in_forwards
-from lockstep.parallel.uneven import JoinsUneven, Weight, check_weight
+from lockstep.parallel.uneven import JoinState, Weight, check_weight, join_hook, meet
 
-# -- copies of a container -----------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from lockstep.parallel.mixed_precision import LowPrecision
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: names of parameters and buffers that its container leaves alone."""
 MADE_ANEW = (
-    "process_group",
-    "_reducer",
-    "_make_reducer",
-    "_watch",
-    "_checks",
-    "_late",
-    "_release",
-    "_world",
-    "_holders",
+    *("process_group", "_reducer", "_make_reducer", "_watch", "_checks", "_late", "_release", "_world", "_holders"),
 )
-
-
-class Copies(nn.Module):
-    """The part of `lockstep.parallel.ddp.DistributedDataParallel` that lets it be copied."""
-
-    process_group: Any
-    _reducer: Any
-
-    def _kept(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in MADE_ANEW}
-
-    def _restore(self, state: dict[str, Any], group: Any) -> None:
-        self.process_group, self._reducer = group, None
-        super().__setstate__(state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not dist.group.WORLD:
-            raise RuntimeError(
-                "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
-                "another group cannot be found again; pickle model.module, or its state dict"
-            )
-        return self._kept()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(state, find_group(None, None, state["_modules"]["module"]))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Copies:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        memo[id(self.process_group)] = self.process_group  # a communication hook's state may hold it
-        made._restore(copy.deepcopy(self._kept(), memo), self.process_group)
-        return made
-
-
-# -- the container -------------------------------------------------------------------------------------------
-
-
+"""Attributes that a copy of a container does not take over."""
 WHOLE = (
     "{name} is compiled as a whole: its gradients come all at once, when its backward has ended, so no reduction "
     "overlaps the computation. Compile its blocks instead: for block in model.blocks: block.compile()"
@@ -107,7 +73,7 @@ FORWARD = "DistributedDataParallel.forward"
 """A forward's range in a profile, by torch's name."""
 
 
-class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
+class DistributedDataParallel(nn.Module, Joinable):
     """Trains ``module`` on every rank of a group, each with its own part of the batch, as one.
 
     Takes the place of ``torch.nn.parallel.DistributedDataParallel`` when the import is changed; ``docs/ddp.md``
@@ -130,7 +96,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         init_sync: compare the ranks' modules, then give all of them rank 0's parameters and buffers.
         process_group: the ranks; ``None`` is the default group.
         bucket_cap_mb: size in MiB of the buckets in which gradients travel; default 25.
-        find_unused_parameters: taken and not needed: unused parameters are found whatever this says.
+        find_unused_parameters, batched_grad_copy: taken and not needed: unused parameters are found whatever this
+            says, and views are not copied.
         check_reduction: at each forward and backward, make sure that all ranks are at the same point, that the last
             backward reduced everything, and that it left the same gradients everywhere. For finding faults: slow.
         gradient_as_bucket_view: let ``.grad`` be views of the buckets, which saves a copy and their memory.
@@ -144,7 +111,6 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             parameters may be used later.
         bucket_cap_mb_list: sizes in MiB of the buckets one by one, that of the parameters defined first in front;
             the last one holds for all that come after.
-        batched_grad_copy: taken and not needed: views are not copied.
         forward_sync_buffers: before a forward that follows a synchronised one, take rank 0's buffers (BatchNorm's
             running statistics); default True.
         shared_memory: on one host, let CPU gradients be summed in memory that the ranks share, not over TCP.
@@ -186,8 +152,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
         param_to_hook_all_reduce: Parameter | None = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
@@ -196,6 +162,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         shared_memory: bool = True,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
+        self.joining = JoinState()
         self.process_group = find_group(process_group, device_mesh, module)
         self.device_mesh = device_mesh
         protect_forks()  # of loader workers, beside the group's threads
@@ -211,7 +179,15 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             self.dim = dim
             self.device = next(p for n, p in module.named_parameters() if n not in self.parameters_to_ignore).device
             self.device_type = self.device.type
-            self._set_devices(device_ids, output_device)
+            self._devices, out = choose_devices(device_ids, output_device, self.device)
+            if len(self._devices) > 1 and isinstance(module, DistributedDataParallel):
+                raise MisconfigurationException(
+                    f"device_ids={device_ids!r}: the module is a DistributedDataParallel already, which has no "
+                    "replicas: wrap the model inside of it (model.module)"
+                )
+            self.device_ids = [as_id(device) for device in self._devices] or None
+            self.output_device = None if out is None else as_id(out)
+            self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
             self.forward_sync_buffers = buffers_in_forwards(forward_sync_buffers, broadcast_buffers)
             self.find_unused_parameters = find_unused_parameters
             self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -226,10 +202,9 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             self.check_reduction = check_reduction
             self.shared_memory = shared_memory
             caps = list(bucket_cap_mb_list or ())
-            self.bucket_cap_mb = max(caps) if caps else _first(bucket_cap_mb, 25)
+            self.bucket_cap_mb = max(caps) if caps else 25 if bucket_cap_mb is None else bucket_cap_mb
             if min([self.bucket_cap_mb, *caps]) <= 0:
-                said = f"bucket_cap_mb={bucket_cap_mb}, bucket_cap_mb_list={bucket_cap_mb_list}: sizes above 0"
-                raise ValueError(said)
+                raise ValueError(f"{bucket_cap_mb=}, {bucket_cap_mb_list=}: sizes above 0")
             self.bucket_bytes_cap = int(self.bucket_cap_mb * MIB)
             self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
             self.bucket_bytes_cap_default = bucket_cap_mb is None and not caps
@@ -256,23 +231,17 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
     # -- the reducer
 
     _make_reducer: Callable[..., Reducer] = Reducer
+    _low: LowPrecision | None = None
+    _holders: list[dict[str, Tensor | None]] | None = None
+    _error: str | None = None
+    broadcast_bucket_size = 250 * 2**20  # read by torch's libraries
 
     def _attach(self) -> None:
         """Make the reducer and what tells it when; on all ranks at the same time."""
-        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        named = [(name, p) for name, p in named if name not in self._frozen]
-        plan: Plan | None = None
-        if self.bucket_bytes_cap_list:
-            plan = plan_by_caps(named, self.bucket_bytes_cap_list)
-        options: dict[str, Any] = {}
-        if (
-            self.skip_all_reduce_unused_params
-            and self._make_reducer is Reducer
-            and comm.world_size(self.process_group) > 1
-        ):
-            from lockstep.parallel.used_parameters import Sparing
-
-            options["transport"] = Sparing.open(self.process_group, (p for _, p in named), self.shared_memory)
+        ignored = {*self.parameters_to_ignore, *self._frozen}
+        named = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
+        plan = plan_by_caps(named, self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
+        options = {"skip_unused": True} if self.skip_all_reduce_unused_params and self._make_reducer is Reducer else {}
         self._reducer = reducer = self._make_reducer(
             named,
             self.process_group,
@@ -291,7 +260,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         self._checks = RollCall(self.process_group, self.module) if self.check_reduction and self._world > 1 else None
         parameters = [parameter for _, parameter in named]
         self._watch = Watch(reducer, parameters, self, self.static_graph)
-        reducer.stray = self._watch.stray
+        reducer.on_unprepared_grad = self._watch.unprepared_grad
         reducer.prepare_for_backward = self._watch.reduce_next  # type: ignore[attr-defined]  # torch's PipelineStage asks
         self._release = weakref.finalize(self, _let_go, reducer, os.getpid())
         self._release.atexit = False
@@ -301,7 +270,6 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             waiting_for_steps[id(self)] = self
 
     def _detach(self) -> None:
-        """Let go of the reducer; the next forward makes another."""
         if self._reducer is not None:
             self._release()
             self._reducer = None
@@ -381,8 +349,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             if grad:
                 if weight is not None:
                     outputs = weight.apply(outputs)
-                light = weight is not None and weight.weight == 0
-                self._watch.outputs(outputs, sync, light, expected=sync and self.training)
+                empty = weight is not None and weight.weight == 0
+                self._watch.outputs(outputs, sync, empty, expected=sync and self.training)
             return outputs
         except Exception as error:
             if self._reducer is not None and self._world > 1:
@@ -408,7 +376,8 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 raise MisconfigurationException(
                     "weight() inside of join(): a rank without batches has no weight to give; use one of them"
                 )
-            self._notify(sync, buffers)
+            Join.notify_join_context(self)
+            meet(self, sync, buffers)
         else:
             if sync:
                 self._compare("forward")
@@ -419,7 +388,6 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
         return Weight(self._weight, self.process_group, self.device, self._named_failure)
 
     def _buffers_at(self, location: _BufferCommHookLocation) -> bool:
-        """Whether buffers are brought in line there."""
         if not (self.require_forward_param_sync and self.forward_sync_buffers) or self._world == 1:
             return False
         hook = self.__dict__.get("buffer_hook")
@@ -437,11 +405,9 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 self._checks.answer(stage, self.reducer.missing() if stage == "forward" else [])
 
     def _backward_begins(self) -> None:
-        """Called inside a synchronised backward before its round is prepared."""
         self._compare("backward")
 
     def _prepare(self) -> None:
-        """Called inside a backward that may leave gradients in parameters."""
         try:
             self.reducer.prepare()
         except RuntimeError as error:
@@ -452,12 +418,11 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 raise MisconfigurationException(f"rank {self._distributed_rank}: {problem}") from error
 
     def _backward_ended(self) -> None:
-        """Called when a backward has ended: reduces what is left, and waits."""
         with self._named_failure("averaging the gradients"):
             self.reducer.finish()
         self._await_buffers()
         if self._checks is not None and self.reducer.sync:
-            self._checks.note(self.reducer.over)
+            self._checks.note(self.reducer.round_group)
         self._watch.step()
 
     def _named_failure(self, doing: str) -> contextlib.AbstractContextManager[None]:
@@ -474,7 +439,7 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
             return
         self._backward_begins()
         reducer = self.reducer
-        reducer.sync, reducer.muted = True, False
+        reducer.sync, reducer.zero_weight = True, False
         self._prepare()
         self._backward_ended()
 
@@ -528,15 +493,294 @@ class DistributedDataParallel(Copies, OnDevices, JoinsUneven, TorchNames):
                 self._low.tell()
         return self
 
+    # -- uneven numbers of batches
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context around a training loop in which ranks have different numbers of batches.
+
+        A rank that has run out follows the others with nothing to add, and all end with the model of the last one
+        that trained. One backward to each forward with gradients; no collectives of your own in the loop. Of several
+        models in one ``Join``, each runs its backward before the next one's forward.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by all ranks; else by those that still have batches.
+            enable: False to train without.
+            throw_on_early_termination: have all ranks raise as soon as one has run out.
+
+        Raises:
+            RuntimeError: optimizers are sharded.
+        """
+        if enable and hasattr(self.reducer, "shards"):
+            raise RuntimeError(
+                "join() with sharded optimizers: a rank that has run out of batches would have to step, too; let it go "
+                "on with any batch that does not count, under `with model.weight(0):`"
+            )
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``torch.distributed.algorithms.Join`` calls on a rank that has run out.
+
+        Args:
+            divide_by_initial_world_size: as of `join`; default True.
+        """
+        return join_hook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` communicates from."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that ``Join`` asks."""
+        return self.process_group
+
+    # -- devices
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Device]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Inputs and keyword arguments, each as one part for each device, cut along `dim`; to be overridden.
+
+        A batch of fewer rows than devices has fewer parts. Called with several devices, and with one if overridden.
+        """
+        parts = data_parallel.scatter((inputs, kwargs), [as_device(device) for device in device_ids], self.dim)
+        return [part for part, _ in parts], [part for _, part in parts]
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
+        """Outputs of the replicas, each in a thread for its part; to be overridden."""
+        calls = [partial(replica, *i, **k) for replica, i, k in zip(replicas, inputs, kwargs, strict=True)]
+        return data_parallel.in_threads(calls, self._devices)
+
+    def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
+        """Outputs of the parts as one, along `dim`; to be overridden."""
+        return data_parallel.gather(outputs, as_device(output_device), self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Inputs and keyword arguments moved to one device, each as the only part."""
+        device = as_device(device_id)
+        return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
+
+    def _run(self, inputs: Any, kwargs: Any, cast: bool = True) -> Any:
+        """The module's forward on its devices."""
+        if cast and self._low is not None:
+            return self._low.run(partial(self._run, cast=False), inputs, kwargs)
+        module = self.module
+        call = module._alone if isinstance(module, DistributedDataParallel) else module
+        if not self._devices:
+            return call(*inputs, **kwargs)
+        if len(self._devices) == 1 and type(self).scatter is DistributedDataParallel.scatter:
+            device = self._devices[0]
+            return call(*move_data_to_device(inputs, device), **move_data_to_device(kwargs, device))
+        ids, output_device = self.device_ids, self.output_device
+        assert ids is not None
+        assert output_device is not None
+        parts, named = self.scatter(inputs, kwargs, ids)
+        if len(self._devices) == 1:
+            return self.module(*parts[0], **named[0])
+        replicas = data_parallel.replicate(self.module, self._devices[: len(parts)])
+        return self.gather(self.parallel_apply(replicas, parts, named), output_device)
+
+    def _alone(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._run(inputs, kwargs)  # inside of another container's forward, which averages in this one's place
+
+    # -- copies
+
+    def _kept(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in MADE_ANEW}
+
+    def _restore(self, state: dict[str, Any], group: Any) -> None:
+        self.process_group, self._reducer = group, None
+        super().__setstate__(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "pickling a DistributedDataParallel: only one over the default process group can be pickled, since "
+                "another group cannot be found again; pickle model.module, or its state dict"
+            )
+        return self._kept()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, find_group(None, None, state["_modules"]["module"]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        memo[id(self.process_group)] = self.process_group  # a communication hook's state may hold it
+        made._restore(copy.deepcopy(self._kept(), memo), self.process_group)
+        return made
+
+    # -- buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are taken from rank 0 before a forward: the older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are kept alike, by name."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are kept alike."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward takes buffers first."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[..., Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, named_buffers)``, which may return futures, bring the buffers in line."""
+        if not callable(hook):
+            raise TypeError(f"_register_buffer_comm_hook(hook={hook!r}): give something that can be called")
+        self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        hook = self.__dict__.get("buffer_hook")
+        if hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+        else:
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+            self._buffer_futures += futures or []
+
+    def _has_buffers(self) -> bool:
+        """Whether any module has a buffer, without walking through the modules each time."""
+        late = self._late
+        if self._holders is None or late is None or late.changed:
+            self._holders = [part._buffers for part in self.module.modules()]
+            if late is not None:
+                late.changed = False
+        return any(self._holders)
+
+    def _await_buffers(self) -> None:
+        while self._buffer_futures:
+            self._buffer_futures.pop().wait()
+
+    def _default_broadcast_coalesced(
+        self, bufs: Iterable[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_buffers(self.modules_buffers if bufs is None else bufs, authoritative_rank, self.process_group)
+
+    # -- torch's private names
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        try:
+            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"_register_fused_optim({optim.__name__}): torch has no form of it that steps bucket by bucket"
+            ) from error
+
+    def _build_params_for_reducer(self) -> tuple[list[Parameter], list[bool]]:
+        sparse, named = sparse_names(self.module), self._averaged()
+        return [p for _, p in named], [name in sparse for name, _ in named]
+
+    def _averaged(self) -> list[tuple[str, Parameter]]:
+        named = self.module.named_parameters()
+        return [(name, p) for name, p in named if p.requires_grad and name not in self.parameters_to_ignore]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[Parameter]) -> dict[int, str]:
+        return names_by_place(self._averaged(), parameters)
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("static_graph is True already; it need not be set again.", stacklevel=2)
+            return
+        if self.reducer.rounds:
+            said = "should be called before training loop starts, and a backward has been: give static_graph=True"
+            raise self._noted(RuntimeError(f"_set_static_graph() {said} to the container"))
+        self.static_graph = True
+        self._detach()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        names = self.reducer.missing()
+        if names:
+            error = f"the last backward ended before the gradient of parameter {names[0]!r} was reduced"
+            raise self._noted(RuntimeError(error))
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        if dist.get_rank(new_process_group) >= 0:
+            self._detach()
+            self.process_group = new_process_group
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        pass  # outputs are never cloned here
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(f"_set_ddp_runtime_logging_sample_rate({sample_rate}): equal or greater than 1")
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether the buckets are laid out for good; torch's hooks that step a ZeroRedundancyOptimizer wait for it."""
+        return bool(self.reducer._layout_settled)
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        parameters, _ = self._build_params_for_reducer()
+        return logging_data(self, parameters, self._build_debug_param_to_name_mapping(parameters))
+
+    def _noted(self, error: Exception) -> Exception:
+        """``error``, after it has been noted for `_get_ddp_logging_data`."""
+        self._error = f"{type(error).__name__}: {error}"
+        return error
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Have the container of ``module``, which is made later, leave tensors with these names alone."""
+        names = list(params_and_buffers_to_ignore)
+        setattr(module, IGNORED, names)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
 
 def _let_go(reducer: Reducer, process: int) -> None:
     """Detach the reducer of a container that is gone; not in a forked child, which shares the memory."""
     if os.getpid() == process:
         reducer.detach()
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
 
 
 def _tell_if_whole(module: nn.Module) -> None:
@@ -545,3 +789,8 @@ def _tell_if_whole(module: nn.Module) -> None:
     whole = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     if whole or module._compiled_call_impl is not None:
         warn_once(WHOLE.format(name=type(getattr(module, "_orig_mod", module)).__name__))
+
+
+# isinstance(container, torch's class) holds: by it torch.distributed.checkpoint takes "module." off names, its
+# PipelineStage reduces once a step, and others find the module inside.
+TorchContainer.register(DistributedDataParallel)

@@ -30,11 +30,15 @@ With ``static_graph`` they show what every later backward does, so that one auto
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from operator import ne
+from threading import RLock
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
@@ -49,9 +53,7 @@ from lockstep.parallel.bucket import (
     plan_buckets,
 )
 from lockstep.parallel.shared_memory import SharedReduction
-from lockstep.parallel.static_graph import PassingHook, Record, come_last, in_turn, turn_of
-from lockstep.parallel.transport import AllReduce, Transport
-from lockstep.parallel.used_parameters import Marks
+from lockstep.parallel.transport import AllReduce, SkipUnused, Transport, UsedParameters
 
 MIB = 2**20
 
@@ -90,19 +92,20 @@ class Reducer:
             after the first ones this costs one autograd hook a bucket, and no marks travel.
         sparse: names of parameters whose gradients are sparse.
         shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
+        skip_unused: leave out the buckets that no rank uses in the first round of a layout.
         transport: what carries the buckets, in place of all-reduces.
 
     Attributes:
         sync: whether the next `finish` reduces. False accumulates: what this rank adds up stays here until a
             round. Set it before `prepare` to have the reduction overlap the backward.
-        muted: for one backward, drop what it makes (an empty share of a batch); what was accumulated before counts.
+        zero_weight: for one backward, drop what it makes (an empty share of a batch); what was accumulated counts.
         undefined: for one backward, look who really gets a gradient: autograd may visit parameters with none.
         divisor: what sums over the ranks are divided by: the world size, unless somebody sets it.
-        stray: called, inside a backward that was not prepared, when a gradient comes; it may `prepare` then.
+        on_unprepared_grad: called when a gradient comes in a backward that was not prepared; it may `prepare` then.
         finds_thawed: whether each `prepare` looks for parameters that have thawed; else somebody calls `take_in` then.
         frozen: parameters that wait, as they require no gradients.
-        turn: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
-        over: the group of the last round; False: its gradients stayed where they were.
+        lock: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
+        round_group: the group of the last round; False: its gradients stayed where they were.
         rounds: completed rounds.
         collectives: reductions of buckets and of marks so far.
         bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
@@ -123,14 +126,15 @@ class Reducer:
         static_graph: bool = False,
         sparse: Collection[str] = (),
         shared_memory: bool = True,
+        skip_unused: bool = False,
         transport: Transport | None = None,
     ) -> None:
         if bucket_cap_mb <= 0 or first_bucket_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb}, first_bucket_mb={first_bucket_mb}: sizes above 0")
         self.sync = True
-        self.muted = False
+        self.zero_weight = False
         self.undefined = False
-        self.stray: Callable[[], None] | None = None
+        self.on_unprepared_grad: Callable[[], None] | None = None
         self.finds_thawed = True
         self.rounds = 0
         self.collectives = 0
@@ -143,26 +147,28 @@ class Reducer:
         self._static = static_graph
         self._limits = (bucket_cap_mb * MIB, min(first_bucket_mb, bucket_cap_mb) * MIB)
         self._parameters = distinct(named_parameters)
-        self.turn = turn_of(self._parameters.values())
+        self.lock = lock_of(self._parameters.values())
         self._sparse = frozenset(sparse)
         self._wanted = plan
         self._buckets: list[Bucket] = []
         self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
-        self._armed = self._started = self._pours = False
+        self._prepared = self._started = self._scales_early = False
         self._scale = 1.0
         self._hooks: list[Any] = []
         self._hidden: list[tuple[Parameter, Tensor | None]] = []
         # What the first backwards teach.
         self._overlap = self._nested = self._learned = False
-        self._remade = plan is not None
+        self._layout_settled = plan is not None
         self._arrived: dict[str, int] = {}  # how often, in the order of the last time in this backward
         self._tasks: set[int] = set()
         self._untouched: set[str] = set()
         self._probes: list[Any] = []
-        self._record: Record | None = None
+        self._recorded: StaticGraph | None = None
         self._marks_group: MarksGroup = lambda: process_group
-        self.over: comm.Group | Literal[False] = process_group
+        self.round_group: comm.Group | Literal[False] = process_group
         self._transport = transport or self._choose_transport(shared_memory)
+        if skip_unused and not self._idle:
+            self._transport = SkipUnused(self._transport, process_group)
         self._build()
 
     def _choose_transport(self, shared_memory: bool) -> Transport:
@@ -178,7 +184,7 @@ class Reducer:
 
         Args:
             state: the hook's first argument.
-            hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.parallel.grad_bucket.GradBucket`, whose
+            hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.parallel.bucket.GradBucket`, whose
                 gradients are not divided by anything; the future holds what takes the buffer's place.
             marks: asked once a round for the group over which it is agreed who used which parameters: None is
                 the reducer's group, False leaves it to each rank (steps that reduce nothing).
@@ -190,13 +196,13 @@ class Reducer:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
         if self._started:
             raise RuntimeError("register_comm_hook: register the hook before the first backward")
-        from lockstep.parallel.hook_transport import Hooked  # with all hooks behind it: most runs have none
+        from lockstep.parallel.hooks.hook_transport import Hooked  # with all hooks behind it: most runs have none
 
         self._transport.close()
         self._idle = False
         if marks is not None:
             self._marks_group = marks
-        self._transport = Hooked(self._group, state, hook, lambda: self._buckets, lambda: self.over)
+        self._transport = Hooked(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
         self._build()
 
     # -- layout
@@ -210,9 +216,9 @@ class Reducer:
 
         Gradients that were accumulated are kept.
         """
-        assert not self._armed, "replan between prepare and finish"
+        assert not self._prepared, "replan between prepare and finish"
         self._wanted = plan
-        self._remade = plan is not None
+        self._layout_settled = plan is not None
         self._build()
 
     def lacks(self, parameters: Mapping[str, Tensor]) -> bool:
@@ -228,13 +234,13 @@ class Reducer:
         Gradients that were accumulated are kept. What is new gets buckets of its own behind the others, until a round
         shows when its gradients come.
         """
-        assert not self._armed, "take_in between prepare and finish"
+        assert not self._prepared, "take_in between prepare and finish"
         before, self._parameters = self._parameters, distinct(named_parameters)
         self._sparse = frozenset(sparse)
-        self.turn = turn_of(self._parameters.values())
+        self.lock = lock_of(self._parameters.values())
         stays = {name for name, parameter in self._parameters.items() if before.get(name) is parameter}
         plan = [[name for name in bucket if name in stays] for bucket in self._plan]
-        self._wanted, self._remade = [bucket for bucket in plan if bucket], False
+        self._wanted, self._layout_settled = [bucket for bucket in plan if bucket], False
         self._build()
 
     def _build(self) -> None:
@@ -254,7 +260,7 @@ class Reducer:
             return
         self._remove_hooks()
         self._fill_buckets(awake)
-        self._record = None
+        self._recorded = None
         self._overlap, self._learned = False, self._nested
         self._untouched = {name for bucket in self._plan for name in bucket}
         self._add_hooks()
@@ -287,7 +293,7 @@ class Reducer:
                 parameter.requires_grad_(True)
                 if self._is_learning():
                     self._probes.append(listen(parameter, partial(self._probe, name)))
-                self._hooks.append(listen(parameter, in_turn(self.turn, self._make_hook(bucket, index))))
+                self._hooks.append(listen(parameter, under_lock(self.lock, self._make_hook(bucket, index))))
                 parameter.requires_grad_(not asleep)
 
     def detach(self) -> None:
@@ -312,7 +318,7 @@ class Reducer:
             RuntimeError: if the last backward did not reach `finish`.
         """
         if self._idle:
-            if self.muted:
+            if self.zero_weight:
                 self._hide(self._parameters.values())
             return
         if self._next:
@@ -323,14 +329,14 @@ class Reducer:
         if self.frozen and self.finds_thawed and any(parameter.requires_grad for parameter in self.frozen):
             # in buckets of their own behind the others, until a round shows when their gradients come; alike in a run
             # that got its layout from a checkpoint
-            self._wanted, self._remade = self._plan, False
+            self._wanted, self._layout_settled = self._plan, False
             self._build()
-        self._armed = self._started = self._started or come_last(self._hooks)
+        self._prepared = self._started = self._started or come_last(self._hooks)
         self._arrived.clear()
         early = self.sync and self._overlap and not self.undefined
-        self._pours = early  # where gradients come once each, they can be scaled as they come
+        self._scales_early = early  # where gradients come once each, they can be scaled as they come
         self._scale = 1 / self.divisor if self._transport.divides else 1.0
-        record = self._record
+        record = self._recorded
         views = self._views and not self.undefined
         self.undefined = False
         for bucket in self._buckets:
@@ -339,19 +345,19 @@ class Reducer:
                 bucket.skip_frozen()
         if record is not None:
             record.arm(early)
-        if self.muted:
+        if self.zero_weight:
             for bucket in self._buckets:
                 bucket.hide()
 
     def finish(self) -> None:
         """After a backward: reduce what is not yet reduced, and wait. With `sync` off, only tidy up."""
         if self._idle:
-            if self.muted:
+            if self.zero_weight:
                 self._show()
             self.rounds += self.sync
             return
-        assert self._armed, "finish without prepare"
-        self._pours = False
+        assert self._prepared, "finish without prepare"
+        self._scales_early = False
         if self._probes:
             self._conclude()
         anywhere: list[Sequence[Any] | None] = [None] * len(self._buckets)
@@ -363,28 +369,28 @@ class Reducer:
             anywhere, settled = self._wait()
             self._next = 0
             self.rounds += 1
-        if self._record is not None and not self.muted:
+        if self._recorded is not None and not self.zero_weight:
             for bucket in early:  # the others were just looked at
-                self._record.check(bucket)
+                self._recorded.check(bucket)
         for bucket, marks in zip(self._buckets, anywhere, strict=True):
             bucket.show()
             bucket.give_back(self._views, marks)
             bucket.waiting.clear()
-        self._armed = False
+        self._prepared = False
         if settled:
-            self._start_record(anywhere)
-        elif self.sync and not self._remade:
+            self._record_graph(anywhere)
+        elif self.sync and not self._layout_settled:
             self._remake()
-        self.muted = False
+        self.zero_weight = False
 
     def _wait(self) -> tuple[list[Sequence[Any] | None], bool]:
         """Wait for all buckets: who got a gradient on any rank, and whether all ranks can start a record."""
         message = None
-        group = self.over if self._record is None and not self._inline else False
+        group = self.round_group if self._recorded is None and not self._inline else False
         if group is not False:
             self._transport.flush()
-            willing = self._static and not self.muted and bool(self._arrived)
-            message = Marks(self._buckets, willing, group)
+            willing = self._static and not self.zero_weight and bool(self._arrived)
+            message = UsedParameters(self._buckets, willing, group)
             self.collectives += message.work is not None
             self.bytes += message.nbytes
         for bucket in self._buckets:
@@ -392,15 +398,15 @@ class Reducer:
             bucket.work = None
         if message is not None:
             return message.wait()
-        if self._record is not None:
-            return list(self._record.anywhere), False
+        if self._recorded is not None:
+            return list(self._recorded.anywhere), False
         if self._inline:
             return [bucket.used_anywhere() for bucket in self._buckets], False
         return [bytes(bucket.used) for bucket in self._buckets], False
 
     def missing(self) -> list[str]:
         """The parameters whose gradients the last backward left unreduced, by name; none after a `finish`."""
-        if not self._armed:
+        if not self._prepared:
             return []
         return [name for bucket in self._buckets[self._next :] for name in bucket.names]
 
@@ -413,7 +419,7 @@ class Reducer:
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden = []
-        self.muted = False
+        self.zero_weight = False
 
     # -- inside the backward
 
@@ -426,26 +432,26 @@ class Reducer:
             if bucket.kept is None:
                 used[index] = 1
             else:
-                parameter.grad = None  # muted: not kept longer than it takes
+                parameter.grad = None  # zero_weight: not kept longer than it takes
             waiting.discard(index)
             if not waiting:
                 complete(bucket)
 
         if index not in bucket.big or not self._views:
             return accumulated
-        view, poured = bucket.views[index], bucket.poured
+        view, scaled = bucket.views[index], bucket.scaled
 
         def accumulated_big(parameter: Tensor) -> None:
             if not parameter.requires_grad:
                 return
-            if self._pours and bucket.kept is None:
-                if index in poured:
+            if self._scales_early and bucket.kept is None:
+                if index in scaled:
                     raise RuntimeError(NESTED.format(names=[bucket.names[index]]))
                 grad = parameter.grad
                 if grad is not view and grad is not None:  # None: a Function's backward, further up, gave nothing
                     torch.mul(grad.detach() if grad.requires_grad else grad, bucket.scalar(self._scale), out=view)
                     parameter.grad = view
-                    poured.add(index)
+                    scaled.add(index)
                 used[index] = grad is not None
             elif bucket.kept is None:
                 used[index] = 1
@@ -458,9 +464,9 @@ class Reducer:
         return accumulated_big
 
     def _complete(self, bucket: Bucket) -> None:
-        if not self._armed:
-            if self.stray is not None:
-                self.stray()
+        if not self._prepared:
+            if self.on_unprepared_grad is not None:
+                self.on_unprepared_grad()
             return
         if bucket.work is not None:
             raise RuntimeError(NESTED.format(names=bucket.names))
@@ -469,11 +475,11 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
-            self.over = self._marks_group()
-        record = None if self.muted else self._record
-        there = record is not None and record.launch(bucket, self._pours)
+            self.round_group = self._marks_group()
+        record = None if self.zero_weight else self._recorded
+        there = record is not None and record.launch(bucket, self._scales_early)
         scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)
-        if record is not None and self._pours:
+        if record is not None and self._scales_early:
             record.launched(bucket)
         self._next = bucket.index + 1
         self.collectives += 1
@@ -485,7 +491,7 @@ class Reducer:
     #    them use gets a gradient from each: its bucket is complete only when the outermost has ended.
 
     def _is_learning(self) -> bool:
-        return not (self._learned and self._remade) or self._static
+        return not (self._learned and self._layout_settled) or self._static
 
     def _probe(self, name: str, parameter: Tensor) -> None:
         self._arrived[name] = self._arrived.pop(name, 0) + 1
@@ -513,7 +519,7 @@ class Reducer:
         infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
         plan = plan_buckets(in_order_of_arrival(infos, order), *self._limits)
         plan += [bucket for bucket in self._plan if bucket[0] in self._sparse]
-        self._wanted, self._remade = plan, True
+        self._wanted, self._layout_settled = plan, True
         if plan != self._plan:
             self._plan = plan
             self._remove_hooks()
@@ -522,17 +528,211 @@ class Reducer:
         elif not self._is_learning():
             self._drop_probes()
 
-    def _start_record(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
+    def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
         """From now on, hold every backward to what this one did."""
         marks = {
             name: mark
             for bucket, found in zip(self._buckets, anywhere, strict=True)
             for name, mark in zip(bucket.names, found or (), strict=True)
         }
-        if not self._remade:
+        if not self._layout_settled:
             self._remake()
         self._remove_hooks()
         by_bucket = [[marks[name] for name in bucket.names] for bucket in self._buckets]
-        self._record = Record(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.turn)
-        self._hooks = self._record.hooks
+        self._recorded = StaticGraph(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.lock)
+        self._hooks = self._recorded.hooks
         self._overlap = True
+
+
+# -- static graphs -------------------------------------------------------------------------------------------
+
+
+BROKEN = (
+    "Your training graph has changed in this iteration: static_graph=True, and parameter {name!r} {what}. Every "
+    "backward has to give gradients to the same parameters in the same order; take static_graph=False where that does "
+    "not hold"
+)
+EARLY, LACKING = "had no gradient yet when its bucket was complete at first", "got no gradient, which it did at first"
+
+Lock: TypeAlias = "AbstractContextManager[Any]"
+
+
+def lock_of(parameters: Iterable[Tensor]) -> Lock:
+    """What the hooks of ``parameters`` hold while they run, so that buckets are launched one by one and in order.
+
+    A module on several GPUs has a thread of autograd for each of them. With one device there is nothing to hold.
+    """
+    return RLock() if len({parameter.device for parameter in parameters}) > 1 else nullcontext()
+
+
+def under_lock(lock: Lock, hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``hook`` as it is to be called: it holds ``lock``, where that is one to hold."""
+    if isinstance(lock, nullcontext):
+        return hook
+
+    def alone(parameter: Tensor) -> None:
+        with lock:
+            hook(parameter)
+
+    return alone
+
+
+class PassingHook:
+    """Calls ``hook(parameter)`` whenever a gradient has been added to a parameter, until it is removed.
+
+    A tensor whose last ``register_post_accumulate_grad_hook`` was removed goes on asking for hooks, 0.25 us each time.
+    This one is at the node of the graph that adds the gradient, which dies when nobody holds it any more.
+    """
+
+    def __init__(self, parameter: Parameter, hook: Callable[[Any], None]) -> None:
+        self._node: Any = get_gradient_edge(parameter).node
+        self._handle = self._node.register_hook(lambda inputs, outputs: hook(parameter))
+
+    def remove(self) -> None:
+        """Hear nothing any more."""
+        self._handle.remove()
+        self._node = None
+
+
+def come_last(hooks: Iterable[Any]) -> bool:
+    """Let ``hooks`` run after what others have hooked to the parameters since, and may change gradients; gives True."""
+    for hook in hooks:
+        if not isinstance(hook, PassingHook):  # which runs after them in any case
+            registered = hook.hooks_dict_ref()
+            registered[hook.id] = registered.pop(hook.id)
+    return True
+
+
+class StaticGraph:
+    """Which parameters get gradients, and after which one each bucket is complete.
+
+    One autograd hook a bucket, at the parameter whose gradient came last, takes the place of one a parameter.
+    Whether the others have come is seen by the counts of changes that tensors keep. The last bucket, which has no
+    backward left to overlap, is looked at once, when the backward has ended; each other one twice.
+
+    Args:
+        buckets: of the layout that is used from now on.
+        arrived: name -> how many gradients it got in the recorded backward, in the order of the last ones.
+        anywhere: for each bucket, who got a gradient on any rank.
+        complete: called with a bucket when its gradients are there.
+        views: whether gradients are views of the buckets.
+        lock: as of `lock_of`.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        arrived: Mapping[str, int],
+        anywhere: Sequence[Sequence[Any]],
+        complete: Callable[[Bucket], None],
+        views: bool,
+        lock: Lock,
+    ) -> None:
+        self.anywhere = anywhere
+        self.hooks: list[Any] = []
+        self._buckets = buckets
+        self._complete = complete
+        self._views = views
+        self._expected = [bytes(name in arrived for name in bucket.names) for bucket in buckets]
+        moments = {name: moment for moment, name in enumerate(arrived)}
+        self._closing: list[str | None] = []
+        self._times: list[int] = []
+        self._left = [0] * len(buckets)
+        self._before: list[list[Any]] = [[] for _ in buckets]
+        self._at_launch: list[list[Any] | None] = [None] * len(buckets)
+        for bucket in buckets:
+            came = [name for name in bucket.names if name in moments]
+            closing = max(came, key=moments.__getitem__) if came else None
+            self._closing.append(closing)
+            self._times.append(arrived[closing] if closing is not None else 0)
+            if closing is not None:
+                parameter = bucket.parameters[bucket.names.index(closing)]
+                hook = under_lock(lock, self._make_hook(bucket))
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
+
+        def accumulated(parameter: Tensor) -> None:
+            left[index] -= 1
+            if left[index] == 0 and 0 in waiting:
+                waiting.clear()
+                complete(bucket)
+            elif left[index] < 0 and not waiting:  # outside of a prepared backward
+                complete(bucket)
+
+        return accumulated
+
+    def arm(self, early: bool) -> None:
+        """Before a backward, when the buckets are armed."""
+        self._left[:] = self._times
+        for index, bucket in enumerate(self._buckets):
+            self._at_launch[index] = None
+            self._before[index] = self._states(bucket)
+            if early and bucket is not self._buckets[-1]:
+                bucket.waiting.clear()
+                if self._closing[index] is not None:
+                    bucket.waiting.add(0)
+
+    def launch(self, bucket: Bucket, early: bool) -> bool:
+        """When a bucket is to travel, ``early`` or after the backward; gives whether all of its gradients lie there.
+
+        Raises:
+            RuntimeError: if the backward has not given gradients to those to which the recorded one gave some.
+        """
+        now = self._states(bucket)
+        if 0 not in self._expected[bucket.index] and all(map(ne, now, self._before[bucket.index])):
+            bucket.used[:] = b"\1" * len(now)
+            if not bucket.big:  # nothing in it is moved any more
+                self._at_launch[bucket.index] = now
+            return True
+        self._compare(bucket, now, EARLY if early else LACKING)
+        return False
+
+    def launched(self, bucket: Bucket) -> None:
+        """When a bucket's gradients have been brought into its buffer: no more may come."""
+        if self._at_launch[bucket.index] is None:
+            self._at_launch[bucket.index] = self._states(bucket)
+
+    def check(self, bucket: Bucket) -> None:
+        """After the backward.
+
+        Raises:
+            RuntimeError: if it was not what was recorded.
+        """
+        now = self._states(bucket)
+        launched = self._at_launch[bucket.index]
+        if launched is None:
+            self._compare(bucket, now, LACKING)
+        elif now != launched:
+            late = next(i for i, (a, b) in enumerate(zip(now, launched, strict=True)) if a != b)
+            raise RuntimeError(
+                BROKEN.format(name=bucket.names[late], what="got another gradient after its bucket was reduced")
+            )
+
+    def _compare(self, bucket: Bucket, now: list[Any], lacking: str) -> None:
+        expected, before = self._expected[bucket.index], self._before[bucket.index]
+        for index, name in enumerate(bucket.names):
+            came = now[index] != before[index]
+            if self._views and not came and not bucket.is_sparse:  # backward(create_graph=True) leaves another tensor
+                grad = bucket.parameters[index].grad
+                came = grad is not None and grad is not bucket.views[index]
+            if came:
+                bucket.used[index] = 1
+            if came != expected[index]:
+                what = "got a gradient, which it did not at first" if came else lacking
+                raise RuntimeError(BROKEN.format(name=name, what=what))
+
+    def _states(self, bucket: Bucket) -> list[Any]:
+        """What changes when a gradient comes: the number of changes of its place, or its tensor and that one's."""
+        if not self._views or bucket.is_sparse:
+            return [_state(parameter) for parameter in bucket.parameters]
+        states: list[Any] = [view._version for view in bucket.views]
+        for index in bucket.big:
+            states[index] = _state(bucket.parameters[index])
+        return states
+
+
+def _state(parameter: Tensor) -> tuple[int, int] | None:
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)

@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
         input ``(N, C)`` or ``(N, C, ...)``, output the same; ``N`` may be 0.
 
     Attributes:
-        muted: this rank's batch does not count: it is normalized as those of the others are, and changes no
+        zero_weight: this rank's batch does not count: it is normalized as those of the others are, and changes no
             number on any rank. For a rank that takes part for the others' sake only.
         partial: ``sync_group`` is what is left of the ranks, perhaps one: the others have no samples now.
 
@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     sync_group: comm.Group = None
-    muted: bool = False
+    zero_weight: bool = False
     partial: bool = False
     _plain: type[_BatchNorm] | None = None  # of a converted layer: what it was
 
@@ -89,7 +89,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` normalized, by the statistics of all ranks in training."""
-        group, muted = self.sync_group, self.muted
+        group, zero_weight = self.sync_group, self.zero_weight
         if not self.training or (comm.world_size(group) < 2 and not self.partial):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
@@ -97,11 +97,11 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(
                 f"the input has {input.shape[1]} channels, and this layer has num_features={self.num_features}"
             )
-        mean, variance, count = _statistics(input, group, muted)
+        mean, variance, count = _statistics(input, group, zero_weight)
         if self.track_running_stats:
             self._track(mean, variance, count)
         normalized: Tensor = _Normalize.apply(
-            input, self.weight, self.bias, mean, variance, count, self.eps, group, muted
+            input, self.weight, self.bias, mean, variance, count, self.eps, group, zero_weight
         )
         return normalized
 
@@ -134,11 +134,11 @@ class SyncBatchNorm(_BatchNorm):
 
 
 @torch.no_grad()
-def _statistics(input: Tensor, group: comm.Group, muted: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(input: Tensor, group: comm.Group, zero_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, variance, count) of all ranks' elements, by channel; the variance is the biased one."""
     channels = input.shape[1]
     wide = _wide(input)
-    count = 0 if muted else input.numel() // max(channels, 1)
+    count = 0 if zero_weight else input.numel() // max(channels, 1)
     if count:
         # the biased variance, as `torch.var_mean` gives it, by a kernel that takes a tenth of its time on the CPU
         mean, variance = torch.batch_norm_update_stats(input.to(wide), None, None, 0.0)
@@ -175,9 +175,9 @@ class _Normalize(torch.autograd.Function):
         count: Tensor,
         eps: float,
         group: comm.Group,
-        muted: bool,
+        zero_weight: bool,
     ) -> Tensor:
-        ctx.group, ctx.muted, ctx.shift = group, muted, None if bias is None else bias.dtype
+        ctx.group, ctx.zero_weight, ctx.shift = group, zero_weight, None if bias is None else bias.dtype
         ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt(), count)
         wide = mean.dtype
         scale, shift = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
@@ -199,7 +199,7 @@ class _Normalize(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[0]:
             packed = torch.cat([sums, products])
-            if ctx.muted:
+            if ctx.zero_weight:
                 packed = torch.zeros_like(packed)  # not 0 x packed, which may be NaN
             means = comm.all_reduce(packed, "sum", ctx.group) / count
             mean_grad, mean_product = means.split(channels)
@@ -276,7 +276,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
     for layer in synchronized_layers(module):
         if layer._plain is not None:
-            for name in ("sync_group", "muted"):
+            for name in ("sync_group", "zero_weight"):
                 vars(layer).pop(name, None)
             layer.__class__ = layer._plain  # type: ignore[assignment]
     return module

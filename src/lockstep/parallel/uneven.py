@@ -6,17 +6,19 @@ import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from lockstep.ground import comm
 from lockstep.ground.tree import tree_map
-from lockstep.parallel.backward_watcher import find_tensors
+from lockstep.parallel.backward_watcher import Watch, find_tensors
 from lockstep.parallel.consistency import broadcast_module_state
+from lockstep.parallel.reducer import Reducer
 
 # -- weights -------------------------------------------------------------------------------------------------
 
@@ -171,131 +173,114 @@ class Shadow(JoinHook):
         self._leave(is_last_joiner)
 
 
-class JoinsUneven(nn.Module, Joinable):
-    """The part of `lockstep.parallel.ddp.DistributedDataParallel` that lets ranks have different numbers of batches."""
+class Container(Protocol):
+    """What a join asks of a `lockstep.parallel.ddp.DistributedDataParallel`."""
 
     module: nn.Module
-    process_group: Any
+    process_group: dist.ProcessGroup
     device: torch.device
-    reducer: Any
     parameters_to_ignore: set[str]
     forward_sync_buffers: bool
-    skip_backward: Callable[[], None]
-    _align_buffers: Callable[[int], None]
-    _compare: Callable[[str], None]
-    _watch: Any
-    _joined: ClassVar[weakref.WeakSet[JoinsUneven]] = weakref.WeakSet()
-    """Those that have been in a `join`."""
+    joining: JoinState
+    _join_config: _JoinConfig
+    _watch: Watch
+
+    @property
+    def reducer(self) -> Reducer:
+        """What averages the gradients."""
+        ...
+
+    def skip_backward(self) -> None:
+        """In place of a backward: take part in the others'."""
+        ...
+
+    def _align_buffers(self, src: int) -> None: ...
+
+    def _compare(self, stage: str) -> None: ...
+
+
+class JoinState:
+    """A container's part in a ``Join``.
+
+    Attributes:
+        by_all: divide gradients by all ranks; else by those that still have batches.
+        active: ranks that had batches in the last forward.
+        has_joined: a join was made.
+        has_followed: this rank has run out in the present one.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        Joinable.__init__(self)
-        self._by_all = True  # divide by all ranks
-        self._active = 0  # ranks that had batches in the last forward
-        self._has_joined = False  # a join() was made
-        self._has_followed = False  # this rank has run out in the present one
+        self.by_all = True
+        self.active = 0
+        self.has_joined = False
+        self.has_followed = False
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Context around a training loop in which ranks have different numbers of batches.
 
-        A rank that has run out follows the others with nothing to add, and all end with the model of the last one
-        that trained. One backward to each forward with gradients; no collectives of your own in the loop. Of several
-        models in one ``Join``, each runs its backward before the next one's forward.
+_joined: weakref.WeakSet[Container] = weakref.WeakSet()
+"""Containers that have been in a ``Join``."""
 
-        Args:
-            divide_by_initial_world_size: divide gradients by all ranks; else by those that still have batches.
-            enable: False to train without.
-            throw_on_early_termination: have all ranks raise as soon as one has run out.
 
-        Raises:
-            RuntimeError: optimizers are sharded.
-        """
-        if enable and hasattr(self.reducer, "shards"):
+def join_hook(container: Container, by_all: bool) -> JoinHook:
+    """What ``Join`` calls on a rank that has run out."""
+    container.joining.by_all, container.joining.has_joined = by_all, True
+    _joined.add(container)
+    return Shadow(partial(_follow, container), partial(_leave, container))
+
+
+def meet(container: Container, sync: bool, buffers: bool) -> None:
+    """Before a forward on a rank that has a batch: agree on who is there and what comes.
+
+    Raises:
+        RuntimeError: some ranks have run out, and another model of the same ``Join`` waits for its backward, which
+            they follow before they come here.
+    """
+    for other in _joined - {container}:
+        missed = other.joining.active < comm.world_size(other.process_group)
+        if other._join_config.enable and other._watch.expected and missed:
             raise RuntimeError(
-                "join() with sharded optimizers: a rank that has run out of batches would have to step, too; let it go "
-                "on with any batch that does not count, under `with model.weight(0):`"
+                f"join, rank {comm.rank(container.process_group)}: a forward of this model comes between the forward "
+                "and the backward of another one, where ranks without batches cannot follow: wrap both models as "
+                "one module, or run each one's backward before the next one's forward"
             )
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
+    _meet(container, muster(container.process_group, container.device, True, sync, buffers))
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What ``torch.distributed.algorithms.Join`` calls on a rank that has run out.
 
-        Args:
-            divide_by_initial_world_size: as of `join`; default True.
-        """
-        self._by_all = kwargs.get("divide_by_initial_world_size", True)
-        self._has_joined = True
-        JoinsUneven._joined.add(self)
-        return Shadow(self._follow, self._leave)
+def _meet(container: Container, found: Muster) -> None:
+    joining = container.joining
+    joining.active = found.active
+    if found.sync:
+        container._compare("forward")
+    container.reducer.divisor = comm.world_size(container.process_group) if joining.by_all else found.active
+    if found.buffers:
+        container._align_buffers(found.leader)
 
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` communicates from."""
-        return self.device
 
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks that ``Join`` asks."""
-        return self.process_group
+def _follow(container: Container) -> None:
+    found = muster(container.process_group, container.device, False, False, False)
+    _meet(container, found)
+    if found.sync:
+        _drop_gradients(container)  # of this rank's last batch, which have been averaged
+        container.skip_backward()  # an optimizer that joins, too, steps with the others' mean
+        container.joining.has_followed = True
 
-    def _meet(self, found: Muster) -> None:
-        self._active = found.active
-        if found.sync:
-            self._compare("forward")
-        self.reducer.divisor = comm.world_size(self.process_group) if self._by_all else found.active
-        if found.buffers:
-            self._align_buffers(found.leader)
 
-    def _follow(self) -> None:
-        found = muster(self.process_group, self.device, False, False, False)
-        self._meet(found)
-        if found.sync:
-            self._drop_gradients()  # of this rank's last batch, which have been averaged
-            self.skip_backward()  # an optimizer that joins, too, steps with the others' mean
-            self._has_followed = True
+def _leave(container: Container, is_last_joiner: bool) -> None:
+    leader = muster(container.process_group, container.device, is_last_joiner, False, False).leader
+    container.reducer.divisor = comm.world_size(container.process_group)
+    container._join_config = _JoinConfig.construct_disabled_join_config()
+    if container.joining.has_followed:
+        container.joining.has_followed = False
+        _drop_gradients(container)  # the others' mean, which this rank's next backward would add to
+    broadcast_module_state(
+        container.module,
+        container.process_group,
+        src=leader,
+        ignored=container.parameters_to_ignore,
+        buffers=container.forward_sync_buffers,
+    )
 
-    def _leave(self, is_last_joiner: bool) -> None:
-        leader = muster(self.process_group, self.device, is_last_joiner, False, False).leader
-        self._authoritative_rank = leader
-        self.reducer.divisor = comm.world_size(self.process_group)
-        self._join_config = _JoinConfig.construct_disabled_join_config()
-        if self._has_followed:
-            self._has_followed = False
-            self._drop_gradients()  # the others' mean, which this rank's next backward would add to
-        broadcast_module_state(
-            self.module,
-            self.process_group,
-            src=leader,
-            ignored=self.parameters_to_ignore,
-            buffers=self.forward_sync_buffers,
-        )
 
-    def _drop_gradients(self) -> None:
-        for name, parameter in self.module.named_parameters():
-            if name not in self.parameters_to_ignore:
-                parameter.grad = None
-
-    def _notify(self, sync: bool, buffers: bool) -> None:
-        """Before a forward on a rank that has a batch.
-
-        Raises:
-            RuntimeError: some ranks have run out, and another model of the same ``Join`` waits for its backward, which
-                they follow before they come here.
-        """
-        Join.notify_join_context(self)
-        for other in JoinsUneven._joined - {self}:
-            missed = other._active < comm.world_size(other.process_group)
-            if other._join_config.enable and other._watch.expected and missed:
-                raise RuntimeError(
-                    f"join, rank {comm.rank(self.process_group)}: a forward of this model comes between the forward "
-                    "and the backward of another one, where ranks without batches cannot follow: wrap both models as "
-                    "one module, or run each one's backward before the next one's forward"
-                )
-        self._meet(muster(self.process_group, self.device, True, sync, buffers))
+def _drop_gradients(container: Container) -> None:
+    for name, parameter in container.module.named_parameters():
+        if name not in container.parameters_to_ignore:
+            parameter.grad = None

@@ -168,7 +168,7 @@ class Strategy:
         """The ranks, this one among them, over which gradients are averaged in the next round."""
         return range(self.world.size)
 
-    def mute(self, muted: bool) -> None:
+    def set_zero_weight(self, zero_weight: bool) -> None:
         """Drop the gradients of the backwards to come: this rank's share of the data is empty."""
 
     @property

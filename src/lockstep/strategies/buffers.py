@@ -99,10 +99,10 @@ class SynchronizedNorms:
             }
         return self._present[absent]
 
-    def mute(self, muted: bool) -> None:
+    def set_zero_weight(self, zero_weight: bool) -> None:
         """Leave this rank's samples out of the statistics: they are a padding batch's."""
         for layer in self.layers:
-            layer.muted = muted
+            layer.zero_weight = zero_weight
 
     def others_buffers(self, module: Any) -> list[Tensor]:
         """The buffers of ``module`` that no synchronized layer keeps alike on all ranks."""
@@ -111,7 +111,7 @@ class SynchronizedNorms:
 
     def put_back(self) -> None:
         """Make the layers what they were."""
-        self.mute(False)
+        self.set_zero_weight(False)
         for layer in self._lent:
             layer.sync_group = None
         for layer in self._converted:

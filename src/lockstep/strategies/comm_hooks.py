@@ -19,9 +19,9 @@ from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import tree_map
 from lockstep.parallel.averaging import ParameterAverager, average
 from lockstep.parallel.hooks.check import check_hook, check_pair, prepare_state
+from lockstep.parallel.hooks.error_feedback import load_state, save_state, share_states
+from lockstep.parallel.hooks.hook_transport import name_of
 from lockstep.parallel.hooks.local_sgd import group_of, marks_of
-from lockstep.parallel.hooks.state import load_state, save_state, share_states
-from lockstep.parallel.hooks.torch_hooks import name_of
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.outer_optimizer import OuterOptimizer
 from lockstep.parallel.reducer import Reducer

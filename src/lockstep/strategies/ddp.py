@@ -185,7 +185,7 @@ class DDPStrategy(Collectives, Sharding):
         self._late: LateTensors | None = None
         self._plan: Any = None
         self._buffers: WindowBuffers | None = None
-        self._muted = False
+        self._zero_weight = False
         self._late_buffers: list[tuple[Tensor, Tensor]] = []
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
@@ -317,7 +317,7 @@ class DDPStrategy(Collectives, Sharding):
 
     def _take_in(self, parameters: dict[str, Any], late_buffers: list[Tensor]) -> None:
         """Reduce these parameters from now on, and align the buffers that there are. Collective."""
-        if self._muted:  # the loop will put these buffers back as they were before they were rank 0's
+        if self._zero_weight:  # the loop will put these buffers back as they were before they were rank 0's
             self._late_buffers = [(buffer, buffer.clone()) for buffer in late_buffers]
         if self._buffers is None:
             self._watch_buffers()
@@ -332,7 +332,7 @@ class DDPStrategy(Collectives, Sharding):
             self._norms.take_in(self.module)
             self._buffers = self._buffers if self.own_buffers() else None
         if self._norms is not None:
-            self._norms.mute(self._muted)
+            self._norms.set_zero_weight(self._zero_weight)
             if self._init_sync:  # nobody else aligns those of synchronized layers, and they may have been replaced
                 broadcast_buffers([b for layer in self._norms.layers for b in layer.buffers()], 0, None)
         if reducer.lacks(parameters):
@@ -417,7 +417,7 @@ class DDPStrategy(Collectives, Sharding):
         """Backward with the buckets reduced as they fill, while it still runs."""
         reducer = self._reducer
         assert reducer is not None
-        reducer.sync, reducer.muted = self.sync_gradients, self._muted
+        reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
         if self.sync_gradients:
             if self._late is not None:
                 self._late.backward_begins()
@@ -441,7 +441,7 @@ class DDPStrategy(Collectives, Sharding):
         if self._norms is not None and not absent:
             raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
         if self.sync_gradients:
-            self._reducer.sync, self._reducer.muted = True, absent
+            self._reducer.sync, self._reducer.zero_weight = True, absent
             if self._late is not None:
                 self._late.backward_begins()
             if self._local is not None:
@@ -491,7 +491,7 @@ class DDPStrategy(Collectives, Sharding):
         return super().averaged_ranks() if self._local is None else self._local.averaged_ranks()
 
     def _total_weight(self, weight: Tensor) -> tuple[float, int]:
-        over = None if self._local is None or self._reducer is None else self._reducer.over
+        over = None if self._local is None or self._reducer is None else self._reducer.round_group
         if over is None:
             return super()._total_weight(weight)
         if over is False:
@@ -562,12 +562,12 @@ class DDPStrategy(Collectives, Sharding):
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
 
-    def mute(self, muted: bool) -> None:
+    def set_zero_weight(self, zero_weight: bool) -> None:
         """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples."""
-        self._muted = muted
+        self._zero_weight = zero_weight
         if self._norms is not None:
-            self._norms.mute(muted)
-            if self._late_buffers and not muted:  # synchronized layers have changed theirs as on all ranks
+            self._norms.set_zero_weight(zero_weight)
+            if self._late_buffers and not zero_weight:  # synchronized layers have changed theirs as on all ranks
                 own = {id(buffer) for buffer in self.own_buffers()}
                 self._late_buffers = [(b, kept if id(b) in own else b.clone()) for b, kept in self._late_buffers]
 

@@ -22,9 +22,9 @@ from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint
 from lockstep.ground.seed import seed_everything
 from lockstep.module import LightningModule
+from lockstep.parallel.hooks.compress import Int8State, int8
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
-from lockstep.parallel.hooks.quantize import Int8State, int8
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.testing.crash import Kill, KillAt, report
 from lockstep.trainer import Trainer

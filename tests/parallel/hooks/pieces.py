@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(), (1,), (3,), (2, 3), (0, 2), (7,), (9, 8), (1, 1, 5), (6, 2, 3), (40,)]

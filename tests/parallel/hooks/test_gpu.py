@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.parallel import hooks
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import Model, play, same_on_all
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks import PowerSGDState, fp16_wrapper, power_sgd
 from lockstep.parallel.reducer import Reducer
 from lockstep.testing.pool import RankPool

@@ -72,7 +72,7 @@ def test_other_dtypes_keep_their_kind(ranks: RankPool, hook: Any, dtype: torch.d
 
 def _sent(hook: Any) -> tuple[float, list[str]]:
     buckets = Model([[(64, 60)]]).buckets(dist.get_rank(), 0)
-    play(hook, None, buckets)  # makes the lane
+    play(hook, None, buckets)  # makes the queue
     with counted() as wire:
         play(hook, None, buckets)
     return wire.bytes, wire.calls

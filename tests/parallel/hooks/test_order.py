@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from lockstep.parallel.hooks import allreduce, fp16_wrapper, power_sgd
-from lockstep.parallel.hooks.ordering import in_order, keeps_order
+from lockstep.parallel.hooks.hook_transport import in_order, keeps_order
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import Model, play, same_on_all
 

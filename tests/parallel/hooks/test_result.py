@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.parallel.hooks.hook_transport import future_of, tensor_of
 from lockstep.parallel.hooks.ordering import completed
-from lockstep.parallel.hooks.torch_hooks import future_of, tensor_of
 from tests.parallel.hooks.pieces import Model
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
 from lockstep.parallel.hooks import Int8State, PowerSGDState, int8, load_state, power_sgd, save_state
-from lockstep.parallel.hooks.ordering import in_order
-from lockstep.parallel.hooks.state import share_states
+from lockstep.parallel.hooks.error_feedback import share_states
+from lockstep.parallel.hooks.hook_transport import in_order
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import Model, as_checkpoint, play, same_on_all
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lockstep.parallel.hooks import PowerSGDState, allreduce, bf16, bf16_wrapper, fp16_wrapper, int8, power_sgd
-from lockstep.parallel.hooks.torch_hooks import innermost
+from lockstep.parallel.hooks.hook_transport import innermost
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import Model, counted, play, same_on_all
 

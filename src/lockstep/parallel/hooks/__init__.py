@@ -2,17 +2,17 @@
 
 from lockstep.parallel.hooks.check import check_hook as check_hook
 from lockstep.parallel.hooks.check import prepare_state as prepare_state
+from lockstep.parallel.hooks.compress import Int8State as Int8State
 from lockstep.parallel.hooks.compress import allreduce as allreduce
 from lockstep.parallel.hooks.compress import bf16 as bf16
 from lockstep.parallel.hooks.compress import bf16_wrapper as bf16_wrapper
 from lockstep.parallel.hooks.compress import fp16 as fp16
 from lockstep.parallel.hooks.compress import fp16_wrapper as fp16_wrapper
+from lockstep.parallel.hooks.compress import int8 as int8
+from lockstep.parallel.hooks.error_feedback import load_state as load_state
+from lockstep.parallel.hooks.error_feedback import save_state as save_state
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState as PostLocalSGDState
 from lockstep.parallel.hooks.local_sgd import marks_of as marks_of
 from lockstep.parallel.hooks.local_sgd import post_local_sgd as post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState as PowerSGDState
 from lockstep.parallel.hooks.powersgd import power_sgd as power_sgd
-from lockstep.parallel.hooks.quantize import Int8State as Int8State
-from lockstep.parallel.hooks.quantize import int8 as int8
-from lockstep.parallel.hooks.state import load_state as load_state
-from lockstep.parallel.hooks.state import save_state as save_state

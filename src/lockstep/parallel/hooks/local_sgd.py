@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.compress import allreduce
+from lockstep.parallel.hooks.hook_transport import innermost, torch_name
 from lockstep.parallel.hooks.ordering import completed
-from lockstep.parallel.hooks.torch_hooks import innermost, torch_name
 
 # -- the ranks of a node -------------------------------------------------------------------------------------
 

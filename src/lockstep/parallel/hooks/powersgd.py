@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.grad_bucket import GradBucket
+from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.compress import Halves, allreduce, coded_mean, mean, real
+from lockstep.parallel.hooks.error_feedback import Memory, Record
 from lockstep.parallel.hooks.ordering import submit
-from lockstep.parallel.hooks.state import Memory, Record
 
 
 class PowerSGDState:

@@ -1,20 +1,21 @@
-"""A bucket whose parameters lie in one buffer, laid out as their gradients are, and what a rank has of each."""
+"""Parameters in flat buffers, cut into one slice a rank: a rank's part of each, its state, and waiting for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.zero.reduce_scatter import all_gather
-from lockstep.parallel.zero.shard_layout import Fragment, fragments
-from lockstep.parallel.zero.shared_buffer import Stage
+from lockstep.parallel.zero.exchange import Fragment, SharedBuffer, all_gather, fragments
+
+# -- a gradient of which each rank has its slice -------------------------------------------------------------
+
 
 UNREADABLE = (
     "this gradient is spread over the ranks (shard_optimizer): after a backward that reduces, each rank has the mean "
@@ -53,15 +54,15 @@ class SlicedGradient(Tensor):
     ``zero_grad`` of both kinds takes it as any gradient; whatever reads values is told where they are.
     """
 
-    piece: Piece
+    shard: ParamShard
 
     @classmethod
-    def of(cls, piece: Piece) -> SlicedGradient:
+    def of(cls, shard: ParamShard) -> SlicedGradient:
         """The one for a parameter."""
-        parameter = piece.parameter
+        parameter = shard.parameter
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         made: SlicedGradient = torch.Tensor._make_subclass(cls, nothing)
-        made.piece = piece
+        made.shard = shard
         return made
 
     @classmethod
@@ -76,7 +77,7 @@ class SlicedGradient(Tensor):
         elif name in ("zero_", "_foreach_zero_"):
             for gradient in [args[0]] if name == "zero_" else args[0]:
                 if isinstance(gradient, SlicedGradient):
-                    gradient.piece.gradient.zero_()
+                    gradient.shard.gradient.zero_()
                 else:
                     gradient.zero_()
             return args[0]
@@ -90,14 +91,14 @@ class SlicedGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without values."""
-        return f"SlicedGradient(shape={tuple(self.piece.parameter.shape)})"
+        return f"SlicedGradient(shape={tuple(self.shard.parameter.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Nothing to be copied or pickled."""
         raise RuntimeError(UNREADABLE)
 
 
-class Piece:
+class ParamShard:
     """A parameter, and this rank's fragment of it.
 
     Attributes:
@@ -130,7 +131,9 @@ class Piece:
         "whole_gradient",
     )
 
-    def __init__(self, flat: Flat, parameter: Parameter, whole_gradient: Tensor, place: int, part: Fragment) -> None:
+    def __init__(
+        self, flat: FlatBuffer, parameter: Parameter, whole_gradient: Tensor, place: int, part: Fragment
+    ) -> None:
         self.parameter, self.flat, self.whole_gradient = parameter, flat, whole_gradient
         self.start, self.stop, self._offset = part.start, part.stop, part.offset - flat.begin
         self._strides = whole_gradient.stride()
@@ -230,28 +233,80 @@ class Piece:
             self.value.grad = self.cut(grad.detach())
 
 
-class Flat:
+def find_aliases(buckets: Iterable[Bucket], first: Iterable[Parameter]) -> dict[int, Parameter]:
+    """Parameters whose memory is another parameter's, by id, each with that other one.
+
+    ``weight_norm`` makes such a pair in the middle of a fit: its ``original1`` takes over the memory of the weight
+    that it replaces, and the optimizer goes on to update the weight, if that still has a gradient.
+
+    Args:
+        buckets: laid out.
+        first: parameters that stay themselves, where there is a choice.
+
+    Raises:
+        ValueError: two of them have a part of their memory in common.
+    """
+    preferred = {id(parameter) for parameter in first}
+    named = [one for bucket in buckets for one in zip(bucket.names, bucket.parameters, strict=True) if one[1].numel()]
+    named.sort(key=lambda one: (one[1].data_ptr(), id(one[1]) not in preferred))
+    aliases: dict[int, Parameter] = {}
+    owner: tuple[str, Parameter] | None = None
+    for name, parameter in named:
+        if owner is None or parameter.device != owner[1].device or parameter.data_ptr() >= _end(owner[1]):
+            owner = name, parameter
+            continue
+        kinds = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in (owner[1], parameter)]
+        if kinds[0] == kinds[1]:
+            aliases[id(parameter)] = owner[1]
+        elif _is_dense(owner[1]) and _is_dense(parameter):
+            one, other = sorted([owner[0], name])
+            raise ValueError(
+                f"parameters {one!r} and {other!r} have a part of their memory in common, and a sharded optimizer "
+                "moves each to a buffer: give them memory of their own, or leave it unsharded (shard_optimizer=False)"
+            )
+    return aliases
+
+
+def _end(parameter: Tensor) -> int:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr() + extent * parameter.element_size()
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    return _end(parameter) - parameter.data_ptr() == parameter.numel() * parameter.element_size()
+
+
+class FlatBuffer:
     """The parameters of a bucket in one buffer, of which each rank updates its slice.
 
     Args:
         bucket: laid out.
+        aliases: ids of those whose memory is another parameter's: every rank updates them whole.
         padded: its buffer with the padding.
         group: the ranks.
-        stage: over which the parameters' slices are exchanged; None: through the group.
+        shared_buffer: over which the parameters' slices are exchanged; None: through the group.
 
     Attributes:
         values: the parameters.
         gradients: the padded buffer, in the parameters' dtype.
-        pieces: by parameter.
+        shards: by parameter.
+        aliased: parameters of the bucket that are no shards, with their gradients' places.
         work: the other ranks' slices on their way; None where they are here.
     """
 
-    def __init__(self, bucket: Bucket, padded: Tensor, group: comm.Group, stage: Stage | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        padded: Tensor,
+        group: comm.Group,
+        shared_buffer: SharedBuffer | None = None,
+        aliases: Collection[int] = (),
+    ) -> None:
         self.index = bucket.index
         self.gradients = torch.view_as_complex(padded.view(-1, 2)) if bucket.dtype.is_complex else padded
         self.values = torch.zeros_like(self.gradients)
         self.work: Any = None
-        self._stage = stage
+        self._shared_buffer = shared_buffer
         self._group = group
         self._world, self._rank = comm.world_size(group), comm.rank(group)
         self.dtype, self.device = bucket.dtype, bucket.device
@@ -261,20 +316,22 @@ class Flat:
         parts = fragments(bucket.starts, numels, self.begin, self.begin + self.length)
         everything = zip(bucket.parameters, bucket.views, bucket.starts, parts, strict=True)
         # what has no elements is nobody's: every rank does what there is to do
-        self.pieces = [Piece(self, *one) for one in everything if one[0].numel()]
+        self.shards = [ParamShard(self, *one) for one in everything if one[0].numel() and id(one[0]) not in aliases]
+        pairs = zip(bucket.parameters, bucket.views, strict=True)
+        self.aliased = [(parameter, view) for parameter, view in pairs if id(parameter) in aliases]
 
     def send(self) -> None:
         """Begin to exchange the parameters' slices."""
         whole, part = self._real(self.values)
-        if self._stage is None:
+        if self._shared_buffer is None:
             self.work = all_gather(whole, part, self._group)
         else:
-            self.work = self._stage.send(self.index, whole.view(torch.uint8))
+            self.work = self._shared_buffer.send(self.index, whole.view(torch.uint8))
 
     def release(self) -> None:
         """Give the parameters memory of their own again, and let go of the bucket's."""
-        for piece in self.pieces:
-            piece.release()
+        for shard in self.shards:
+            shard.release()
         self.values = self.gradients = self.values.new_empty(0)
         self.work = None
 
@@ -310,21 +367,275 @@ class Flat:
 
     def gather_kept(self) -> list[tuple[Parameter, Tensor]]:
         """Parameters whose gradients were set aside, with all of each; for another layout. A collective."""
-        kept = [piece for piece in self.pieces if piece.is_kept]
+        kept = [shard for shard in self.shards if shard.is_kept]
         if not kept:
             return []
 
         def fill(part: Tensor) -> None:
-            for piece in kept:
-                if piece.kept is not None:
-                    piece.part_of(part).copy_(piece.kept.view(-1))
+            for shard in kept:
+                if shard.kept is not None:
+                    shard.part_of(part).copy_(shard.kept.view(-1))
 
         joined = self.gather(self.dtype, fill, None)
         assert joined is not None
-        return [(piece.parameter, piece.joined(joined)) for piece in kept]
+        return [(shard.parameter, shard.joined(joined)) for shard in kept]
 
     def _real(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         part = flat[self.begin : self.begin + self.length]
         if flat.is_complex():
             return torch.view_as_real(flat).view(-1), torch.view_as_real(part).view(-1)
         return flat, part
+
+
+# -- an optimizer's state: whole, and in fragments -----------------------------------------------------------
+
+
+State = dict[str, Any]
+
+
+def cut_state(shard: ParamShard, whole: Mapping[str, Any], optimizer: Any) -> State:
+    """This rank's part of a parameter's state.
+
+    Args:
+        shard: of which parameter.
+        whole: tensors of the parameter's shape, and what belongs to the parameter as a whole (a count of steps).
+        optimizer: for the error.
+
+    Raises:
+        ValueError: for a tensor of another shape.
+    """
+    shape = shard.parameter.shape
+    part: State = {}
+    for key, value in whole.items():
+        if isinstance(value, Tensor) and value.dim():
+            if value.shape != shape:
+                raise ValueError(_odd(optimizer, key, value.shape, shape))
+            part[key] = shard.cut(value.to(shard.parameter.device)).clone()
+        else:
+            part[key] = value.clone() if isinstance(value, Tensor) else value
+    return part
+
+
+def whole_states(
+    flats: Sequence[FlatBuffer],
+    state_of: Callable[[ParamShard], Mapping[str, Any]],
+    optimizer: Any,
+    group: comm.Group,
+    only: int | None = None,
+) -> Iterator[tuple[ParamShard, str, Any]]:
+    """Join the ranks' parts of the state, one bucket and one key after another. A collective.
+
+    Args:
+        flats: the layout.
+        state_of: this rank's part of a parameter's state.
+        optimizer: for the error.
+        group: the ranks.
+        only: the rank that gets what is joined; None is all.
+
+    Yields:
+        parameter, key and value: a tensor of the parameter's shape, or what belongs to the parameter as a whole;
+        the value is None on ranks that do not get it.
+
+    Raises:
+        ValueError: on all ranks, for a tensor that is no fragment.
+    """
+    everything: dict[tuple[int, int], dict[str, Any]] = {}
+    for described in comm.all_gather_object(_describe(flats, state_of, optimizer), group):
+        if isinstance(described, str):
+            raise ValueError(described)
+        for place, state in described.items():
+            everything.setdefault(place, state)
+    for flat in flats:
+        mine = {index: state for (of, index), state in sorted(everything.items()) if of == flat.index}
+        kinds = {(key, what.dtype): None for state in mine.values() for key, what in state.items() if _is_cut(what)}
+        joined = {}
+        for key, dtype in kinds:
+            holders = [index for index, state in mine.items() if _is_cut(state.get(key)) and state[key].dtype == dtype]
+
+            def fill(part: Tensor, key: str = key, holders: list[int] = holders, flat: FlatBuffer = flat) -> None:
+                for index in holders:
+                    shard = flat.shards[index]
+                    if shard.value is not None:
+                        shard.part_of(part).copy_(state_of(shard)[key])
+
+            whole = flat.gather(dtype, fill, only)
+            for index in holders:
+                joined[index, key] = None if whole is None else flat.shards[index].joined(whole)
+        for index, state in mine.items():
+            for key, what in state.items():
+                if isinstance(what, _Number):
+                    yield flat.shards[index], key, what.value.to(flat.device) if what.on_device else what.value
+                else:
+                    yield flat.shards[index], key, joined[index, key] if _is_cut(what) else what
+
+
+class _Number:
+    """A tensor without dimensions, on its way over the CPU."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.on_device = value.detach().cpu(), value.device.type != "cpu"
+
+
+class _Cut:
+    """Stands for a tensor of which each rank has a fragment."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, _Cut)
+
+
+def _describe(flats: Sequence[FlatBuffer], state_of: Callable[[ParamShard], Mapping[str, Any]], optimizer: Any) -> Any:
+    """What this rank has, by bucket and place in it; a sentence where there is something that cannot be joined."""
+    described: dict[tuple[int, int], dict[str, Any]] = {}
+    for flat in flats:
+        for index, shard in enumerate(flat.shards):
+            if shard.value is None:
+                continue
+            state = state_of(shard)
+            if state:
+                entry = described[flat.index, index] = {}
+                for key, value in state.items():
+                    if not isinstance(value, Tensor):
+                        entry[key] = value
+                    elif value.dim() == 0:
+                        entry[key] = _Number(value)
+                    elif value.shape == (shard.stop - shard.start,):
+                        entry[key] = _Cut(value.dtype)
+                    else:
+                        return _odd(optimizer, key, value.shape, (shard.stop - shard.start,))
+    return described
+
+
+def _odd(optimizer: Any, key: str, shape: Sequence[int], expected: Sequence[int]) -> str:
+    return (
+        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(shape)} for a tensor of shape {tuple(expected)}: "
+        "it is not elementwise, and cannot be sharded; leave it unsharded (shard_optimizer=False)"
+    )
+
+
+# -- parameters under way: whoever reads one waits for it ----------------------------------------------------
+
+
+Arrive = Callable[[Iterable["Parameter | None"]], None]
+
+
+class AwaitedParameters(dict[str, "Parameter | None"]):
+    """A module's ``_parameters``: reading a value waits until it is there.
+
+    Copies and pickles of it are plain dicts.
+    """
+
+    def __init__(self, parameters: dict[str, Parameter | None], arrive: Arrive) -> None:
+        super().__init__(parameters)
+        self._arrive = arrive
+
+    def __getitem__(self, name: str) -> Parameter | None:
+        parameter = dict.__getitem__(self, name)
+        self._arrive((parameter,))
+        return parameter
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The parameter, when it is there."""
+        return self[name] if name in self else default  # noqa: SIM401  # its own `__getitem__` waits
+
+    def items(self) -> Any:
+        """Names and parameters, when all are there."""
+        self._arrive(dict.values(self))
+        return dict.items(self)
+
+    def values(self) -> Any:
+        """The parameters, when all are there."""
+        self._arrive(dict.values(self))
+        return dict.values(self)
+
+    def copy(self) -> dict[str, Parameter | None]:
+        """A plain dict."""
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+class AwaitedList(list[Parameter]):
+    """The parameters of an optimizer's group: reading one waits until it is there. Copies of it are plain lists."""
+
+    def __init__(self, parameters: Iterable[Parameter], arrive: Arrive) -> None:
+        super().__init__(parameters)
+        self._arrive = arrive
+
+    def __iter__(self) -> Any:
+        self._arrive(self.unawaited())
+        return list.__iter__(self)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = list.__getitem__(self, place)
+        self._arrive(found if isinstance(place, slice) else (found,))
+        return found
+
+    def unawaited(self) -> list[Parameter]:
+        """As they are; not to be read."""
+        return list(list.__iter__(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
+
+
+class _BeforeForward:
+    """A forward pre-hook that waits for the module's own parameters; a copy of it does nothing."""
+
+    def __init__(self, parameters: Sequence[Parameter | None], arrive: Arrive) -> None:
+        self._parameters, self._arrive = parameters, arrive
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._arrive(self._parameters)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """What becomes of the hook in a copied or pickled module."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        pass
+
+
+class Arrivals:
+    """Has every module under ``module`` wait for its own parameters.
+
+    Args:
+        module: whose parameters are exchanged while others are already used.
+        arrive: waits for those of the given parameters that are under way.
+    """
+
+    def __init__(self, module: nn.Module, arrive: Arrive) -> None:
+        self._modules: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        for owner in module.modules():
+            if owner._parameters:
+                parameters = tuple(owner._parameters.values())
+                self._hooks.append(owner.register_forward_pre_hook(_BeforeForward(parameters, arrive), prepend=True))
+                vars(owner)["_parameters"] = AwaitedParameters(owner._parameters, arrive)
+                self._modules.append(owner)
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        for owner in self._modules:
+            vars(owner)["_parameters"] = dict(dict.items(owner._parameters))
+        self._hooks, self._modules = [], []
+
+
+def can_wait(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` can be waited for one by one: nothing in it is compiled, which would look
+    at them without asking."""
+    return not any(
+        isinstance(part, torch.jit.ScriptModule)
+        or getattr(part, "_compiled_call_impl", None) is not None
+        or type(part).__name__ == "OptimizedModule"
+        for part in module.modules()
+    )

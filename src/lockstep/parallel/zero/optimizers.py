@@ -18,10 +18,17 @@ from torch.optim.optimizer import Optimizer
 from lockstep.ground import comm
 from lockstep.ground.gradients import clip_by_value
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.zero.flat_parameters import Flat, Piece
-from lockstep.parallel.zero.optimizer_state import cut_state, whole_states
-from lockstep.parallel.zero.prefetch_wait import Arrivals, AwaitedList, can_wait
-from lockstep.parallel.zero.shared_buffer import Stage
+from lockstep.parallel.zero.exchange import SharedBuffer
+from lockstep.parallel.zero.flat_parameters import (
+    Arrivals,
+    AwaitedList,
+    FlatBuffer,
+    ParamShard,
+    can_wait,
+    cut_state,
+    find_aliases,
+    whole_states,
+)
 
 # -- a step on a shard ---------------------------------------------------------------------------------------
 
@@ -177,7 +184,7 @@ class ShardedOptimizers:
         parameters: those that are reduced.
         optimizers: elementwise ones (checked by the reducer); one without any of ``parameters`` stays as it is.
         group: the ranks.
-        stage: over which new parameters are exchanged; None: through the group.
+        shared_buffer: over which new parameters are exchanged; None: through the group.
 
     Raises:
         ValueError: for an optimizer that another reducer has sharded, and still holds.
@@ -189,14 +196,17 @@ class ShardedOptimizers:
         parameters: Iterable[Tensor],
         optimizers: Sequence[Any],
         group: comm.Group = None,
-        stage: Stage | None = None,
+        shared_buffer: SharedBuffer | None = None,
     ) -> None:
         self._module = module
         self._optimizers = concerned(parameters, optimizers)
-        self._group, self._stage = group, stage
-        self._flats: list[Flat] = []
-        self._pieces: dict[int, Piece] = {}  # by the id of the parameter
-        self._under_way: list[Flat] = []
+        self._group, self._shared_buffer = group, shared_buffer
+        self._flats: list[FlatBuffer] = []
+        self._shards: dict[int, ParamShard] = {}  # by the id of the parameter
+        self._aliases: dict[
+            int, tuple[Parameter, ParamShard]
+        ] = {}  # parameters in the memory of another one, which is cut
+        self._under_way: list[FlatBuffer] = []
         self._kept = self._detached = False
         self._arrivals: Arrivals | None = None
         self._methods: dict[int, dict[str, Callable[..., Any]]] = {}  # the optimizers' own, by their id
@@ -243,32 +253,43 @@ class ShardedOptimizers:
         self.wait()
         if self._arrivals is not None:
             self._arrivals.remove()
-        spread = [piece.parameter for piece in self._pieces.values() if piece.parameter.grad is piece.shown]
+        spread = [shard.parameter for shard in self._shards.values() if shard.parameter.grad is shard.shown]
         for parameter in spread:
-            self._pieces[id(parameter)].keep()
+            self._shards[id(parameter)].keep()
         states = [self._whole_state(optimizer) for optimizer in self._optimizers]
         kept = [one for flat in self._flats for one in flat.gather_kept()]
-        if self._stage is not None and not self._stage.lay_out([buffer.nbytes for buffer in padded]):
-            self._stage.close()
-            self._stage = None
+        if self._shared_buffer is not None and not self._shared_buffer.lay_out([buffer.nbytes for buffer in padded]):
+            self._shared_buffer.close()
+            self._shared_buffer = None
+        buckets = list(buckets)
+        aliases = find_aliases(buckets, self._module.parameters())
         pairs = zip(buckets, padded, strict=True)
-        self._flats = [Flat(bucket, buffer, self._group, self._stage) for bucket, buffer in pairs]
-        before, self._pieces = self._pieces, {id(p.parameter): p for flat in self._flats for p in flat.pieces}
+        self._flats = [
+            FlatBuffer(bucket, buffer, self._group, self._shared_buffer, aliases) for bucket, buffer in pairs
+        ]
+        before, self._shards = self._shards, {id(p.parameter): p for flat in self._flats for p in flat.shards}
         for optimizer, state in zip(self._optimizers, states, strict=True):
             if state:
                 self._cut_state(optimizer, state)
         for key, old in before.items():
-            if key not in self._pieces:  # frozen by now: whole on every rank again
+            if key not in self._shards:  # frozen by now: whole on every rank again
                 old.release()
+        self._aliases = {
+            id(parameter): (parameter, self._shards[id(aliases[id(parameter)])])
+            for flat in self._flats
+            for parameter, _ in flat.aliased
+        }
+        for alias, owner in self._aliases.values():
+            alias.data = owner.parameter.data
         for parameter, gradient in kept:
-            piece = self._pieces.get(id(parameter))
-            if piece is None:
+            shard = self._shards.get(id(parameter))
+            if shard is None:
                 parameter.grad = gradient
             else:
-                piece.is_kept, piece.kept = True, piece.cut(gradient).clone()
+                shard.is_kept, shard.kept = True, shard.cut(gradient).clone()
         for parameter in spread:
-            if id(parameter) in self._pieces:
-                self._pieces[id(parameter)].show_kept()
+            if id(parameter) in self._shards:
+                self._shards[id(parameter)].show_kept()
         self._arrivals = Arrivals(self._module, self._arrive) if can_wait(self._module) else None
         for optimizer in self._optimizers:
             self._await_groups(optimizer)
@@ -293,11 +314,14 @@ class ShardedOptimizers:
                 self._arrivals = None
             for optimizer in self._optimizers:
                 self._await_groups(optimizer)
+            shared = [(p, shard) for p, shard in self._aliases.values() if p.data_ptr() == shard.parameter.data_ptr()]
             for flat in self._flats:
                 flat.release()
-            if self._stage is not None:
-                self._stage.close()
-                self._stage = None
+            for parameter, shard in shared:
+                parameter.data = shard.parameter.data
+            if self._shared_buffer is not None:
+                self._shared_buffer.close()
+                self._shared_buffer = None
             self._detached = bool(self._flats)
 
     def restore(self) -> None:
@@ -311,9 +335,9 @@ class ShardedOptimizers:
                 optimizer.step = own["step"]
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             _replace_state(optimizer, {p: whole[id(p)] for p in parameters if id(p) in whole})
-            if not all(piece.is_of_its_kind() for piece in self._pieces.values()):  # the module was cast, or moved
+            if not all(shard.is_of_its_kind() for shard in self._shards.values()):  # the module was cast, or moved
                 optimizer.load_state_dict(optimizer.state_dict())
-        self._optimizers, self._flats, self._pieces = [], [], {}
+        self._optimizers, self._flats, self._shards, self._aliases = [], [], {}, {}
 
     # -- parameters on their way -----------------------------------------------------------------------------
 
@@ -329,9 +353,11 @@ class ShardedOptimizers:
     def _arrive(self, parameters: Iterable[Parameter | None]) -> None:
         if self._under_way:
             for parameter in parameters:
-                piece = self._pieces.get(id(parameter))
-                if piece is not None and piece.flat.work is not None:
-                    self._finish(piece.flat)
+                shard = self._shards.get(id(parameter))
+                if shard is None and id(parameter) in self._aliases:
+                    shard = self._aliases[id(parameter)][1]
+                if shard is not None and shard.flat.work is not None:
+                    self._finish(shard.flat)
 
     def _await_groups(self, optimizer: Any) -> None:
         """Let whoever reads parameters in the optimizer's groups wait for them, too; or no longer."""
@@ -350,7 +376,7 @@ class ShardedOptimizers:
         finally:
             self._under_way = under_way
 
-    def _finish(self, flat: Flat, patience: timedelta | None = None) -> None:
+    def _finish(self, flat: FlatBuffer, patience: timedelta | None = None) -> None:
         if patience is None:
             flat.work.wait()
         else:
@@ -362,34 +388,37 @@ class ShardedOptimizers:
 
     def set_aside(self) -> None:
         """Before a backward: gradients that were reduced and not zeroed wait until the next round adds to them."""
-        for piece in self._pieces.values():
-            grad = piece.parameter.grad
-            if grad is piece.shown:
-                piece.keep()
+        for shard in self._shards.values():
+            grad = shard.parameter.grad
+            if grad is shard.shown:
+                shard.keep()
                 self._kept = True
-            elif piece.is_kept and grad is None:  # zeroed since
-                piece.is_kept, piece.kept = False, None
+            elif shard.is_kept and grad is None:  # zeroed since
+                shard.is_kept, shard.kept = False, None
 
     def take(self, reduced: bool) -> None:
         """After a backward: where it was reduced, let placeholders stand for the gradients."""
         if not (reduced or self._kept):
             return
-        for piece in self._pieces.values():
-            grad = piece.parameter.grad
+        for flat in self._flats:
+            if reduced and any(parameter.grad is view for parameter, view in flat.aliased):
+                flat.gather_gradients()
+        for shard in self._shards.values():
+            grad = shard.parameter.grad
             if grad is None:
-                if not piece.is_kept:
+                if not shard.is_kept:
                     continue
-                piece.show_kept()
+                shard.show_kept()
                 continue
             if not reduced:
                 continue  # what this rank has added waits beside it
-            if grad is not piece.whole_gradient:  # of the layout before
-                piece.gradient.copy_(piece.cut(grad))
-            if piece.kept is not None:
-                piece.gradient.add_(piece.kept)
-            piece.parameter.grad = piece.shown
-            piece.is_kept, piece.kept = False, None
-        self._kept = any(piece.is_kept for piece in self._pieces.values()) if self._kept else False
+            if grad is not shard.whole_gradient:  # of the layout before
+                shard.gradient.copy_(shard.cut(grad))
+            if shard.kept is not None:
+                shard.gradient.add_(shard.kept)
+            shard.parameter.grad = shard.shown
+            shard.is_kept, shard.kept = False, None
+        self._kept = any(shard.is_kept for shard in self._shards.values()) if self._kept else False
 
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
@@ -397,21 +426,21 @@ class ShardedOptimizers:
 
         It lies where the rank's own gradients lay before they were reduced, and takes no memory.
         """
-        shown = [piece for piece in self._pieces.values() if piece.parameter.grad is piece.shown]
+        shown = [shard for shard in self._shards.values() if shard.parameter.grad is shard.shown]
         for flat in self._flats:
-            if any(piece.parameter.grad is piece.shown for piece in flat.pieces):
+            if any(shard.parameter.grad is shard.shown for shard in flat.shards):
                 flat.gather_gradients()
-        for piece in shown:
-            piece.parameter.grad = piece.whole_gradient
+        for shard in shown:
+            shard.parameter.grad = shard.whole_gradient
         try:
             yield
         finally:
-            for piece in shown:
-                grad = piece.parameter.grad
+            for shard in shown:
+                grad = shard.parameter.grad
                 if grad is not None:
-                    if grad is not piece.whole_gradient:
-                        piece.whole_gradient.copy_(grad)
-                    piece.parameter.grad = piece.shown
+                    if grad is not shard.whole_gradient:
+                        shard.whole_gradient.copy_(grad)
+                    shard.parameter.grad = shard.shown
 
     def reduced_names(self) -> list[str]:
         """Names of the parameters whose gradients are spread over the ranks now."""
@@ -419,16 +448,16 @@ class ShardedOptimizers:
 
     def hold(self, parameter: Parameter, gradient: Tensor) -> None:
         """Let ``gradient``, whole and the same on all ranks, be the reduced gradient of ``parameter``."""
-        piece = self._pieces.get(id(parameter))
-        if piece is None:
+        shard = self._shards.get(id(parameter))
+        if shard is None:
             parameter.grad = gradient
         else:
-            piece.gradient.copy_(piece.cut(gradient))
-            parameter.grad = piece.shown
+            shard.gradient.copy_(shard.cut(gradient))
+            parameter.grad = shard.shown
 
     def _is_spread(self, parameter: Parameter) -> bool:
-        piece = self._pieces.get(id(parameter))
-        return piece is not None and parameter.grad is piece.shown
+        shard = self._shards.get(id(parameter))
+        return shard is not None and parameter.grad is shard.shown
 
     @contextmanager
     def lent(self, optimizer: Any) -> Iterator[None]:
@@ -438,12 +467,12 @@ class ShardedOptimizers:
             for group, parameters in zip(optimizer.param_groups, wholes, strict=True):
                 group["params"] = fragments = []
                 for parameter in list.__iter__(parameters):
-                    piece = self._pieces.get(id(parameter))
-                    if piece is None:  # frozen, or none of the module's: updated on every rank
+                    shard = self._shards.get(id(parameter))
+                    if shard is None:  # frozen, or none of the module's: updated on every rank
                         fragments.append(parameter)
-                    elif piece.value is not None:
-                        piece.lend_gradient()
-                        fragments.append(piece.value)
+                    elif shard.value is not None:
+                        shard.lend_gradient()
+                        fragments.append(shard.value)
             yield
         finally:  # `load_state_dict` makes new groups
             for group, parameters in zip(optimizer.param_groups, wholes, strict=True):
@@ -465,7 +494,7 @@ class ShardedOptimizers:
         Returns:
             the norm of the whole gradient, before it is clipped, the same on all ranks; None for "value".
         """
-        cut = {id(piece.value) for piece in self._pieces_of(optimizer)}
+        cut = {id(shard.value) for shard in self._shards_of(optimizer)}
         with self.lent(optimizer):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if algorithm == "value":
@@ -518,29 +547,31 @@ class ShardedOptimizers:
 
     @contextmanager
     def _updating(self, optimizer: Any) -> Iterator[None]:
-        for piece in self._pieces_of(optimizer):
-            if piece.flat.work is not None:
-                self._finish(piece.flat)
-            if not piece.is_bound():
-                piece.bind()
+        for shard in self._shards_of(optimizer):
+            if shard.flat.work is not None:
+                self._finish(shard.flat)
+            if not shard.is_bound():
+                shard.bind()
+        if self._aliases:
+            self._arrive(p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
         with self.lent(optimizer):
             yield
 
     def _send(self, optimizer: Any) -> None:
         self._await_groups(optimizer)  # one may have been added
-        pieces = self._pieces_of(optimizer)
-        flats = {piece.flat.index: piece.flat for piece in pieces}
+        shards = self._shards_of(optimizer)
+        flats = {shard.flat.index: shard.flat for shard in shards}
         for index in sorted(flats, reverse=True):  # the forward's order
             flats[index].send()
             self._under_way.append(flats[index])
         if self._arrivals is None:
             self.wait()
-        torch.autograd.graph.increment_version([piece.parameter for piece in pieces])
+        torch.autograd.graph.increment_version([shard.parameter for shard in shards])
 
-    def _pieces_of(self, optimizer: Any) -> list[Piece]:
+    def _shards_of(self, optimizer: Any) -> list[ParamShard]:
         parameters = (p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
-        found = (self._pieces.get(id(parameter)) for parameter in parameters)
-        return [piece for piece in found if piece is not None]
+        found = (self._shards.get(id(parameter)) for parameter in parameters)
+        return [shard for shard in found if shard is not None]
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -602,11 +633,11 @@ class ShardedOptimizers:
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             first = number
             for parameter in group["params"]:
-                piece, whole = self._pieces.get(id(parameter)), wholes.get(id(parameter))
-                if piece is not None and piece.value is None:
+                shard, whole = self._shards.get(id(parameter)), wholes.get(id(parameter))
+                if shard is not None and shard.value is None:
                     continue
                 if whole is not None:
-                    state[number] = whole if piece is None else cut_state(piece, whole, optimizer)
+                    state[number] = whole if shard is None else cut_state(shard, whole, optimizer)
                 number += 1
             groups.append({**setting, "params": list(range(first, number))})
         with self.lent(optimizer):
@@ -616,11 +647,11 @@ class ShardedOptimizers:
         """The same for another layout: as it is, where loading would cast it to the parameters' dtype."""
         state: dict[Parameter, Any] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            piece, whole = self._pieces.get(id(parameter)), wholes.get(id(parameter))
-            if whole is not None and piece is None:
+            shard, whole = self._shards.get(id(parameter)), wholes.get(id(parameter))
+            if whole is not None and shard is None:
                 state[parameter] = whole
-            elif whole is not None and piece is not None and piece.value is not None:
-                state[piece.value] = cut_state(piece, whole, optimizer)
+            elif whole is not None and shard is not None and shard.value is not None:
+                state[shard.value] = cut_state(shard, whole, optimizer)
         _replace_state(optimizer, state)
 
     def _own(self, optimizer: Any, name: str) -> Callable[..., Any]:
@@ -628,13 +659,13 @@ class ShardedOptimizers:
         return getattr(optimizer, name) if own is None else own[name]
 
     def _joined(self, optimizer: Any, only: int | None = None) -> Iterator[tuple[Parameter, str, Any]]:
-        members = {id(piece): piece for piece in self._pieces_of(optimizer)}
+        members = {id(shard): shard for shard in self._shards_of(optimizer)}
 
-        def state_of(piece: Piece) -> Mapping[str, Any]:
-            return optimizer.state.get(piece.value, {}) if id(piece) in members else {}
+        def state_of(shard: ParamShard) -> Mapping[str, Any]:
+            return optimizer.state.get(shard.value, {}) if id(shard) in members else {}
 
-        for piece, key, value in whole_states(self._flats, state_of, optimizer, self._group, only):
-            yield piece.parameter, key, value
+        for shard, key, value in whole_states(self._flats, state_of, optimizer, self._group, only):
+            yield shard.parameter, key, value
 
     def _whole_state(self, optimizer: Any) -> dict[int, dict[str, Any]]:
         """All of an optimizer's state, by the id of the parameter, for another layout."""
@@ -642,7 +673,7 @@ class ShardedOptimizers:
             id(p): dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor) and state
         }
         if self._flats:
-            fragments = {id(piece.value) for piece in self._pieces.values() if piece.value is not None}
+            fragments = {id(shard.value) for shard in self._shards.values() if shard.value is not None}
             whole = {key: state for key, state in whole.items() if key not in fragments}
             for parameter, key, value in self._joined(optimizer):
                 whole.setdefault(id(parameter), {})[key] = value

@@ -15,9 +15,8 @@ from lockstep.parallel.consistency import sparse_names
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.shared_memory import timeout_of
+from lockstep.parallel.zero.exchange import Scatter, SharedBuffer, SharedScatter
 from lockstep.parallel.zero.optimizers import ShardedOptimizers, check_elementwise, concerned
-from lockstep.parallel.zero.reduce_scatter import Scatter, SharedScatter
-from lockstep.parallel.zero.shared_buffer import Stage
 
 
 class ShardedReducer(Reducer):
@@ -54,23 +53,23 @@ class ShardedReducer(Reducer):
                 raise ValueError(f"ShardedReducer({name}={options[name]!r}): gradients lie in buckets of its own")
         _check_dense(options.get("sparse", ()))
         named = list(module.named_parameters() if named_parameters is None else named_parameters)
-        several, stage = comm.world_size(process_group) > 1, None
-        options["transport"] = Scatter(process_group, lambda: not self._remade) if several else None
+        several, shared_buffer = comm.world_size(process_group) > 1, None
+        options["transport"] = Scatter(process_group, lambda: not self._layout_settled) if several else None
         parameters = [parameter for _, parameter in named]
         check_elementwise(concerned(parameters, optimizers))
         if several and options.get("shared_memory", True) and all(p.device.type == "cpu" for _, p in named):
             shared = SharedScatter.open(process_group)
             if shared is not None:
                 options["transport"] = shared
-                stage = Stage.open(process_group, timeout_of(process_group))
+                shared_buffer = SharedBuffer.open(process_group, timeout_of(process_group))
         self._given = list(optimizers)
-        self.shards = ShardedOptimizers(module, parameters, optimizers, process_group, stage)
+        self.shards = ShardedOptimizers(module, parameters, optimizers, process_group, shared_buffer)
         super().__init__(named, process_group, **options)
 
     def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
         super()._fill_buckets(awake)
         if not isinstance(self._transport, (Scatter, SharedScatter)):  # shared memory could not be had
-            self._transport = Scatter(self._group, lambda: not self._remade)
+            self._transport = Scatter(self._group, lambda: not self._layout_settled)
             super()._fill_buckets(awake)
         assert isinstance(self._transport, (Scatter, SharedScatter))
         self.shards.lay_out(self._buckets, self._transport.flats)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.parallel.grad_bucket import GradBucket
-from lockstep.parallel.hooks.torch_hooks import torch_name
+from lockstep.parallel.bucket import GradBucket
+from lockstep.parallel.hooks.hook_transport import torch_name
 
 # -- memory --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.ground import comm
 from lockstep.parallel.hooks import ordering as lane_file
-from lockstep.parallel.hooks.ordering import THREAD, ThreadLane, end_threads, open_lane, submit
+from lockstep.parallel.hooks.ordering import THREAD, ThreadQueue, end_threads, open_queue, submit
 from lockstep.testing.pool import RankPool
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def _two_messages_each() -> list[float]:
         if all(thread.name != THREAD for thread in threading.enumerate()):
             return found
         time.sleep(0.01)
-    raise AssertionError("the lane's thread is still there")
+    raise AssertionError("the queue's thread is still there")
 
 
 def test_jobs_of_several_messages_run_in_order_beside_other_messages(ranks: RankPool) -> None:
@@ -69,22 +69,22 @@ def test_jobs_of_several_messages_run_in_order_beside_other_messages(ranks: Rank
 
 
 def _one_for_each() -> tuple[bool, bool, bool]:
-    whole = open_lane(None, CPU)
+    whole = open_queue(None, CPU)
     half = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        part = open_lane(half, CPU)
-        return whole is open_lane(dist.group.WORLD, CPU), part is open_lane(half, CPU), part is not whole
+        part = open_queue(half, CPU)
+        return whole is open_queue(dist.group.WORLD, CPU), part is open_queue(half, CPU), part is not whole
     return True, True, True
 
 
-def test_each_group_has_one_lane(ranks: RankPool) -> None:
+def test_each_group_has_one_queue(ranks: RankPool) -> None:
     assert ranks(3).run(_one_for_each) == [(True, True, True)] * 3
 
 
-def test_the_interpreter_does_not_end_before_a_lanes_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_does_not_end_before_a_queues_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process in ten was aborted at its end: its last job's thread still ran when the interpreter was gone."""
-    lane, go_on = ThreadLane(None), threading.Event()
-    future = lane.submit(None, CPU, lambda _: torch.ones(1) if go_on.wait(5) else torch.zeros(1))
+    queue, go_on = ThreadQueue(None), threading.Event()
+    future = queue.submit(None, CPU, lambda _: torch.ones(1) if go_on.wait(5) else torch.zeros(1))
     monkeypatch.setattr(lane_file, "PATIENCE", 0.01)
     end_threads()
     assert not future.done()  # it is not waited for longer

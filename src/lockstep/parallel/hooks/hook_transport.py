@@ -1,0 +1,378 @@
+"""A communication hook in the place of the all-reduce: which hook it is, in which order it runs, what it gives back."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ground import comm
+from lockstep.parallel.bucket import Bucket, GradBucket
+from lockstep.parallel.hooks.ordering import carrier, completed, submit
+from lockstep.parallel.transport import AllReduce, Size
+
+# -- which hook it is ----------------------------------------------------------------------------------------
+
+
+TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_TORCH_WRAPPERS = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
+
+
+def innermost(hook: Any) -> Any:
+    """The hook inside of fp16 and bf16 wrappers (torch's and lockstep's) and ``functools.partial``."""
+    while True:
+        inside = getattr(hook, "wrapped_hook", None)
+        if inside is None and isinstance(hook, functools.partial):
+            inside = hook.func
+        if inside is None and torch_name(hook) in _TORCH_WRAPPERS:
+            names = hook.__code__.co_freevars
+            inside = hook.__closure__[names.index("hook")].cell_contents
+        if inside is None:
+            return hook
+        hook = inside
+
+
+def torch_name(thing: Any) -> str | None:
+    """The name of a hook, or of the class of a hook's state, of torch's; None if it is not torch's.
+
+    Example:
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+        >>> torch_name(fp16_compress_hook)
+        'fp16_compress_hook'
+        >>> torch_name(print) is None
+        True
+    """
+    home = getattr(thing, "__module__", None)
+    if not isinstance(home, str) or not home.startswith(TORCH_HOOKS):
+        return None
+    return getattr(thing, "__name__", None) or type(thing).__name__
+
+
+def name_of(hook: Any) -> str:
+    """What a hook is called in messages."""
+    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
+
+
+EXAMPLE = (
+    "return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()"
+    ".then(lambda done: bucket.buffer())"
+)
+
+
+def future_of(returned: Any, hook: Any) -> torch.futures.Future[Any]:
+    """What ``hook`` returned, if it is a future.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(returned, torch._C.Future):
+        return returned  # type: ignore[return-value]
+    raise TypeError(
+        f"rank {comm.rank()}: the communication hook {name_of(hook)} returned {type(returned).__name__}; it must "
+        f"return a torch.futures.Future of the reduced gradients, as in `{EXAMPLE}`"
+    )
+
+
+def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
+    """The reduced gradients in a future's value, 1-D.
+
+    Args:
+        value: what the future of ``hook`` holds: a tensor of the bucket's size, or a list of one. Its dtype may be
+            another, as torch's wrappers leave it.
+        bucket: what ``hook`` was given.
+        hook: who gave ``value``.
+
+    Raises:
+        TypeError: no tensor, or one of another size, another device, or of whole numbers; one of real numbers for
+            complex gradients, whose imaginary parts would be lost.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    buffer = bucket.buffer()
+    who = f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}"
+    wanted = f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{who}; {wanted}")
+    numbers = value.is_floating_point() or value.is_complex()
+    fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
+    if not fits or value.is_complex() != buffer.is_complex():
+        raise TypeError(f"{who}; {wanted}")
+    return value.detach().reshape(-1)
+
+
+def _described(thing: Any) -> str:
+    if isinstance(thing, Tensor):
+        return f"a tensor of {thing.numel()} elements ({thing.dtype} on {thing.device})"
+    if isinstance(thing, (list, tuple)):
+        return f"a {type(thing).__name__} of {len(thing)}"
+    return "None" if thing is None else f"a {type(thing).__name__}"
+
+
+# -- errors in futures' callbacks ----------------------------------------------------------------------------
+
+
+WAIT = 5e-5
+"""Seconds between two looks at a future that a failed callback may have left open."""
+
+Callback = Callable[[Any], Any]
+
+
+class CallbackErrors:
+    """Hears what the callbacks raise that a hook gives to futures, and their callbacks in turn.
+
+    An error in ``future.then(...)`` is the error of the future that ``then`` gave; one in
+    ``future.add_done_callback(...)`` is printed by torch, and nobody is told. A future that such a callback was to
+    complete never ends.
+
+    Attributes:
+        error: the first one.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._may_stay_open = False
+        _listen()
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside, callbacks that this thread registers are listened to."""
+        before, _current.errors = getattr(_current, "errors", None), self
+        try:
+            yield
+        finally:
+            _current.errors = before
+
+    def wait(self, future: Any) -> Any:
+        """The value of ``future``, or the error of a callback, as it was raised there."""
+        if self._may_stay_open:
+            while self.error is None and not future.done():
+                time.sleep(WAIT)
+        self.raise_error()
+        try:
+            return future.wait()
+        except Exception:
+            self.raise_error()  # which torch has told in words of its own
+            raise
+
+    def raise_error(self) -> None:
+        """Raise what a callback has raised, if one has."""
+        if self.error is not None:
+            raise self.error
+
+    def guard(self, callback: Callback, is_done_callback: bool) -> Callback:
+        """``callback``, which is listened to when it runs, in whichever thread."""
+        self._may_stay_open = self._may_stay_open or is_done_callback
+
+        @wraps(callback)
+        def guarded(future: Any) -> Any:
+            with self.heard():
+                try:
+                    return callback(future)
+                except BaseException as error:
+                    self.error = self.error or error
+                    raise
+
+        return guarded
+
+
+_current = threading.local()
+
+
+@cache
+def _listen() -> None:
+    """Have torch's futures ask, from now on, whether somebody listens to the callbacks of this thread."""
+    kind: Any = torch._C.Future
+    for name in ("then", "add_done_callback"):
+        setattr(kind, name, _asking(getattr(kind, name), name == "add_done_callback"))
+
+
+def _asking(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
+    @wraps(own)
+    def register(future: Any, callback: Callback) -> Any:
+        errors: CallbackErrors | None = getattr(_current, "errors", None)
+        return own(future, callback if errors is None else errors.guard(callback, is_done_callback))
+
+    return register
+
+
+# -- hooks of several messages -------------------------------------------------------------------------------
+
+
+Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
+
+_ONE_MESSAGE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "post_localSGD_hook", "noop_hook"}
+_OWN = "lockstep.parallel.hooks."
+
+
+def keeps_order(hook: Any) -> bool:
+    """Whether ``hook`` may be called for a bucket while what it does for the last one is under way.
+
+    That is so where it hands over all of its messages before it returns, or keeps them in order by itself: lockstep's
+    hooks, those of torch's that send one message, and a hook with a true attribute ``overlaps``, which says so of
+    itself; in wrappers too. Of others nothing is known: on gloo, they are called when the last future is done.
+    """
+    inner = innermost(hook)
+    if getattr(hook, "overlaps", False) or getattr(inner, "overlaps", False):
+        return True
+    return str(getattr(inner, "__module__", "")).startswith(_OWN) or torch_name(inner) in _ONE_MESSAGE
+
+
+def in_order(hook: Hook, group: comm.Group = None) -> Hook:
+    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward.
+
+    Args:
+        hook: a communication hook of anybody.
+        group: the ranks, where ``hook``'s state does not name them.
+    """
+    if isinstance(hook, _InQueue) or torch_name(innermost(hook)) != "powerSGD_hook":
+        return hook
+    return _InQueue(hook, group)
+
+
+class _InQueue:
+    """Runs torch's PowerSGD in a queue, over the queue's group."""
+
+    overlaps = True
+
+    def __init__(self, hook: Hook, group: comm.Group) -> None:
+        self.wrapped_hook = hook
+        self._group = group
+        self._seen: dict[int, list[int]] = {}
+        self._home: tuple[Any, comm.Group] | None = None
+        self._own: comm.Group = None
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Any:
+        if self._home is None or self._home[0] is not state:
+            self._home = state, state.process_group  # read once: while the queue runs it is the queue's
+        self._forget_others(state, bucket)
+        home = self._home[1]
+        group = self._group if home is None else home
+        if not _one_by_one(group, bucket):
+            return self.wrapped_hook(state, bucket)
+
+        def run(own: comm.Group) -> Tensor:
+            # One of gloo's threads still holds the group when the result is there; was it the last to let go of it, it
+            # would wait for its own end, which aborts the process.
+            self._own = own
+            state.process_group = own
+            try:
+                return self.wrapped_hook(state, bucket).wait()
+            finally:
+                state.process_group = home
+
+        return submit(group, bucket.buffer().device, run)
+
+    def _forget_others(self, state: Any, bucket: GradBucket) -> None:
+        """Drop what torch's state remembers of a bucket that held other parameters: it knows buckets by number only."""
+        index, parameters = bucket.index(), [id(parameter) for parameter in bucket.parameters()]
+        if self._seen.setdefault(index, parameters) != parameters:
+            self._seen[index] = parameters
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.pop(index, None)
+
+
+def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
+    return comm.world_size(group) > 1 and carrier(group, bucket.buffer().device) == "gloo"
+
+
+# -- the transport -------------------------------------------------------------------------------------------
+
+
+class Hooked(AllReduce):
+    """A communication hook in place of the all-reduce: it gets the gradients as they are, and divides itself.
+
+    On gloo, what a hook does in a future's callback runs in a thread of its own, at a moment of chance; a hook that
+    starts another collective there (torch's PowerSGD) would start those of two buckets in one order here and in
+    another there. So a bucket's hook is called when the last bucket's future is done, unless the hook says
+    ``overlaps = True``: it starts all its collectives before it returns.
+
+    Args:
+        group: the ranks.
+        state: the hook's first argument.
+        hook: ``(state, GradBucket) -> Future`` of a tensor of the buffer's size (or a list of one).
+        buckets: those of a round at the moment; sparse gradients, the last ones, travel as they are.
+        over: the group of the round, for those; False where it is left to each rank.
+    """
+
+    divides = False
+    inline_marks = False
+    alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
+
+    def __init__(
+        self,
+        group: comm.Group,
+        state: Any,
+        hook: Callable[..., Any],
+        buckets: Callable[[], Sequence[Bucket]],
+        over: Callable[[], comm.Group | Literal[False]],
+    ) -> None:
+        super().__init__(group)
+        self._state, self._hook, self._buckets, self._over = state, in_order(hook, group), buckets, over
+        self._shown: dict[int, GradBucket] = {}
+        self._one_by_one = False
+        self._last: Any = None
+        self._error: Exception | None = None
+        self._callbacks = CallbackErrors()
+
+    def buffers(self, sizes: list[Size]) -> list[Tensor]:
+        """Tensors of this process."""
+        several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
+        self._one_by_one = several and any(carrier(self._group, device) == "gloo" for _, _, device in sizes)
+        return super().buffers(sizes)
+
+    def start(self, bucket: Bucket, scale: float) -> None:
+        """Call the hook. What it raises, `flush` and `wait` raise, when the backward has ended."""
+        if self._error is not None:
+            return
+        if bucket.is_sparse:
+            self._start_sparse(bucket)
+            return
+        following = self._buckets()[bucket.index + 1 :]
+        last = not following or following[0].is_sparse
+        absent = () if 0 not in bucket.used else [place for place, used in enumerate(bucket.used) if not used]
+        shown = GradBucket(bucket.index, bucket.buffer, bucket.views, bucket.parameters, last, absent)
+        self._shown[bucket.index] = shown
+        try:
+            self.flush()
+            self._callbacks.raise_error()  # of the last round, too
+            with self._callbacks.heard():
+                returned = self._hook(self._state, shown)
+            bucket.work = self._last = future_of(returned, self._hook)
+        except Exception as error:
+            self._error = error
+
+    def _start_sparse(self, bucket: Bucket) -> None:
+        group = self._over()
+        if group is False or comm.world_size(group) == 1:
+            bucket.work = completed(bucket.flat)
+            return
+        bucket.flat.mul_(1 / comm.world_size(group))
+        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+
+    def flush(self) -> None:
+        """Return when the hooks called so far have started all the collectives that they will."""
+        if self._error is not None:
+            raise self._error
+        if self._one_by_one and self._last is not None:
+            self._callbacks.wait(self._last)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for what the hook promised, and take it into the buffer."""
+        if self._error is not None:
+            raise self._error
+        if bucket.is_sparse:
+            bucket.work.wait()
+            return
+        value = self._callbacks.wait(bucket.work)
+        self._last = None
+        result = tensor_of(value, self._shown.pop(bucket.index), self._hook)
+        if result.data_ptr() != bucket.buffer.data_ptr():
+            bucket.buffer.copy_(result)

@@ -1,0 +1,148 @@
+"""The number formats of a run, and the table from the values of ``Trainer(precision=...)`` to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tree_map
+from lockstep.precision.base import LossScaler, Precision
+
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class TruePrecision(Precision):
+    """``64-true``, ``bf16-true`` and ``16-true``: everything floating is of one dtype.
+
+    The module's parameters and buffers, the floating tensors of each batch, and what a step makes without
+    saying a dtype (``torch.zeros(3)``). Complex ones have parts of that dtype, where torch computes with such: under
+    ``64-true`` they are complex128. Under 16 bits they stay what they are.
+
+    Args:
+        name: ``"64-true"``, ``"bf16-true"`` or ``"16-true"``.
+        device_type: where the steps run.
+    """
+
+    def __init__(self, name: str, device_type: str = "cpu") -> None:
+        super().__init__(device_type)
+        self.name = name
+        self.dtype = DTYPES[name]
+        self._complex = torch.complex128 if name == "64-true" else None
+        self.convert_input = self._convert_batch
+        self.context = self._default_dtype
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module with its floating and complex parameters and buffers in this precision, changed in place."""
+        if any(tensor.is_complex() for tensor in (*module.parameters(), *module.buffers())):
+            return module._apply(self._convert)  # `module.to` would leave no more of them than their real parts
+        return module.to(dtype=self.dtype)
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(self.dtype)
+        return tensor.to(self._complex) if self._complex is not None and tensor.is_complex() else tensor
+
+    def _convert_batch(self, batch: Any) -> Any:
+        return tree_map(self._convert, batch, Tensor)
+
+    def _default_dtype(self) -> AbstractContextManager[None]:
+        return DefaultDtype(self.dtype)
+
+
+class DefaultDtype(AbstractContextManager[None]):
+    """Inside, tensors that are made without a dtype are of this one (``torch.set_default_dtype``)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_default_dtype(self._before)
+
+
+class MixedPrecision(Precision):
+    """``bf16-mixed`` and ``16-mixed``: steps under ``torch.autocast``; the latter with a loss scale.
+
+    Args:
+        name: ``"bf16-mixed"`` or ``"16-mixed"``.
+        device_type: where the steps run.
+
+    Raises:
+        MisconfigurationException: ``16-mixed`` where there is no GPU.
+    """
+
+    def __init__(self, name: str, device_type: str = "cpu") -> None:
+        super().__init__(device_type)
+        self.name = name
+        self.dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
+        if name == "16-mixed":
+            if device_type != "cuda":
+                raise MisconfigurationException(
+                    f"precision='16-mixed' on {device_type!r}: float16 is for CUDA devices; "
+                    "use precision='bf16-mixed', which has the range of float32, or '32-true'"
+                )
+            self.scaler = LossScaler(device_type)
+        self.context = self._autocast
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # Without autocast's cache of cast weights: a weight cast first under no_grad would come out of the
+        # cache without its graph in the forward that trains, and get no gradient.
+        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+PRECISIONS: dict[str, Callable[[str, str], Precision]] = {
+    "64-true": TruePrecision,
+    "32-true": lambda name, device_type: Precision(device_type),
+    "bf16-mixed": MixedPrecision,
+    "16-mixed": MixedPrecision,
+    "bf16-true": TruePrecision,
+    "16-true": TruePrecision,
+}
+"""Name to what makes it from (name, device type)."""
+
+ALIASES = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+"""Shorter spellings; numbers count as their text."""
+
+
+def precision_name(flag: str | int | None) -> str:
+    """The full name of a ``precision`` flag; None is ``32-true``.
+
+    Raises:
+        MisconfigurationException: there is no such precision.
+
+    Example:
+        >>> precision_name(64), precision_name("bf16")
+        ('64-true', 'bf16-mixed')
+    """
+    name = "32-true" if flag is None else str(flag)
+    name = ALIASES.get(name, name)
+    if name not in PRECISIONS or isinstance(flag, bool):
+        raise MisconfigurationException(
+            f"precision={flag!r} is not known: use one of {', '.join(map(repr, PRECISIONS))}"
+        )
+    return name
+
+
+def make_precision(flag: str | int | None, device_type: str = "cpu") -> Precision:
+    """The precision that a flag stands for, on a type of device.
+
+    Args:
+        flag: a name in `PRECISIONS`, a short one in `ALIASES`, or None.
+        device_type: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+
+    Raises:
+        MisconfigurationException: there is no such precision, or not on this device.
+    """
+    name = precision_name(flag)
+    return PRECISIONS[name](name, device_type)
