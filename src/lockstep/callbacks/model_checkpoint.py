@@ -518,7 +518,7 @@ class ModelCheckpoint(Checkpoint):
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
         """Whether there is such a file where rank 0 is; the same answer on all ranks. Call it on all."""
-        found = trainer.strategy.has_checkpoint(filepath) if trainer.is_global_zero else None
+        found = trainer.strategy.checkpoints.has(filepath) if trainer.is_global_zero else None
         return bool(trainer.strategy.broadcast(found))
 
     def find_last(self, trainer: Trainer) -> set[str]:

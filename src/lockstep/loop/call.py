@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -193,14 +193,19 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     strategy.barrier("after setup")
     if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
-    session.hooks.own("configure_model")
+    with nullcontext() if strategy.init_device is None else strategy.init_device:
+        session.hooks.own("configure_model")
+    own_backward = module.backward if is_overridden("backward", module, LightningModule) else None
+    if strategy.places_first:
+        strategy.setup_module(module, own_backward)
     checkpoint = state.read(session, ckpt_path, asked.weights_only) if ckpt_path is not None else None
     if checkpoint is not None:
         state.restore_model(session, checkpoint)
         state.restore_callbacks(session, checkpoint)
         if signals is not None:
             signals.restore(checkpoint)
-    strategy.setup_module(module, module.backward if is_overridden("backward", module, LightningModule) else None)
+    if not strategy.places_first:
+        strategy.setup_module(module, own_backward)
     if fn is TrainerFn.FITTING:
         strategy.setup_optimizers(*configured_optimizers(session))
         session.hooks.call("on_fit_start")

@@ -374,13 +374,13 @@ class FitLoop:
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
-            world=session.strategy.world,
+            world=session.strategy.replicas,
             seed=session.drawn_seed,
             limit=config.limit_train_batches,
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
-            chart=partial(fit.elastic.counting, config, session.world_size, automatic),
+            chart=partial(fit.elastic.counting, config, session.strategy.replicas.size, automatic),
             planned=fit.elastic.planned,
             padded=not automatic,
         )
@@ -414,10 +414,10 @@ class FitLoop:
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             self._heed()
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
-            apart = session.strategy.steps_apart
+            local = session.strategy.local_steps
             for window in windows:
-                if apart:
-                    window.share_among(session.strategy.averaged_ranks())
+                if local is not None:
+                    window.share_among(local.averaged_ranks())
                 if window.gap is not None:
                     session.strategy.check_gap(*window.gap)
                 left = window.size

@@ -27,12 +27,12 @@ def forwards(session: Session, step: Step) -> int:
     for window in feed.windows(1):
         for batch, weight, _ in window:
             results.muted = True
-            with nullcontext() if window.absent is None else strategy.leaving_out(window.absent[0]):
+            absent = () if window.absent is None else strategy.replicas.ranks(window.absent[0])
+            with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
                 if weight:
                     batch = step.transfer(batch) if step.moves else batch
                     arguments = (batch, number) if step.takes_idx else (batch,)
-                    with torch.no_grad():
-                        strategy.run(step.training_step, *arguments)
+                    strategy.run(step.training_step, *arguments)
             number += 1
             drawn += bool(weight)
     results.hook, results.table, results.muted = hook, table, muted

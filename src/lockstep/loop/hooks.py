@@ -85,9 +85,9 @@ OF_STRATEGIES = {
     **dict.fromkeys(
         ("tensor_init_context", "model_sharded_context"), "make the layers in the module's configure_model"
     ),
-    "lightning_module_state_dict": "override `module_state(module, alone)`",
-    "load_model_state_dict": "override `load_state_dict` in the LightningModule",
-    "optimizer_state": "override `optimizer_states(alone)`",
+    "lightning_module_state_dict": "override `save(alone, weights_only)`",
+    "load_model_state_dict": "override `load(state)`, or `load_state_dict` in the LightningModule",
+    "optimizer_state": "override `save(alone, weights_only)`",
     "load_optimizer_state_dict": "override `load_state_dict` in the optimizer",
     "on_train_batch_start": _CALLBACK,
     "on_exception": _CALLBACK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -282,6 +282,7 @@ class LogCollector:
         world_size: number of ranks.
         rank: this rank.
         on_cpu: whether values are on the CPU, where a number costs no waiting for a device.
+        counted: the ranks whose values count, one of each replica; None: all ranks see samples of their own.
         module: whose torchmetrics objects are found by name on ranks that had no data for them.
     """
 
@@ -293,6 +294,7 @@ class LogCollector:
         rank: int = 0,
         module: nn.Module | None = None,
         on_cpu: bool = True,
+        counted: Sequence[int] | None = None,
     ) -> None:
         self._gather = gather
         self._gather_objects = gather_objects
@@ -300,6 +302,7 @@ class LogCollector:
         self._rank = rank
         self._module = module
         self._on_cpu = on_cpu
+        self._counted = counted
         self._capacity = 64  # names that fit into one packed all_gather; grows alike on all ranks
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
@@ -318,7 +321,9 @@ class LogCollector:
         """A collector of what ``module`` logs, reduced over the ranks of ``strategy``."""
         gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
         on_cpu = strategy.root_device.type == "cpu"
-        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu)
+        replicas = strategy.replicas
+        each = None if replicas.size == strategy.world_size else replicas.first_ranks
+        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu, each)
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
         """Say in which hook the next ``log`` calls happen."""
@@ -485,6 +490,8 @@ class LogCollector:
             if name is not None and self._by_loader is not None:
                 self._by_loader.show(metric, sorted({entry.key[1] for entry in alike}), name)
             assert metric is not None
+            if self._counted is not None and self._rank not in self._counted:
+                metric.reset()  # another rank of the replica has the same
             value = metric.compute()
             found.update((entry.key, value) for entry in alike)
         return found
@@ -494,6 +501,7 @@ class LogCollector:
         fresh.sort(key=lambda entry: entry.key)
         if self._world_size > 1:
             fresh, columns = self._exchange(fresh, read)
+            columns = columns if self._counted is None else [columns[rank] for rank in self._counted]
         else:
             columns = [[self._local(entry, read) for entry in fresh]]
         reduced = []

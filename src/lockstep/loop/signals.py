@@ -143,12 +143,12 @@ class Signals:
         job, strategy = self.job, self.session.strategy
         if job is None:
             return asked
-        strategy.before_touching = job.check
+        strategy.checkpoints.before_touching = job.check
         agents = strategy.gather_objects(job.agent) if job.agent else []
         path = None
         if self.session.is_global_zero:
             job.enter(agents)
-            strategy.after_saving = lambda path: job.saved(storage.absolute(path), self.call)
+            strategy.checkpoints.after_saving = lambda path: job.saved(storage.absolute(path), self.call)
             path = job.newest(self.call)
         if job.agent:
             claim, self.goes_on = strategy.broadcast((job.claim(), path is not None))
@@ -238,7 +238,7 @@ class Signals:
         if job is None or not job.is_kept or self.ending is not None:
             return
         session = self.session
-        weights = session.strategy.module_state(session.module, alone=False)
+        weights = session.strategy.save(weights_only=True).module
 
         def add(checkpoint: dict[str, Any]) -> None:
             # from the rest of it callbacks may make other weights: those before their average, to go on with. Mostly
@@ -246,7 +246,7 @@ class Signals:
             checkpoint[state.OWN]["ended"] = {"result": result, "weights": weights}
 
         self._save(job, add)
-        session.strategy.after_saving = None  # what the script saves from here on is not of the loop's end
+        session.strategy.checkpoints.after_saving = None  # what the script saves from here on is not of the loop's end
 
     def done(self) -> None:
         """The fit has come to its end."""

@@ -63,7 +63,8 @@ def call(session: Session, loop: Loop, *args: Any) -> Handover:
     predicted = isinstance(loop, EvaluationLoop) and loop.stage is RunningStage.PREDICTING
     if predicted and returned is not None and session.config.use_distributed_sampler:
         several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
-        returned = in_turns(session.strategy.gather_objects(returned), several)
+        of_ranks = session.strategy.gather_objects(returned)
+        returned = in_turns([of_ranks[rank] for rank in session.strategy.replicas.first_ranks], several)
     module = session.module.cpu()
     attributes = {
         name: value for name, value in vars(module).items() if name not in _TORCH_OWN and not name.endswith("_hooks")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from lockstep.loop.logging import is_metric, merged
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
 from lockstep.module import check_weights
+from lockstep.strategies.engine import EngineState
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -66,7 +68,10 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
     module = session.module
     strict = module.strict_loading
     try:
-        module.load_state_dict(saved, strict=strict)
+        if session.strategy.places_first:
+            session.strategy.load(EngineState(saved))
+        else:
+            module.load_state_dict(saved, strict=strict)
     except RuntimeError as error:
         difference = _first_difference(module.state_dict(), saved, strict)
         if difference is None:
@@ -91,13 +96,14 @@ def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) 
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
 
 
-def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None) -> None:
-    """``optimizer.load_state_dict``, which would take the state of another class of optimizer without a word.
+def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
+    """Load an optimizer's state; torch alone would take the state of another class of optimizer without a word.
 
     Args:
         optimizer: of this run.
         saved: what was saved of the optimizer in its place.
         kind: the name of that one's class; None where the checkpoint does not say (Lightning's).
+        load: does it.
 
     Raises:
         MisconfigurationException: with what is different.
@@ -107,7 +113,7 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
         try:
             malformed = _malformed_optimizer(optimizer, saved) if _other_groups(optimizer, saved) is None else None
             if malformed is None:
-                optimizer.load_state_dict(saved)
+                load()
                 gone = [key for key in optimizer.defaults for group in optimizer.param_groups if key not in group]
                 malformed = f"a parameter group has no {gone[0]!r}" if gone else None
             if malformed is not None:
@@ -242,12 +248,13 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
         weights_only: leave out what only a resume needs.
         alone: ask no other rank: leave out what each has to itself, and go back to the window's beginning.
     """
-    module, datamodule, progress = session.module, session.datamodule, session.fit.progress
+    module, datamodule, progress, strategy = session.module, session.datamodule, session.fit.progress, session.strategy
+    engine = strategy.save(alone, weights_only)
     checkpoint: dict[str, Any] = {
         "epoch": progress.epoch,
         "global_step": progress.global_step,
         "pytorch-lightning_version": LAYOUT,
-        "state_dict": session.strategy.module_state(module, alone),
+        "state_dict": engine.module,
         "loops": progress.lightning_loops(),
         OWN: {"progress": progress.state_dict()},
     }
@@ -255,16 +262,14 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
         checkpoint["callbacks"] = {
             callback.state_key: saved for callback in session.callbacks if (saved := callback.state_dict())
         }
-        checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in session.strategy.optimizers]
-        states = session.strategy.optimizer_states(alone)
-        if states is not None:
-            checkpoint["optimizer_states"] = states
-        configs = session.strategy.lr_scheduler_configs
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in configs]
-        scaler = session.strategy.precision.scaler
+        checkpoint[OWN]["optimizers"] = [type(optimizer).__name__ for optimizer in strategy.optimizers]
+        if engine.optimizers is not None:
+            checkpoint["optimizer_states"] = engine.optimizers
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
+        scaler = strategy.precision.scaler
         if scaler is not None:
             checkpoint["MixedPrecision"] = scaler.state_dict()
-        checkpoint[OWN].update(_resume_alone(session) if alone else _resume(session))
+        checkpoint[OWN].update(_resume_alone(session, engine) if alone else _resume(session, engine))
     for source in (module, datamodule):
         if source is not None and source.hparams:
             checkpoint[source.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyperparameters(source.hparams)
@@ -278,7 +283,7 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
     return checkpoint
 
 
-def _resume(session: Session) -> dict[str, Any]:
+def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
     """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
     progress = session.fit.progress
     progress_state = {**progress.state_dict(), "seconds": session.fit.seconds()}
@@ -297,7 +302,7 @@ def _resume(session: Session) -> dict[str, Any]:
         part["weights"] = session.fit.weights
         part.update(session.strategy.held_gradients())
     ranks = session.strategy.gather_objects(part)
-    return _common(session, progress_state, begun, ranks, session.strategy.rank_states())
+    return _common(session, progress_state, begun, ranks, engine)
 
 
 def logged(session: Session) -> dict[str, Any]:
@@ -310,7 +315,7 @@ def logged(session: Session) -> dict[str, Any]:
     }
 
 
-def _resume_alone(session: Session) -> dict[str, Any]:
+def _resume_alone(session: Session, engine: EngineState) -> dict[str, Any]:
     """The same without the ranks' own parts, and so without gradients: the window under way begins again."""
     saved = {**session.fit.progress.state_dict(), "seconds": session.fit.seconds()}
     begun = _begun(session, saved["batch"], saved["epoch"], saved["last"])
@@ -321,7 +326,7 @@ def _resume_alone(session: Session) -> dict[str, Any]:
     feed = session.fit.feed
     data = {} if feed is None else of_all_ranks(feed.state_dict())
     ranks: list[dict[str, Any]] = [{"data": data}] * session.world_size
-    return _common(session, saved, begun, ranks, session.strategy.rank_states(alone=True))
+    return _common(session, saved, begun, ranks, engine)
 
 
 def _begun(session: Session, batch: int, epoch: int, last: bool) -> int:
@@ -331,16 +336,16 @@ def _begun(session: Session, batch: int, epoch: int, last: bool) -> int:
 
 
 def _common(
-    session: Session, progress_state: dict[str, Any], begun: int, ranks: list[Any], of_strategy: list[Any]
+    session: Session, progress_state: dict[str, Any], begun: int, ranks: list[Any], engine: EngineState
 ) -> dict[str, Any]:
     cut = session.fit.cut_epoch
     published = session.published.callback if cut is None else cut["published"]
     return {
-        **({"strategy of ranks": of_strategy} if of_strategy else {}),
+        **({"strategy of ranks": engine.by_rank} if engine.by_rank else {}),
         "progress": progress_state,
         "seed": session.seed,
         "plan": session.fit.elastic.state_dict(session.fit.feed, session.fit.progress, begun),
-        "strategy": session.strategy.state_dict(),
+        "strategy": engine.own or {},
         "metrics": {name: value.cpu() for name, value in published.items()},
         "ranks": ranks,
     }
@@ -382,7 +387,7 @@ def save(
 def save_alone(session: Session, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint from this rank without asking another one, as a rank that has failed must."""
     session.strategy.save_checkpoint(collect(session, alone=True), path, alone=True)
-    session.strategy.close_checkpoints()
+    session.strategy.checkpoints.close()
 
 
 def finish(session: Session) -> None:
@@ -392,7 +397,7 @@ def finish(session: Session) -> None:
         return
     error: BaseException | None = None
     try:
-        strategy.close_checkpoints()
+        strategy.checkpoints.close()
     except Exception as failed:
         error = failed
     said = strategy.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
@@ -406,7 +411,7 @@ def finish(session: Session) -> None:
 def finish_alone(session: Session) -> None:
     """The same on a rank that has failed: it asks nobody, and what could not be written is said and not raised."""
     try:
-        session.strategy.close_checkpoints()
+        session.strategy.checkpoints.close()
     except Exception as failed:
         log.warning(f"A checkpoint could not be written: {type(failed).__name__}: {failed}")
 
@@ -518,8 +523,10 @@ def restore_training(session: Session, checkpoint: dict[str, Any]) -> None:
     with taking(path, "the optimizers' states"):
         _same_number("optimizers", strategy.optimizers, checkpoint["optimizer_states"])
         kinds = checkpoint.get(OWN, {}).get("optimizers", [None] * len(strategy.optimizers))
-        for optimizer, saved, kind in zip(strategy.optimizers, checkpoint["optimizer_states"], kinds, strict=True):
-            load_optimizer(optimizer, saved, kind)
+        each = zip(strategy.optimizers, checkpoint["optimizer_states"], kinds, strict=True)
+        for number, (optimizer, saved, kind) in enumerate(each):
+            this_one = EngineState(optimizers=[*[None] * number, saved])
+            load_optimizer(optimizer, saved, kind, partial(strategy.load, this_one))
     with taking(path, "the schedulers' states"):
         configs = strategy.lr_scheduler_configs
         _same_number("lr schedulers", configs, checkpoint["lr_schedulers"])
@@ -539,8 +546,7 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
     own = checkpoint.get(OWN, {})
     if "ranks" in own:
         fit.progress.load(own["progress"])
-        strategy.load_state_dict(own["strategy"])
-        strategy.load_rank_states(own.get("strategy of ranks", []))
+        strategy.load(EngineState(own=own["strategy"], by_rank=own.get("strategy of ranks", [])))
         for name, value in own["metrics"].items():
             session.published.callback[name] = torch.as_tensor(value)
         ranks = own["ranks"]

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.transfer import Transfer
 from lockstep.module import LightningModule
+from lockstep.strategies.engine import MicroBatch
 
-MicroBatch = tuple[tuple[int, ...], Any, int, float, float]  # (ranks without samples, batch, batch_idx, weight, share)
+Played = tuple[tuple[int, ...], Any, int, float, float]  # (ranks without samples, batch, batch_idx, weight, share)
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
 NO_HOOK = (
     "rank {rank}: `training_step` returned None for the last micro-batch of a window, so that `on_after_backward` does "
@@ -113,8 +115,13 @@ class Step:
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
         )
+        by_engine = self.strategy.window
         if not automatic:
             self.window = self._manual
+        elif by_engine is not None:
+            self._check_engines_road()
+            self._play_window = by_engine
+            self.window = self._by_engine
         elif self._by_closure_road:
             self.window = self._by_closure
         else:
@@ -154,7 +161,7 @@ class Step:
             self.strategy.sync_gradients = at_end = i == last
             self.progress.last = at_end and window.last
             if absent is not None:
-                self._absent = absent[i]
+                self._absent = self.strategy.replicas.ranks(absent[i])
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
@@ -164,7 +171,7 @@ class Step:
             outputs = play(batch, batch_idx, weight, share, i == 0 and not window.begun)
             if at_end:
                 self._prepare_update()
-                self.strategy.step(self.optimizer)
+                self.strategy.step(self.optimizer)  # type: ignore[arg-type]  # there is one on this road
                 self.progress.global_step += 1
                 self._end_window(batch_idx)
             self._end(outputs, batch, batch_idx)
@@ -183,13 +190,13 @@ class Step:
                 "to see whole: resume from one that was taken at an optimizer step."
             )
         last, absent = window.size - 1, window.absent
-        micro_batches: list[MicroBatch] = []
+        micro_batches: list[Played] = []
         losses: list[Tensor] = []
         for i, (batch, weight, share) in enumerate(window):
             self.strategy.sync_gradients = at_end = i == last
             self.progress.last = at_end and window.last
             if absent is not None:
-                self._absent = absent[i]
+                self._absent = self.strategy.replicas.ranks(absent[i])
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
@@ -206,7 +213,7 @@ class Step:
             yield
             batch_idx += 1
 
-    def _step_by_closure(self, micro_batches: list[MicroBatch], earlier: list[Tensor], begun: bool) -> Any:
+    def _step_by_closure(self, micro_batches: list[Played], earlier: list[Tensor], begun: bool) -> Any:
         last = len(micro_batches) - 1
         outputs: Any = {}
         first_call = True
@@ -258,13 +265,87 @@ class Step:
         taken, self._losses = self._losses, []
         return taken
 
+    def _check_engines_road(self) -> None:
+        """Refuse what cannot be where the engine plays the window.
+
+        Raises:
+            MisconfigurationException: with the hook or the optimizer, and the way out.
+        """
+        name = type(self.strategy).__name__
+        if self._by_closure_road:
+            raise MisconfigurationException(
+                f"{name} plays whole windows itself, so that no closure can run them again: use an optimizer whose "
+                "`step` needs none, and do not override `optimizer_step`."
+            )
+        if self.hooks.on_before_backward is not None:
+            raise MisconfigurationException(
+                f"{name} plays whole windows itself and calls no `on_before_backward`: change the loss in "
+                "`training_step`, or gradients in `on_after_backward`, which runs once a window."
+            )
+
+    def _by_engine(self, window: Window, batch_idx: int) -> Iterator[None]:
+        """Play one window on the engine's own road: all its batches are there before the first forward.
+
+        Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
+        """
+        results, progress, last = self.results, self.progress, window.size - 1
+        begun: list[tuple[Any, float, int, tuple[int, ...]]] = []  # batch, weight, number, ranks without samples
+        micro_batches: list[MicroBatch] = []
+        for i, (batch, weight, share) in enumerate(window):
+            progress.last = i == last and window.last
+            if window.absent is not None:
+                self._absent = self.strategy.replicas.ranks(window.absent[i])
+            batch = self._begin(batch, batch_idx + i, weight)
+            if self.ended_by_user:
+                return
+            begun.append((batch, weight, results.micro_batch, self._absent))
+            arguments = (batch, batch_idx + i) if self.takes_idx else (batch,)
+            enter = partial(self._enter, weight, results.micro_batch)
+            loss = partial(self._scaled_loss, weight, share)
+            micro_batches.append(MicroBatch(arguments, enter, loss, empty=weight == 0.0))
+        if self.strategy.optimizers != self._optimizers:
+            self._change_optimizers()
+        self._zero_grad(batch_idx)
+        if self.shared:
+            self._publish()
+        self._absent = ()
+        outputs = self._play_window(self.training_step, micro_batches)
+        if self.hooks.on_after_backward is not None:
+            self.hooks.call("on_after_backward")
+        self._prepare_update()
+        self.strategy.step(self.optimizer)  # type: ignore[arg-type]
+        progress.global_step += 1
+        self._end_window(batch_idx + last)
+        progress.batch += last  # a checkpoint of the hooks below goes on after the whole window
+        progress.total_batches += last
+        for i, (output, (batch, weight, number, absent)) in enumerate(zip(outputs, begun, strict=True)):
+            self._enter(weight, number)
+            self._absent = absent
+            shown = {"loss": output.detach()} if isinstance(output, Tensor) else _detached(output or {})
+            self._end(shown, batch, batch_idx + i, counts=i == 0)
+            yield
+
+    def _enter(self, weight: float, number: int) -> None:
+        """What is logged from here on is of this micro-batch."""
+        results = self.results
+        results.weight, results.micro_batch, results.muted = weight, number, weight == 0.0
+        results.table = self.table
+
+    def _scaled_loss(self, weight: float, share: float, output: Any) -> Tensor | None:
+        """What backward begins from, of what ``training_step`` returned."""
+        loss, factor = self._read(output, weight, share)
+        if loss is None:
+            return None
+        loss = loss * factor
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
     def _manual(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one batch of manual optimization: ``training_step`` does it all."""
         for batch, weight, share in window:
             self.strategy.sync_gradients = True
             self.progress.last = window.last
             if window.absent is not None:
-                self._absent = window.absent[0]
+                self._absent = self.strategy.replicas.ranks(window.absent[0])
             batch = self._begin(batch, batch_idx, weight)
             if self.ended_by_user:
                 return
@@ -363,7 +444,7 @@ class Step:
         if self.shared and strategy.sync_gradients:
             self._publish()
         if loss is None:
-            strategy.skip_backward()
+            strategy.skip()
             if self.shared and strategy.sync_gradients and self.hooks.on_after_backward is not None:
                 warnings.warn(NO_HOOK.format(rank=strategy.global_rank), stacklevel=2)  # on this rank, whichever it is
         else:
@@ -385,7 +466,7 @@ class Step:
             return {"loss": output.detach()}
         return {} if output is None else _detached(output)
 
-    def _play(self, micro_batch: MicroBatch, first: bool) -> Any:
+    def _play(self, micro_batch: Played, first: bool) -> Any:
         self._absent, batch, batch_idx, weight, share = micro_batch
         play = self._with_absent if self._absent else self._forward_backward
         return play(batch, batch_idx, weight, share, first)
@@ -399,14 +480,13 @@ class Step:
                     return self._forward_backward(batch, batch_idx, weight, share, first)
             finally:
                 strategy.absent = ()
-            strategy.skip_forward()
             if first:
                 self._zero_grad(batch_idx)
             if self.scaler is not None:
                 self.scaler.scale(torch.zeros((), device=strategy.root_device))  # it is made by its first loss
             if strategy.sync_gradients:
                 self._publish()
-            strategy.skip_backward(absent=True)
+            strategy.skip(absent=True)
             if strategy.sync_gradients and self.hooks.on_after_backward is not None:
                 self.hooks.call("on_after_backward")
         return None
@@ -537,9 +617,9 @@ class Step:
         if self.progress.last and self._by_epoch:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 
-    def _end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def _end(self, outputs: Any, batch: Any, batch_idx: int, counts: bool = True) -> None:
         progress = self.progress
-        if self.optimizer is not None:
+        if self.optimizer is not None and counts:
             progress.batch += 1
             progress.total_batches += 1
             progress.phase = BATCH_END
@@ -567,13 +647,11 @@ class Step:
         """Run ``training_step`` on a padding batch: this rank has no samples, and nothing of it stays."""
         strategy = self.strategy
         self.is_padding = True
-        strategy.set_zero_weight(True)
         try:
-            with without_trace(self.module, strategy.own_buffers()):
+            with strategy.zero_weight() as own_buffers, without_trace(self.module, own_buffers):
                 yield
         finally:
             self.is_padding = False
-            strategy.set_zero_weight(False)
 
     # -- what users call -----------------------------------------------------------------------------------
 

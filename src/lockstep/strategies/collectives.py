@@ -1,62 +1,143 @@
-"""How ranks that are processes of a group talk to each other: the part of a strategy that loops and users call."""
+"""How the ranks of a run talk to each other, one process alone included; and which of them see other samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.strategies.base import Strategy
+from lockstep.ground.errors import MisconfigurationException
 
 
-class Collectives(Strategy):
-    """The base of strategies with a process group."""
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks by the samples that they see: those of one replica draw the same batches.
+
+    Ranks are replicas of their own, unless several hold one copy of the model together (a tensor's parts, the stages
+    of a pipeline).
+
+    Attributes:
+        rank: the replica to which this rank belongs.
+        size: number of replicas.
+        of_rank: the replica of each rank.
+    """
+
+    rank: int
+    size: int
+    of_rank: tuple[int, ...]
+
+    @classmethod
+    def each(cls, world: World) -> Replicas:
+        """Every rank for itself."""
+        return cls(world.rank, world.size, tuple(range(world.size)))
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The first rank of each replica, whose values stand for all of the replica's."""
+        return [self.of_rank.index(replica) for replica in range(self.size)]
+
+    def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of these replicas."""
+        if self.size == len(self.of_rank):
+            return tuple(replicas)
+        return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
+
+
+class Collectives:
+    """What loops and user code call to talk to the other ranks.
+
+    Attributes:
+        world: this process among the ranks.
+        device: where a rank's tensors are.
+        absent: while user code runs that ranks without samples for the micro-batch do not run: those ranks.
+    """
+
+    def __init__(self) -> None:
+        self.world = World.single()
+        self.device = torch.device("cpu")
+        self.absent: tuple[int, ...] = ()
+
+    def check_present(self, call: str, group: comm.Group = None) -> None:
+        """Refuse a collective that user code calls where ranks without samples cannot join it.
+
+        Args:
+            call: what the user called.
+            group: the ranks that it takes; None: all.
+
+        Raises:
+            MisconfigurationException: it would wait for a rank that does not run this code.
+        """
+        missing = [rank for rank in self.absent if group is None or rank in comm.ranks_of(group)]
+        if missing:
+            which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+            raise MisconfigurationException(
+                f"{call} was called for a micro-batch of which {which} no samples (the data set does not go round), "
+                "so that this code does not run there and all would wait: call it in a hook that runs on every rank "
+                "(`on_before_optimizer_step`, `on_train_epoch_end`), leave the last batch out "
+                "(DataLoader(drop_last=True)), or have `self.log(..., sync_dist=True)` reduce the value."
+            )
+
+    @contextmanager
+    def with_all_ranks(self) -> Iterator[None]:
+        """Inside, collectives are allowed: the ranks without samples take part."""
+        before, self.absent = self.absent, ()
+        try:
+            yield
+        finally:
+            self.absent = before
 
     def make_agreement(self) -> ConsensusFlags:
-        """Shared flags: a word in shared memory on one host, an asynchronous message across hosts."""
-        return ConsensusFlags()
+        """The flags that the ranks share: in shared memory on one host, by asynchronous messages across hosts."""
+        return ConsensusFlags(mode="alone") if self.world.size == 1 else ConsensusFlags()
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.absent:
-            self.check_present("strategy.barrier()")
+        self.check_present("strategy.barrier()")
         comm.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
-        if self.absent:
-            self.check_present("strategy.broadcast(...)")
+        self.check_present("strategy.broadcast(...)")
         return comm.broadcast_object(obj, src)
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: comm.Group = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
         if self.world.size == 1:
             return tensor
-        if self.absent:
-            self.check_present("all_gather(...)", group)
+        self.check_present("all_gather(...)", group)
         return (comm.all_gather_with_grad if sync_grads else comm.all_gather_tensor)(tensor, group)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The tensor reduced over all ranks; the given one is not changed.
+    def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
+        """The tensor reduced over all ranks; the given one is not changed. On one process the tensor as it is.
 
         Args:
             tensor: shapes and dtypes equal on all ranks.
             group: a process group in place of all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
-        if self.absent:
-            self.check_present(f"strategy.reduce(..., reduce_op={reduce_op!r})", group)
-        value = torch.as_tensor(tensor, device=self.root_device)
+        if self.world.size == 1 and not comm.is_distributed():
+            return tensor
+        self.check_present(f"strategy.reduce(..., reduce_op={reduce_op!r})", group)
+        value = torch.as_tensor(tensor, device=self.device)
         name = str(reduce_op).rpartition(".")[2].lower()
         operation: Any = {"avg": "mean", "none": "sum"}.get(name, name)
         return comm.all_reduce(value, operation, group)  # which refuses others
 
+    def decide(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decided for it, or (``all=False``) any of them."""
+        agreed = self.reduce(torch.tensor(bool(decision)).int(), reduce_op="min" if all else "max")
+        return bool(agreed)
+
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
-        return comm.all_gather_tensor(vector.to(self.root_device)).cpu()
+        return comm.all_gather_tensor(vector.to(self.device)).cpu()
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """A small picklable object from all ranks, by rank."""

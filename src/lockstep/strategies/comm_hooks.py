@@ -196,6 +196,7 @@ class LocalSteps:
         module, optimizers: of the fit.
         period: steps from one average to the next.
         outer: arguments of an outer optimizer in place of the averages, or None.
+        reducer: of the fit.
         scaler: of 16-bit precision, or None.
         take_buffers: gives all ranks rank 0's buffers; None where each keeps its own.
 
@@ -215,6 +216,7 @@ class LocalSteps:
         period: int | Mapping[int, int],
         outer: Mapping[str, Any] | None,
         *,
+        reducer: Reducer,
         scaler: Any,
         take_buffers: Any,
     ) -> None:
@@ -224,7 +226,7 @@ class LocalSteps:
                     f"DDPStrategy(model_averaging_period={period}) with {type(optimizer).__name__}: that optimizer "
                     "averages or shards over the ranks by itself; return the plain one from `configure_optimizers`."
                 )
-        self._state, self._module = state, module
+        self._state, self._module, self._reducer = state, module, reducer
         self._period, self._outer = period, outer
         self._take_buffers = take_buffers
         together = getattr(state, "local_allreduce", getattr(state, "post_local_gradient_allreduce", True))
@@ -265,6 +267,13 @@ class LocalSteps:
         """The ranks over which gradients are averaged in the next round."""
         local = self._rounds >= self._state.start_localSGD_iter
         return self._members if local else range(comm.world_size())
+
+    def summed_weight(self, weight: Tensor) -> tuple[float, int]:
+        """The sum of ``weight`` over the ranks whose gradients were averaged, and their number. Collective."""
+        over = self._reducer.round_group
+        if over is False:
+            return weight.item(), 1
+        return comm.all_reduce(weight, "sum", over).item(), comm.world_size(over)
 
     def take_in(self, parameters: Iterable[Tensor]) -> None:
         """Average these parameters, too, from now on."""
@@ -395,7 +404,7 @@ class CommunicationHook:
         reducer.register_comm_hook(state, self.hook, marks_of(self.hook, state))
         if not self.is_local or self._period is None:
             return None
-        return LocalSteps(self.state, module, optimizers, self._period, self._outer, **of_steps)
+        return LocalSteps(self.state, module, optimizers, self._period, self._outer, reducer=reducer, **of_steps)
 
     def _lend_node_group(self, node_rank: int) -> None:
         """Give the state a subgroup of the ranks of one node, where it names none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
-from lockstep.cluster.meeting import meet
-from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.fork import protect_forks, settle, settle_at_exit
-from lockstep.ground.rank import rank_zero_info
-from lockstep.launch.script import side
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
 from lockstep.parallel.bucket import plan_by_caps
 from lockstep.parallel.consistency import (
     RollCall,
@@ -34,27 +31,13 @@ from lockstep.parallel.consistency import (
 from lockstep.parallel.late_parameters import LateTensors
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
-from lockstep.strategies.collectives import Collectives
-from lockstep.strategies.options import (
-    check_others,
-    check_switches,
-    checked_backend,
-    checked_cap,
-    checked_caps,
-    checked_plugins,
-    checked_timeout,
-)
-from lockstep.strategies.sharded import Sharding, check_options, check_shardable
-from lockstep.supervise.client import meet_nodes
-from lockstep.supervise.collective_trace import install_trace
+from lockstep.strategies.engine import EngineState
+from lockstep.strategies.options import check_others, check_switches, checked_cap, checked_caps
+from lockstep.strategies.ranks import HALF_AN_HOUR, RankedStrategy
+from lockstep.strategies.sharded import ShardedUpdate, check_options, check_shardable
 
 if TYPE_CHECKING:
-    from lockstep.cluster.nccl import NcclVariables
-    from lockstep.cluster.world import World
-    from lockstep.precision.base import Precision
     from lockstep.strategies.comm_hooks import CommunicationHook, LocalSteps
-
-HALF_AN_HOUR = timedelta(minutes=30)
 
 GAP = (
     "Where BatchNorm is synchronized (sync_batchnorm=True), all ranks go through it together, and rank {rank} has no "
@@ -68,7 +51,7 @@ NO_LOSS = (
 )
 
 
-class DDPStrategy(Collectives, Sharding):
+class DDPStrategy(RankedStrategy):
     """One process per device, over lockstep's own reducer, which is attached to the module's parameters.
 
     The arguments are those of Lightning's strategy and of torch's ``DistributedDataParallel``, each by its name; one
@@ -142,14 +125,8 @@ class DDPStrategy(Collectives, Sharding):
         shard_optimizer: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__()
         known = inspect.signature(DDPStrategy).parameters
         check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others}, known)
-        if start_method not in ("popen", "spawn", "fork"):
-            raise MisconfigurationException(
-                f'DDPStrategy(start_method={start_method!r}): choose "popen" (this script once per rank), "spawn" (the '
-                'call, in fresh processes) or "fork" (the call, in copies of this process).'
-            )
         check_switches(
             shared_memory=shared_memory,
             broadcast_buffers=broadcast_buffers,
@@ -160,11 +137,15 @@ class DDPStrategy(Collectives, Sharding):
             check_reduction=check_reduction,
             shard_optimizer=shard_optimizer,
         )
-        self.plugins = checked_plugins(cluster_environment, checkpoint_io, precision_plugin)
-        self.launcher = "script" if start_method == "popen" else start_method
-        self._backend = checked_backend(process_group_backend)
-        self._timeout = checked_timeout(timeout, HALF_AN_HOUR)
-        self._nccl = None if nccl is None else _nccl_variables(nccl)
+        super().__init__(
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+            start_method,
+            nccl,
+        )
         self._shared_memory = shared_memory
         self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
         self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
@@ -181,6 +162,7 @@ class DDPStrategy(Collectives, Sharding):
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
         )
         self._local: LocalSteps | None = None  # of this fit, where its hook takes such
+        self._sharded: ShardedUpdate | None = None
         self._reducer: Reducer | None = None
         self._late: LateTensors | None = None
         self._plan: Any = None
@@ -190,58 +172,7 @@ class DDPStrategy(Collectives, Sharding):
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
-    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
-        """As on one process; where NCCL is to be used and cannot be, that is said before anything is started."""
-        super().connect(world, device, precision)
-        backend = self.process_group_backend
-        if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
-            _check_nccl(device.type)
-
-    def setup_environment(self) -> None:
-        """Join the process group, making it where it is not there."""
-        super().setup_environment()
-        protect_forks()
-        settle_at_exit()
-        world = self.world
-        if self._nccl is not None:
-            told = self._nccl.apply(self.process_group_backend, dist.is_initialized())
-            if told is not None:
-                rank_zero_info(told)
-        if not dist.is_initialized():
-            self._make_group()
-        install_trace()
-        if dist.get_world_size() != world.size:
-            raise MisconfigurationException(
-                f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
-                "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
-            )
-
-    @property
-    def process_group_backend(self) -> str:
-        """What carries messages: as asked, else nccl on CUDA devices and gloo elsewhere."""
-        return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-
-    def _make_group(self) -> None:
-        # The functions of this module have the default group for a default argument, taken when it is imported (torch's
-        # optimizers do so). Imported after the group is made they would hold it beyond its destruction, with gloo's
-        # threads running into the end of the interpreter, which aborts one process in five.
-        import torch.distributed.nn.functional  # noqa: F401
-
-        world, backend = self.world, self.process_group_backend
-        if backend == "nccl" and self.root_device.type != "cuda":
-            _check_nccl(self.root_device.type)  # `connect` asks for several ranks only
-        # one rank has nobody to meet, so that no port is needed
-        store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
-        meet_nodes(side(), world, store)
-        device = self.root_device if backend == "nccl" else None
-        dist.init_process_group(
-            backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
-        )
-        atexit.register(_leave_group)
-        # a rank that fails before the others have connected to it would break their connecting, which hides its error
-        comm.barrier()
-
-    def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """As on one process, then rank 0's weights and buffers everywhere."""
         if module is not self.module:
             self._plan = None  # of an earlier fit's module
@@ -260,7 +191,7 @@ class DDPStrategy(Collectives, Sharding):
         some = self._broadcast_buffers and self.world.size > 1 and any(True for _ in self.module.buffers())
         self._buffers = WindowBuffers(self.module) if some else None
 
-    def setup_optimizers(self, optimizers: list[Any], configs: list[Any]) -> None:
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Attach the reducer to the parameters, and synchronize BatchNorm where asked to."""
         if self._reducer is not None:  # of optimizers that are replaced before the first step
             self._let_go(self._reducer)
@@ -298,13 +229,17 @@ class DDPStrategy(Collectives, Sharding):
         if self._shard_optimizer:
             check_shardable(named.values(), self.optimizers, sparse)
             if self.world.size > 1:
-                return self.shard(
-                    named.items(),
+                self._sharded = ShardedUpdate(
+                    self.module,
+                    self.optimizers,
+                    self.precision,
+                    named_parameters=named.items(),
                     bucket_cap_mb=self._bucket_cap_mb,
                     plan=self._plan,
                     static_graph=self._static_graph,
                     shared_memory=self._shared_memory,
                 )
+                return self._sharded.reducer
         return Reducer(
             named.items(),  # frozen ones too: those that are thawed later are taken in then
             bucket_cap_mb=self._bucket_cap_mb,
@@ -330,7 +265,7 @@ class DDPStrategy(Collectives, Sharding):
             self._synchronize_norms()
         else:
             self._norms.take_in(self.module)
-            self._buffers = self._buffers if self.own_buffers() else None
+            self._buffers = self._buffers if self._own_buffers() else None
         if self._norms is not None:
             self._norms.set_zero_weight(self._zero_weight)
             if self._init_sync:  # nobody else aligns those of synchronized layers, and they may have been replaced
@@ -358,7 +293,7 @@ class DDPStrategy(Collectives, Sharding):
         self._norms_group = dist.group.WORLD, norms.group
         if norms.layers:
             self._norms = norms
-            self._buffers = self._buffers if self.own_buffers() else None
+            self._buffers = self._buffers if self._own_buffers() else None
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -366,10 +301,10 @@ class DDPStrategy(Collectives, Sharding):
         return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
 
     def teardown(self) -> None:
-        """Detach the reducer from the parameters; the process group stays for the next call."""
+        """Detach the reducer from the parameters; the optimizers can still be saved, all ranks together."""
+        if self._sharded is not None:
+            self._sharded.detach()
         super().teardown()
-        if self._nccl is not None:
-            self._nccl.restore()
         if self._norms is not None:
             self._norms.put_back()
             self._norms = None
@@ -398,12 +333,6 @@ class DDPStrategy(Collectives, Sharding):
             return fn(*args)
         with self.context():
             return fn(*args)
-
-    def skip_forward(self) -> None:
-        """Take part in what the other ranks' training forward begins with."""
-        if self._late is not None:
-            self._late.forward_begins()
-        self._take_buffers()
 
     def _take_buffers(self) -> None:
         """Take rank 0's buffers at a window's first training forward."""
@@ -435,7 +364,7 @@ class DDPStrategy(Collectives, Sharding):
         if self._buffers is not None:
             self._buffers.due = self.sync_gradients and not self._is_apart()
 
-    def skip_backward(self, absent: bool = False) -> None:
+    def skip(self, absent: bool = False) -> None:
         """Reduce what this rank accumulated before in the window."""
         assert self._reducer is not None
         if self._norms is not None and not absent:
@@ -465,6 +394,10 @@ class DDPStrategy(Collectives, Sharding):
         if self._late is not None:
             self._late.forward_begins()
         with contextlib.nullcontext() if self._norms is None else self._norms.leaving_out(absent):
+            if self.world.rank in absent and torch.is_grad_enabled():
+                if self._late is not None:
+                    self._late.forward_begins()
+                self._take_buffers()
             yield
 
     def _compare_gradients(self, checks: RollCall) -> None:
@@ -472,7 +405,7 @@ class DDPStrategy(Collectives, Sharding):
             checks.note()
             checks.answer("backward", [])
 
-    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
         result = super().step(optimizer, closure, **options)
         if self._local is not None:
@@ -482,21 +415,9 @@ class DDPStrategy(Collectives, Sharding):
     # -- ranks whose weights differ for a while
 
     @property
-    def steps_apart(self) -> bool:
-        """Whether this fit takes local steps."""
-        return self._local is not None
-
-    def averaged_ranks(self) -> Sequence[int]:
-        """The ranks over which gradients are averaged in the next round: in a local step those of the node, or one."""
-        return super().averaged_ranks() if self._local is None else self._local.averaged_ranks()
-
-    def _total_weight(self, weight: Tensor) -> tuple[float, int]:
-        over = None if self._local is None or self._reducer is None else self._reducer.round_group
-        if over is None:
-            return super()._total_weight(weight)
-        if over is False:
-            return weight.item(), 1
-        return comm.all_reduce(weight, "sum", over).item(), comm.world_size(over)
+    def local_steps(self) -> LocalSteps | None:  # type: ignore[override]
+        """Those of this fit."""
+        return self._local
 
     def _is_apart(self) -> bool:
         return self._local is not None and self._local.differ
@@ -521,54 +442,87 @@ class DDPStrategy(Collectives, Sharding):
 
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers, and the mean where weights have parted; each's own can be saved."""
-        super().end_training()
+        if self._sharded is not None:
+            self._sharded.shards.wait()
         if self._late_buffers:
             self._put_late_buffers()
         if self._late is not None:
             self._late.look()
         if self._local is not None and self._local.differ:
             self._local.apart.show_mean()
-        else:
-            self.align_buffers()
-
-    def module_state(self, module: Any, alone: bool) -> dict[str, Any]:
-        """The module's state dict, of the ranks' mean where their weights have parted."""
-        if alone or not self._is_apart():
-            return super().module_state(module, alone)
-        with self.one_model():
-            state = super().module_state(module, alone)
-            for name, value in state.items():
-                state[name] = value.detach().clone() if isinstance(value, Tensor) else value
-            return state
+        elif self._buffers is not None:
+            self._buffers.align()
 
     def epoch_begins(self) -> None:
         """Look for parameters that have come without torch's telling."""
         if self._late is not None:
             self._late.look()
 
-    def align_buffers(self) -> None:
-        """Take rank 0's buffers, where a training forward has changed them since the last time."""
-        if self._buffers is not None:
-            self._buffers.align()
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the whole gradient of an optimizer's parameters, of which each rank may have its slices."""
+        if self._sharded is None:
+            super().clip(optimizer, value, algorithm)
+        else:
+            self._sharded.shards.clip(optimizer, value, algorithm)
+
+    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """The gradients that this rank updates with."""
+        sharded = self._sharded
+        return super().gradients_of(optimizer) if sharded is None else sharded.shards.gradients_of(optimizer)
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` is the whole gradient; what is done to it counts. Collective."""
+        if self.absent:
+            self.check_present("strategy.whole_gradients()")
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.shards.whole_gradients():
+            yield
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter with its whole gradient, of which each rank may have its slices."""
+        with self.whole_gradients():
+            yield from super().whole_parameters()
 
     def held_gradients(self) -> dict[str, Any]:
-        """What backwards have left, and this rank's buffers where they are its own until the window's end."""
+        """What backwards have left, and this rank's buffers where they are its own until the window's end.
+
+        Of sharded optimizers those that were reduced are whole, and named beside.
+        """
         own = {} if self._buffers is None or self._is_apart() else self._buffers.held()
-        return {**super().held_gradients(), "buffers": snapshot(own)}
+        sharded = {} if self._sharded is None else {"reduced": self._sharded.shards.reduced_names()}
+        with self.whole_gradients():
+            return {**super().held_gradients(), **sharded, "buffers": snapshot(own)}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
         """Put back what `held_gradients` gave."""
         super().hold_gradients(saved)
+        if self._sharded is not None:
+            parameters = self.named_parameters()
+            for name in saved.get("reduced", ()):
+                gradient = parameters[name].grad
+                assert gradient is not None
+                self._sharded.shards.hold(parameters[name], gradient)
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
 
-    def set_zero_weight(self, zero_weight: bool) -> None:
-        """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples."""
-        self._zero_weight = zero_weight
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Let the reducer drop this rank's fresh gradients, and synchronized layers its samples.
+
+        Statistics of synchronized layers are not this rank's alone: all ranks change them alike.
+        """
+        self._set_zero_weight(True)
+        try:
+            yield self._own_buffers()
+        finally:
+            self._set_zero_weight(False)
+
+    def _set_zero_weight(self, on: bool) -> None:
+        self._zero_weight = on
         if self._norms is not None:
-            self._norms.set_zero_weight(zero_weight)
-            if self._late_buffers and not zero_weight:  # synchronized layers have changed theirs as on all ranks
-                own = {id(buffer) for buffer in self.own_buffers()}
+            self._norms.set_zero_weight(on)
+            if self._late_buffers and not on:  # synchronized layers have changed theirs as on all ranks
+                own = {id(buffer) for buffer in self._own_buffers()}
                 self._late_buffers = [(b, kept if id(b) in own else b.clone()) for b, kept in self._late_buffers]
 
     def _put_late_buffers(self) -> None:
@@ -577,56 +531,54 @@ class DDPStrategy(Collectives, Sharding):
                 buffer.copy_(kept)
         self._late_buffers = []
 
-    def own_buffers(self) -> list[Tensor]:
-        """All but the statistics of synchronized layers, which all ranks change alike."""
-        return super().own_buffers() if self._norms is None else self._norms.others_buffers(self.module)
+    def _own_buffers(self) -> list[Tensor]:
+        """The buffers that a forward changes by this rank's samples alone."""
+        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_norms_group": None,
-            "_local": None,
-            "_late": None,
-        }  # a group belongs to its process
+        # a group belongs to its process, and so does what works with it
+        return {**vars(self), "_norms_group": None, "_local": None, "_late": None, "_sharded": None}
 
-    def rank_states(self, alone: bool = False) -> list[Any]:
-        """What the communication hook remembers on each rank, and under local steps its own weights and optimizers."""
-        return [] if self._hook is None else self._hook.rank_states(self._local, alone)
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """The module, of the ranks' mean where weights have parted; optimizers; what the ranks need besides.
 
-    def load_rank_states(self, states: list[Any]) -> None:
-        """Take this rank's part; of another number of ranks, the mean of what is owed to the gradients."""
-        if self._hook is not None:
-            self._hook.load_rank_states(self._local, states, self.root_device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The bucket plan, on which sums over three and more ranks depend; the averages' count and outer optimizer."""
+        That is the bucket plan, on which sums over three and more ranks depend, the averages' count and outer
+        optimizer; what the communication hook remembers on each rank, and under local steps its own weights.
+        """
+        with contextlib.nullcontext() if alone or not self._is_apart() else self.one_model():
+            state = self._saved(alone, weights_only)
+            if self._is_apart() and not alone:  # these weights go when the context ends
+                module = state.module or {}
+                state.module = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in module.items()}
+        if weights_only:
+            return state
         plan = self._plan if self._reducer is None else self._reducer.plan()
-        state = super().state_dict() | ({} if plan is None else {"plan": plan})
-        return state if self._local is None else {**state, "local steps": self._local.state_dict()}
+        state.own = {**(state.own or {}), **({} if plan is None else {"plan": plan})}
+        if self._local is not None:
+            state.own["local steps"] = self._local.state_dict()
+        state.by_rank = [] if self._hook is None else self._hook.rank_states(self._local, alone)
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lay the buckets out as the checkpointed run had them."""
-        super().load_state_dict(state)
-        self._plan = state.get("plan")
+    def _saved(self, alone: bool, weights_only: bool) -> EngineState:
+        if self._sharded is None or weights_only:
+            return super().save(alone, weights_only)
+        return EngineState(self.module.state_dict(), self._sharded.states(alone), self._other_parameters())
+
+    def load(self, state: EngineState) -> None:
+        """Lay the buckets out as the checkpointed run had them; take this rank's part of what ranks have alone."""
+        super().load(state)
+        if state.own is None:
+            return
+        self._plan = state.own.get("plan")
         if self._reducer is not None and self._plan is not None:
             self._reducer.replan(self._plan)
-        if self._local is not None and "local steps" in state:
-            self._local.load_state_dict(state["local steps"])
+        if self._local is not None and "local steps" in state.own:
+            self._local.load_state_dict(state.own["local steps"])
+        if self._hook is not None:
+            self._hook.load_rank_states(self._local, state.by_rank, self.root_device)
 
 
-# Loaded where they are asked for: most runs need neither, and importing lockstep is to be quick.
-
-
-def _nccl_variables(asked: Mapping[str, Any]) -> NcclVariables:
-    from lockstep.cluster.nccl import NcclVariables
-
-    return NcclVariables(asked)
-
-
-def _check_nccl(device_type: str) -> None:
-    from lockstep.launch.nccl import check_nccl
-
-    check_nccl(device_type)
+# Loaded where it is asked for: most runs need none, and importing lockstep is to be quick.
 
 
 def _communication_hook(hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> CommunicationHook | None:
@@ -636,13 +588,3 @@ def _communication_hook(hook: Any, state: Any, wrapper: Any, period: Any, outer:
 
     made = CommunicationHook(hook, state, wrapper, period, outer)
     return made if made.is_there else None
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
-        # waits for them and holds it, so they get a moment first
-        with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
-            settle()
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()

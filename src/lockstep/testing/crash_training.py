@@ -251,7 +251,7 @@ class Witness(Callback):
             file.write(f"\n{trainer.current_epoch} {batch_idx} {numbers}.")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        optimizers = trainer.strategy.optimizer_states(False)
+        optimizers = trainer.strategy.save().optimizers
         if trainer.is_global_zero:
             report(
                 weights=pl_module.state_dict(),

@@ -1,0 +1,203 @@
+"""The seam for engines: what runs, reduces, updates and saves a model. Here: one process on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.ground.gradients import clip_by_value
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
+from lockstep.parallel.late_parameters import beside
+from lockstep.precision.base import Precision
+
+
+@dataclass
+class EngineState:
+    """An engine's part of a checkpoint; None where there is nothing of a kind.
+
+    Attributes:
+        module: the module's state dict: whole, or this rank's part where ``sharded``.
+        optimizers: their states, by optimizer. In a call of :meth:`Engine.load`, those that are None stay as they are.
+        own: what all ranks have alike, and the engine needs to go on with the same bits (the bucket plan).
+        by_rank: what each rank alone needs, by rank: on rank 0, and in a call of :meth:`Engine.load` on all.
+        sharded: each rank has a part of the module and of the optimizers, and all ranks write.
+    """
+
+    module: dict[str, Any] | None = None
+    optimizers: list[dict[str, Any] | None] | None = None
+    own: dict[str, Any] | None = None
+    by_rank: list[Any] = field(default_factory=list)
+    sharded: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of a window, for an engine that plays the window itself.
+
+    Attributes:
+        args: of the step method.
+        enter: to be called before the step method, so that what it logs counts for this micro-batch.
+        loss: what backward begins from, given the step's output: the loss by its share of the window; None: the
+            micro-batch is skipped.
+        empty: this rank has no samples of it, and ``args`` are not there; others do.
+    """
+
+    args: tuple[Any, ...]
+    enter: Callable[[], None]
+    loss: Callable[[Any], Tensor | None]
+    empty: bool = False
+
+
+class Window(Protocol):
+    """An engine's own road through a window: all forwards and backwards, in the order that suits it.
+
+    Args:
+        step: the module's ``training_step``.
+        micro_batches: of the window.
+
+    Returns:
+        the outputs of the step, by micro-batch; then gradients are reduced.
+    """
+
+    def __call__(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]: ...
+
+
+class Engine:
+    """One process on one device, and the methods that another engine answers.
+
+    Order of calls, by the loops: :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window
+    :meth:`run` and :meth:`backward` (or :meth:`skip`) for each micro-batch, :meth:`clip`, :meth:`step` →
+    :meth:`save` at any boundary → :meth:`teardown`.
+
+    Attributes:
+        root_device: where the module and its batches go.
+        precision: of the run.
+        module: of the call.
+        optimizers, lr_scheduler_configs: of the fit.
+        sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
+        window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
+        places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
+        init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
+    """
+
+    window: Window | None = None
+    places_first: bool = False
+    init_device: torch.device | None = None
+
+    def __init__(self) -> None:
+        self.root_device = torch.device("cpu")
+        self.precision: Precision = Precision()
+        self.module: LightningModule = None  # type: ignore[assignment]  # before a call
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
+        self.sync_gradients = True
+        self.context: Callable[[], AbstractContextManager[Any]] | None = None
+        self._own_backward: Callable[..., Any] | None = None
+
+    # -- set up
+
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
+        converted: Any = self.precision.convert_module(module)
+        self.module = converted.to(self.root_device)
+        self._own_backward = own_backward
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Take over what ``configure_optimizers`` made; training begins after this."""
+        self.optimizers, self.lr_scheduler_configs = optimizers, configs
+
+    def teardown(self) -> None:
+        """The run is over; ranks stay connected, and the optimizers can still be saved."""
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """The one door to the user's step methods: in the run's precision, through the engine's forward."""
+        if self.context is None:
+            return fn(*args)
+        with self.context():
+            return fn(*args)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of one micro-batch; where ``sync_gradients`` the gradients are reduced when it returns."""
+        if self._own_backward is not None:
+            self._own_backward(loss, *args, **kwargs)
+        else:
+            loss.backward(*args, **kwargs)
+
+    def skip(self, absent: bool = False) -> None:
+        """Take part in the reduction of a micro-batch that has no loss on this rank.
+
+        Args:
+            absent: this rank has no samples for it, and no forward was run; else ``training_step`` gave no loss.
+        """
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the whole (reduced) gradient of an optimizer's parameters by its 2-norm or by value."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, value)
+        else:
+            clip_by_value(parameters, value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update the parameters of one optimizer."""
+        scaler = self.precision.scaler
+        if scaler is not None:
+            result = closure() if closure is not None else None
+            scaler.step(optimizer)
+            scaler.update()
+            return result
+        if closure is None:
+            return optimizer.step(**options)
+        return optimizer.step(closure=closure, **options)
+
+    # -- what it holds
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """The module's parameters by name, and those that the optimizers alone have (in a plain list, say)."""
+        others: dict[str, Any] = {**beside(self.module, self.optimizers)}
+        return {**dict(self.module.named_parameters()), **others}
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Name, value and gradient of each parameter, whole, however the engine holds them. Collective."""
+        for name, parameter in self.named_parameters().items():
+            yield name, parameter.detach(), parameter.grad
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """The engine's part of a checkpoint. Collective, unless ``alone``.
+
+        Args:
+            alone: ask no other rank; what cannot be had so is None.
+            weights_only: the module alone.
+        """
+        if weights_only:
+            return EngineState(self.module.state_dict())
+        own = self._other_parameters()
+        return EngineState(self.module.state_dict(), [each.state_dict() for each in self.optimizers], own)
+
+    def _other_parameters(self) -> dict[str, Any]:
+        """The values of parameters that no module has, so that they are in no state dict of one."""
+        others = beside(self.module, self.optimizers)
+        return {"other parameters": {name: p.detach().cpu().clone() for name, p in others.items()}} if others else {}
+
+    def load(self, state: EngineState) -> None:
+        """Take over what is there of a saved state, before the first window."""
+        if state.module is not None:
+            self.module.load_state_dict(state.module, strict=self.module.strict_loading)
+        for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+        others = beside(self.module, self.optimizers) if state.own else {}
+        with torch.no_grad():
+            for name, value in (state.own or {}).get("other parameters", {}).items():
+                if name in others:
+                    others[name].copy_(value)

@@ -1,0 +1,152 @@
+"""The base of strategies whose ranks are processes: they meet, and make a process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.meeting import meet
+from lockstep.cluster.world import World
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.fork import protect_forks, settle, settle_at_exit
+from lockstep.ground.rank import rank_zero_info
+from lockstep.launch.script import side
+from lockstep.precision.base import Precision
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.options import checked_backend, checked_plugins, checked_timeout
+from lockstep.supervise.client import meet_nodes
+from lockstep.supervise.collective_trace import install_trace
+
+if TYPE_CHECKING:
+    from lockstep.cluster.nccl import NcclVariables
+
+HALF_AN_HOUR = timedelta(minutes=30)
+
+
+class RankedStrategy(Strategy):
+    """One process for each device, joined to a process group.
+
+    Args:
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
+            in copies of this process, which start at once and share its memory).
+        nccl: NCCL's variables, with or without ``NCCL_``, set before the group is made where neither the shell nor
+            the cluster has set them: ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``.
+
+    Raises:
+        MisconfigurationException: for an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        start_method: str = "popen",
+        nccl: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if start_method not in ("popen", "spawn", "fork"):
+            raise MisconfigurationException(
+                f'{type(self).__name__}(start_method={start_method!r}): choose "popen" (this script once per rank), '
+                '"spawn" (the call, in fresh processes) or "fork" (the call, in copies of this process).'
+            )
+        self.plugins = checked_plugins(cluster_environment, checkpoint_io, precision_plugin)
+        self.launcher = "script" if start_method == "popen" else start_method
+        self._backend = checked_backend(process_group_backend)
+        self._timeout = checked_timeout(timeout, HALF_AN_HOUR)
+        self._nccl = None if nccl is None else _nccl_variables(nccl)
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As on one process; where NCCL is to be used and cannot be, that is said before anything is started."""
+        super().connect(world, device, precision)
+        backend = self.process_group_backend
+        if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
+            _check_nccl(device.type)
+
+    def setup_environment(self) -> None:
+        """Join the process group, making it where it is not there."""
+        super().setup_environment()
+        protect_forks()
+        settle_at_exit()
+        world = self.world
+        if self._nccl is not None:
+            told = self._nccl.apply(self.process_group_backend, dist.is_initialized())
+            if told is not None:
+                rank_zero_info(told)
+        if not dist.is_initialized():
+            self._make_group()
+        install_trace()
+        if dist.get_world_size() != world.size:
+            raise MisconfigurationException(
+                f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
+                "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
+            )
+
+    @property
+    def process_group_backend(self) -> str:
+        """What carries messages: as asked, else nccl on CUDA devices and gloo elsewhere."""
+        return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+
+    def _make_group(self) -> None:
+        # The functions of this module have the default group for a default argument, taken when it is imported (torch's
+        # optimizers do so). Imported after the group is made they would hold it beyond its destruction, with gloo's
+        # threads running into the end of the interpreter, which aborts one process in five.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        world, backend = self.world, self.process_group_backend
+        if backend == "nccl" and self.root_device.type != "cuda":
+            _check_nccl(self.root_device.type)  # `connect` asks for several ranks only
+        # one rank has nobody to meet, so that no port is needed
+        store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
+        meet_nodes(side(), world, store)
+        device = self.root_device if backend == "nccl" else None
+        dist.init_process_group(
+            backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
+        )
+        atexit.register(_leave_group)
+        # a rank that fails before the others have connected to it would break their connecting, which hides its error
+        comm.barrier()
+
+    def teardown(self) -> None:
+        """The process group stays for the next call."""
+        super().teardown()
+        if self._nccl is not None:
+            self._nccl.restore()
+
+
+# Loaded where they are asked for: most runs need neither, and importing lockstep is to be quick.
+
+
+def _nccl_variables(asked: Mapping[str, Any]) -> NcclVariables:
+    from lockstep.cluster.nccl import NcclVariables
+
+    return NcclVariables(asked)
+
+
+def _check_nccl(device_type: str) -> None:
+    from lockstep.launch.nccl import check_nccl
+
+    check_nccl(device_type)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        # gloo's threads need the interpreter's lock to let go of the last collective's tensors; destroying the group
+        # waits for them and holds it, so they get a moment first
+        with contextlib.suppress(RuntimeError):  # torch's complaint about a loader worker that this exit has killed
+            settle()
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
