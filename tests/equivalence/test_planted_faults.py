@@ -176,7 +176,7 @@ def clip_then_reduce(algorithm: str) -> AbstractContextManager[Any]:
         if due:
             clip = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
             clip(self.module.parameters(), CLIP["gradient_clip_val"])
-            self.skip_backward()
+            self.skip()
 
     return patch.object(DDPStrategy, "backward", clipped)
 

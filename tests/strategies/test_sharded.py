@@ -111,7 +111,7 @@ def _fit(strategy: Any, folder: str | None = None, steps: int = 6, resume: str |
     world = dist.get_world_size() if dist.is_initialized() else 1
     trainer = Trainer(max_steps=steps, max_epochs=-1, strategy=strategy, devices=world, **flags)
     trainer.fit(module, data(4), ckpt_path=resume)
-    states = trainer.strategy.optimizer_states(alone=False)
+    states = trainer.strategy.save().optimizers
     return {name: p.detach().clone() for name, p in module.named_parameters()}, states
 
 
@@ -213,7 +213,7 @@ def _same_optimizer_twice(sharding: bool) -> Any:
     trainer.fit(module, data(4))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data(4))
-    states = strategy.optimizer_states(alone=False)
+    states = strategy.save().optimizers
     flats = [
         p.untyped_storage().nbytes() == p.nbytes and type(p.grad) in (Tensor, type(None)) for p in module.parameters()
     ]
@@ -262,7 +262,7 @@ def _alone(path: str) -> str:
     trainer = Trainer(max_steps=2, strategy=sharded(), devices=2, **QUIET)
     trainer.fit(Net(), data(4))
     if dist.get_rank() == 1:
-        state.save_alone(trainer, path)
+        state.save_alone(trainer.session, path)
     dist.barrier()
     trainer = Trainer(max_steps=3, strategy=sharded(), devices=2, **QUIET)
     with pytest.raises(MisconfigurationException, match="holds weights only"):

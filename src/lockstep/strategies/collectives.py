@@ -51,7 +51,9 @@ class Replicas:
 
 
 class Collectives:
-    """What loops and user code call to talk to the other ranks.
+    """What loops and user code call to talk to the other ranks. A run of one process talks to none.
+
+    The process may well be in a group that is not the run's, such as that of the ranks of a test.
 
     Attributes:
         world: this process among the ranks.
@@ -99,11 +101,14 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.check_present("strategy.barrier()")
-        comm.barrier()
+        if self.world.size > 1:
+            self.check_present("strategy.barrier()")
+            comm.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
+        if self.world.size == 1:
+            return obj
         self.check_present("strategy.broadcast(...)")
         return comm.broadcast_object(obj, src)
 
@@ -122,7 +127,7 @@ class Collectives:
             group: a process group in place of all ranks.
             reduce_op: "mean" or "avg", "sum", "min", "max", or the ``ReduceOp`` of that name; None is the sum.
         """
-        if self.world.size == 1 and not comm.is_distributed():
+        if self.world.size == 1:
             return tensor
         self.check_present(f"strategy.reduce(..., reduce_op={reduce_op!r})", group)
         value = torch.as_tensor(tensor, device=self.device)
@@ -137,8 +142,8 @@ class Collectives:
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
-        return comm.all_gather_tensor(vector.to(self.device)).cpu()
+        return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """A small picklable object from all ranks, by rank."""
-        return comm.all_gather_object(obj)
+        return [obj] if self.world.size == 1 else comm.all_gather_object(obj)
