@@ -277,7 +277,7 @@ class Attributes:
     def accumulate_grad_batches(self) -> int:
         """Micro-batches of one window in the epoch that runs; after a resume on other ranks perhaps not the flag's."""
         accumulate = self.config.accumulation(self.current_epoch)
-        return accumulate if self.fit_loop.feed is None else self.fit_loop.feed.course.micro(accumulate)
+        return accumulate if self.fit_loop.feed is None else self.fit_loop.feed.counting.micro(accumulate)
 
     @property
     def optimizers(self) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+from lockstep.data.source import Replicas
 from lockstep.loop.feed import Feed
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One of ``size`` ranks, which a test plays one after the other in its own process."""
-
-    rank: int = 0
-    size: int = 1
 
 
 def alike(size: int) -> Any:
@@ -81,11 +73,10 @@ class SizedStream(Stream):
 
 
 def feed_of(source: Any, rank: int = 0, size: int = 1, **arguments: Any) -> Feed:
-    """A training feed of one rank; ``gather`` takes the other ranks to be alike."""
-    if size > 1:
-        arguments.setdefault("gather", alike(size))
+    """A training feed of one rank; unless ``gather`` is given, the other ranks are taken to be alike."""
+    gather = arguments.pop("gather", alike(size) if size > 1 else None)
     arguments.setdefault("seed", 42)
-    return Feed.train(source, world=Rank(rank, size), **arguments)
+    return Feed.train(source, replicas=Replicas(rank, size, gather), **arguments)
 
 
 def epoch(feed: Feed, epoch: int = 0, start: int = 0, accumulate: int = 1) -> list[tuple[Any, float, float]]:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lockstep.data.source import Replicas
 from lockstep.data.stream import fingerprint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Feed
-from tests.data.loaders import Rank, SizedStream, Stream, drawn, epoch, feed_of, indices
+from tests.data.loaders import SizedStream, Stream, drawn, epoch, feed_of, indices
 
 
 class Meeting:
@@ -72,7 +73,7 @@ class Quiet(Stream):
 @settings(max_examples=25, deadline=None)
 def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, accumulate: int) -> None:
     def play(rank: int, gather: Any) -> Any:
-        feed = Feed.train(DataLoader(Quiet(n), batch), world=Rank(rank, size), seed=1, gather=gather)
+        feed = Feed.train(DataLoader(Quiet(n), batch), replicas=Replicas(rank, size, gather), seed=1)
         feed.begin(0)
         return [(window.size, window.last, list(window)) for window in feed.windows(accumulate)]
 
@@ -90,7 +91,7 @@ def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, ac
 
 def test_a_stream_shorter_than_the_ranks_is_refused_where_each_needs_a_sample() -> None:
     def play(rank: int, gather: Any, padded: bool) -> Any:
-        feed = Feed.train(DataLoader(Quiet(2), 1), world=Rank(rank, 3), seed=1, gather=gather, padded=padded)
+        feed = Feed.train(DataLoader(Quiet(2), 1), replicas=Replicas(rank, 3, gather), seed=1, padded=padded)
         return drawn(epoch(feed))
 
     assert as_threads(3, lambda rank, gather: play(rank, gather, False)) == [[0], [1], []]
@@ -100,7 +101,7 @@ def test_a_stream_shorter_than_the_ranks_is_refused_where_each_needs_a_sample() 
 
 def test_one_collective_a_window() -> None:
     meeting = Meeting(1)
-    feed = Feed.train(DataLoader(Quiet(20), 2), world=Rank(), seed=1, gather=meeting.of(0))
+    feed = Feed.train(DataLoader(Quiet(20), 2), replicas=Replicas(gather=meeting.of(0)), seed=1)
     before = meeting.calls
     assert len(epoch(feed, accumulate=3)) == 10
     assert meeting.calls - before == 4
@@ -113,7 +114,7 @@ def test_every_sample_once_over_ranks_and_workers(sharded: bool, workers: int, s
     taken = []
     for rank in range(size):
         made = DataLoader(Stream(23, sharded), 2, num_workers=workers)
-        feed = Feed.train(made, world=Rank(rank, size), seed=1, gather=lambda tensor: tensor.unsqueeze(0))
+        feed = Feed.train(made, replicas=Replicas(rank, size, lambda tensor: tensor.unsqueeze(0)), seed=1)
         taken += drawn(epoch(feed))
     assert sorted(taken) == list(range(23))
 
@@ -221,7 +222,7 @@ def test_a_stream_with_state_goes_on_without_reading_again(rank: int, done: int)
         return [(batch.tolist(), weight) for batch, weight, _ in steps]
 
     def made(data: Stateful) -> Feed:
-        return Feed.train(DataLoader(data, 3), world=Rank(rank, 2), seed=1, gather=lambda t: t.unsqueeze(0))
+        return Feed.train(DataLoader(data, 3), replicas=Replicas(rank, 2, lambda t: t.unsqueeze(0)), seed=1)
 
     whole = played(epoch(made(Stateful(40)), 1))
     feed = made(Stateful(40))
@@ -305,7 +306,7 @@ def test_a_stream_is_read_up_to_the_length_it_tells() -> None:
 def test_a_data_set_that_shards_over_ranks_itself_is_taken_whole() -> None:
     data = Stream(6)
     data._distributed = (0, 2)  # type: ignore[attr-defined]
-    made = Feed.train(DataLoader(data, 2), world=Rank(1, 2), seed=1, gather=lambda tensor: tensor.unsqueeze(0))
+    made = Feed.train(DataLoader(data, 2), replicas=Replicas(1, 2, lambda tensor: tensor.unsqueeze(0)), seed=1)
     assert drawn(epoch(made)) == list(range(6))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
+from lockstep.data.source import Replicas
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
@@ -97,7 +98,7 @@ class EvaluationLoop:
         self.given = source
         self.feed = EvaluationFeed.of(
             source,
-            world=trainer.strategy.world,
+            replicas=Replicas.of(trainer.strategy.world),
             seed=trainer.seed,
             limit=limit,
             distribute=config.use_distributed_sampler,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
@@ -328,18 +329,18 @@ class FitLoop:
         self.given = trainer.loaders.request("train")
         self.feed = Feed.train(
             self.given,
-            world=trainer.strategy.world,
+            replicas=Replicas.of(trainer.strategy.world),
             seed=trainer.seed,
             limit=config.limit_train_batches,
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
-            chart=self.elastic.chart,
+            counting=self.elastic.counting,
             planned=self.elastic.planned,
             padded=not trainer.lightning_module.automatic_optimization,
         )
         batches = self.feed.rows
-        self.timing.plan(batches, self.feed.rows_at if self.feed.course.elastic else None)
+        self.timing.plan(batches, self.feed.rows_at if self.feed.counting.elastic else None)
         self.elastic.prepare(self.feed)
         if trainer.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
@@ -364,7 +365,7 @@ class FitLoop:
             accumulate = trainer.config.accumulation(progress.epoch)
             log_every, validates = trainer.config.log_every_n_steps, self._validates
             feed.begin(progress.epoch, progress.batch, accumulate)
-            step.counted = feed.rows_at if feed.course.elastic else int
+            step.counted = feed.rows_at if feed.counting.elastic else int
             trainer.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             self._heed()
