@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,48 @@ from lockstep.loop.feed import Feed
 def alike(size: int) -> Any:
     """What a gather of the ranks' tensors gives where all ranks hold the same."""
     return lambda tensor: tensor.expand(size, *tensor.shape)
+
+
+class Meeting:
+    """A gather for ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.parts: list[Any] = [None] * size
+        self.calls = 0
+
+    def of(self, rank: int) -> Any:
+        def gather(tensor: Tensor) -> Tensor:
+            self.calls += rank == 0
+            self.parts[rank] = tensor
+            self.barrier.wait()
+            together = torch.stack(self.parts)
+            self.barrier.wait()
+            return together
+
+        return gather
+
+
+def as_threads(size: int, play: Any) -> list[Any]:
+    """``play(rank, gather)`` of every rank, each in a thread; without workers (they fork)."""
+    meeting, results = Meeting(size), [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = play(rank, meeting.of(rank))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
 
 
 def numbers(n: int) -> TensorDataset:
