@@ -200,7 +200,7 @@ def test_a_window_has_the_same_positions_on_any_number_of_ranks(
     for number, parts in enumerate(positions(cut)):
         assert list(map(len, parts)) == cut.sizes(number)
         assert max(cut.sizes(number)) <= batch
-        assert parts[0], "rank 0 lends a sample to those that have none"
+        assert parts[0], "rank 0 has a sample of every micro-batch"
 
 
 @settings(max_examples=60, deadline=None)
@@ -270,7 +270,7 @@ def test_what_lives_have_drawn_of_a_stream(n: int, batch: int, planned: int, liv
                 assert 1 <= len(indices) <= batch
                 taken |= set(mine[number % workers][: len(indices)])
                 del mine[number % workers][: len(indices)]
-        assert [sample for place, sample in enumerate(left) if life.has(place, None)] == sorted(taken)
+        assert [sample for number, sample in enumerate(left) if life.has(number, None)] == sorted(taken)
         if workers == 1:
             assert sorted(taken) == left[: played * plan.window(batch)]
         left = [sample for sample in left if sample not in taken]

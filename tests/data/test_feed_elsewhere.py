@@ -68,14 +68,14 @@ def play(
         first = feed.counting.begins(epoch)[0]
         feed.begin(epoch, first, rows)
         number = first
-        for place, window in enumerate(feed.windows(rows)):
-            if place >= stop:
+        for index, window in enumerate(feed.windows(rows)):
+            if index >= stop:
                 break
             number += window.size
-            found.extend([] for _ in range(place + 1 - len(found)))
+            found.extend([] for _ in range(index + 1 - len(found)))
             for batch, weight, _ in window:
                 if weight:
-                    found[place] += indices(batch)
+                    found[index] += indices(batch)
         feed.close()
     at = feed.reached(number)
     before = feed.counting.resumed_at if first else None
@@ -199,13 +199,13 @@ def test_several_loaders_go_on_together() -> None:
             feed = feed_of(make(), rank, life_size, seed=1, counting=counting)
             number = feed.counting.begins(0)[0]
             feed.begin(0, number, 1)
-            for place, window in enumerate(feed.windows(1)):
-                if place >= stop:
+            for index, window in enumerate(feed.windows(1)):
+                if index >= stop:
                     break
                 number += window.size
-                found.extend(([], []) for _ in range(place + 1 - len(found)))
+                found.extend(([], []) for _ in range(index + 1 - len(found)))
                 for batch, _, _ in window:
-                    for into, name in zip(found[place], ("long", "short"), strict=True):
+                    for into, name in zip(found[index], ("long", "short"), strict=True):
                         into += indices(batch[name])
         at = feed.reached(number)
         sets = [(sorted(long), sorted(short)) for long, short in found]

@@ -50,7 +50,7 @@ def play_different_lengths(distribute: bool) -> int:
 
 
 def test_ranks_with_data_of_their_own_end_together(ranks: Any) -> None:
-    """The rank that ends first goes on, on borrowed batches that weigh nothing."""
+    """The rank that ends first goes on, on padding batches that weigh nothing."""
     assert ranks(2).run(play_different_lengths, False) == [4, 4]
 
 

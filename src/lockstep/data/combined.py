@@ -276,7 +276,7 @@ SEEN_WHOLE = (
 
 def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Indexed:
     """The source for a loader of a map-style data set: its sampler decides."""
-    sampling = Sampling.of(loader)
+    sampling = Sampling.of(loader, spec, key, name)
     sampler = sampling.sampler
     if sampling.batch_size is not None:
         own = own_generator(sampler)
@@ -284,12 +284,12 @@ def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str)
         count = length_of(loader.dataset) or 0
         order = order_of(sampler, count, seed=spec.seed, key=own_key, torch_order=spec.torch_order)
         if order is not None:
-            return Ordered(loader, sampling, spec, key, name, order)
+            return Ordered(sampling, order)
     distributed = next((each for each in holders(sampler) if isinstance(each, DistributedSampler)), None)
     if distributed is None:
-        return Drawn(loader, sampling, spec, key, name)
+        return Drawn(sampling)
     check_own_share(distributed, spec, name)
-    return OwnShare(loader, sampling, spec, key, name)
+    return OwnShare(sampling)
 
 
 def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from lockstep.data.cut import Cut, WindowPlan
 from lockstep.data.order import Order, Shuffled, WithReplacement, make_key, sequential, table
@@ -20,7 +20,6 @@ from lockstep.data.source import (
     Gather,
     Indexed,
     Sampling,
-    SourceSpec,
     call_set_epoch,
     holders,
     length_of,
@@ -76,20 +75,13 @@ class Drawn(Indexed):
     rank, is refused.
 
     Args:
+        sampling: of a loader.
         among: (rank, size) to cut its positions for; default: as the spec says.
-        others: see `Indexed`.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampling: Sampling,
-        spec: SourceSpec,
-        key: int,
-        name: str,
-        among: tuple[int, int] | None = None,
-    ) -> None:
-        super().__init__(loader, sampling, spec, key, name)
+    def __init__(self, sampling: Sampling, among: tuple[int, int] | None = None) -> None:
+        super().__init__(sampling)
+        spec = sampling.spec
         self.rank, self._size = among or (spec.rank, spec.size)
         self._gather = spec.gather if among is None else None
         self._shares = spec.shares
@@ -101,7 +93,7 @@ class Drawn(Indexed):
         self._generators = [(each, spec.agreed(each.initial_bits())) for each in held]
         self._stateful = stateful(holders(sampler))
         self._before: list[Any] = []  # their states at the beginning of the pass
-        self._order = DrawnOrder(sampler, name)
+        self._order = DrawnOrder(sampler, sampling.name)
         self._pass = (0, 0)
         self._has_ended = False
         self._resume: dict[str, Any] = {}
@@ -268,10 +260,10 @@ class OwnShare(Drawn):
 
     flexible = False  # this rank knows its own share only
 
-    def __init__(self, loader: DataLoader[Any], sampling: Sampling, spec: SourceSpec, key: int, name: str) -> None:
-        super().__init__(loader, sampling, spec, key, name, among=(0, 1))
+    def __init__(self, sampling: Sampling) -> None:
+        super().__init__(sampling, among=(0, 1))
         self.pads = self.divisible = False
-        self._ranks = spec.size
+        self._ranks = sampling.spec.size
 
     def weights(self, number: int) -> Sequence[float]:
         return list(super().weights(number)) * self._ranks

@@ -208,8 +208,14 @@ class Source(ABC):
 
 
 class Sampling(NamedTuple):
-    """How a loader over a map-style data set asks for samples."""
+    """A loader over a map-style data set, and how it asks for samples."""
 
+    loader: DataLoader[Any]
+    spec: SourceSpec
+    key: int
+    """64 bits that stand for (seed, loader)."""
+    name: str
+    """Of the loader, for messages."""
     sampler: Iterable[Any]
     """Yields indices; where ``batch_size`` is None, whole batches (a batch sampler)."""
     batch_size: int | None
@@ -218,16 +224,16 @@ class Sampling(NamedTuple):
     """Each index stands for a whole batch (a loader with ``batch_size=None``)."""
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Sampling:
-        """As a loader was made."""
+    def of(cls, loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Sampling:
+        """As the loader was made."""
         batches: Iterable[Any] | None = loader.batch_sampler
         if batches is None and isinstance(loader.sampler, BatchSampler):
             batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
         if batches is None:
-            return cls(loader.sampler, 1, False, True)
+            return cls(loader, spec, key, name, loader.sampler, 1, False, True)
         if type(batches) is BatchSampler:
-            return cls(batches.sampler, batches.batch_size, batches.drop_last, False)
-        return cls(batches, None, False, False)
+            return cls(loader, spec, key, name, batches.sampler, batches.batch_size, batches.drop_last, False)
+        return cls(loader, spec, key, name, batches, None, False, False)
 
 
 class Indexed(Source):
@@ -238,29 +244,23 @@ class Indexed(Source):
 
     Subclasses say which indices: :meth:`begin` is called once for each pass, then :meth:`draw` is iterated (perhaps
     ahead of training, to keep loader workers busy); the feed asks ``has`` and ``weights`` in ascending order.
-
-    Args:
-        loader: the user's.
-        sampling: of that loader.
-        spec: rank, seed and the like.
-        key: 64 bits that stand for (seed, loader).
-        name: of the loader, for messages.
     """
 
     flexible = True
 
-    def __init__(self, loader: DataLoader[Any], sampling: Sampling, spec: SourceSpec, key: int, name: str) -> None:
+    def __init__(self, sampling: Sampling) -> None:
+        loader, spec = sampling.loader, sampling.spec
         self.rank = spec.rank
         self.pads = spec.pads
         self.batch = sampling.batch_size or 1
         self._trains = spec.stage == "train"
         # of what the data set gives as a batch by itself
-        self._measure = Measure(name, spec.stage) if sampling.single else None
+        self._measure = Measure(sampling.name, spec.stage) if sampling.single else None
         self.ahead = self._measure is None
         self.divisible = sampling.batch_size is not None and not sampling.single
         self.uneven = bool(spec.shares)
         self._sampling = sampling
-        self._key = key
+        self._key = sampling.key
         self._epoch_key = 0
         self._quiet = draws_nothing(loader.dataset, loader.collate_fn)  # then indices need not seed anything
         self._own_process = loader.num_workers == 0
@@ -326,22 +326,14 @@ class Ordered(Indexed):
     """Draws by an order that is a function: nothing is stored or sent, and any start costs the same.
 
     Args:
+        sampling: of a loader.
         order: ``order(epoch, turn)`` is the order of a pass.
-        others: see `Indexed`.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampling: Sampling,
-        spec: SourceSpec,
-        key: int,
-        name: str,
-        order: Callable[[int, int], Order],
-    ) -> None:
-        super().__init__(loader, sampling, spec, key, name)
+    def __init__(self, sampling: Sampling, order: Callable[[int, int], Order]) -> None:
+        super().__init__(sampling)
         self.fixed = self.ahead
-        count = length_of(sampling.sampler) or 0
+        count, spec = length_of(sampling.sampler) or 0, sampling.spec
         self._whole = Cut(count, self.batch, spec.size, sampling.drop_last, weights=spec.shares)
         self._use(self._whole)
         self._order_of = order

@@ -25,6 +25,7 @@ from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.hooks import is_overridden
+from lockstep.module import LightningModule
 
 # -- where loaders come from ---------------------------------------------------------------------------------
 
@@ -36,20 +37,20 @@ class Loaders:
     Attributes:
         given: what was passed to the call.
         datamodule: the data module of the call, or None.
-        module: the LightningModule of the call.
+        module: the LightningModule of the call; None between calls.
     """
 
     given: dict[str, Any]
-    datamodule: Any
-    module: Any
+    datamodule: LightningDataModule | None
+    module: LightningModule | None
 
-    def _hook(self, stage: str) -> Any:
-        name = f"{stage}_dataloader"
+    def _hook(self, stage: str) -> Callable[[], Any] | None:
+        name, hook = f"{stage}_dataloader", None
         if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
-            return getattr(self.datamodule, name)
-        if is_overridden(name, self.module, ModuleHooks):
-            return getattr(self.module, name)
-        return None
+            hook = getattr(self.datamodule, name)
+        elif is_overridden(name, self.module, ModuleHooks):
+            hook = getattr(self.module, name)
+        return hook
 
     def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
         """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
@@ -222,7 +223,7 @@ def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ran
             raise MisconfigurationException(no_batches(loader, name, ranks))
 
 
-def no_batches(loader: Any, name: str, size: int) -> str:
+def no_batches(loader: object, name: str, size: int) -> str:
     """Why a loader gives no batches."""
     samples = length_of(getattr(loader, "dataset", None))
     if not isinstance(loader, DataLoader) or not samples:
@@ -491,9 +492,8 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the :meth:`begin` that goes on from where :meth:`state_dict` was taken."""
         point = self.counting.resumed_at
-        if not (
-            self.counting.moved and point is not None and isinstance(point.position, list)
-        ):  # read again up to there
+        reads_again = self.counting.moved and point is not None and isinstance(point.position, list)
+        if not reads_again:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
