@@ -340,7 +340,7 @@ class Attributes:
         """Micro-batches of one window in the epoch that runs; after a resume on other ranks perhaps not the flag's."""
         accumulate = self.config.accumulation(self.current_epoch)
         feed = self.session.fit.feed
-        return accumulate if feed is None else feed.course.micro(accumulate)
+        return accumulate if feed is None else feed.counting.micro(accumulate)
 
     @property
     def optimizers(self) -> list[Optimizer]:

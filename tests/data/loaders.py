@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,55 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
+from lockstep.data.source import Replicas
 from lockstep.loop.feed import Feed
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One of ``size`` ranks, which a test plays one after the other in its own process."""
-
-    rank: int = 0
-    size: int = 1
 
 
 def alike(size: int) -> Any:
     """What a gather of the ranks' tensors gives where all ranks hold the same."""
     return lambda tensor: tensor.expand(size, *tensor.shape)
+
+
+class Meeting:
+    """A gather for ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.parts: list[Any] = [None] * size
+        self.calls = 0
+
+    def of(self, rank: int) -> Any:
+        def gather(tensor: Tensor) -> Tensor:
+            self.calls += rank == 0
+            self.parts[rank] = tensor
+            self.barrier.wait()
+            together = torch.stack(self.parts)
+            self.barrier.wait()
+            return together
+
+        return gather
+
+
+def as_threads(size: int, play: Any) -> list[Any]:
+    """``play(rank, gather)`` of every rank, each in a thread; without workers (they fork)."""
+    meeting, results = Meeting(size), [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = play(rank, meeting.of(rank))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
 
 
 def numbers(n: int) -> TensorDataset:
@@ -81,11 +116,10 @@ class SizedStream(Stream):
 
 
 def feed_of(source: Any, rank: int = 0, size: int = 1, **arguments: Any) -> Feed:
-    """A training feed of one rank; ``gather`` takes the other ranks to be alike."""
-    if size > 1:
-        arguments.setdefault("gather", alike(size))
+    """A training feed of one rank; unless ``gather`` is given, the other ranks are taken to be alike."""
+    gather = arguments.pop("gather", alike(size) if size > 1 else None)
     arguments.setdefault("seed", 42)
-    return Feed.train(source, world=Rank(rank, size), **arguments)
+    return Feed.train(source, replicas=Replicas(rank, size, gather), **arguments)
 
 
 def epoch(feed: Feed, epoch: int = 0, start: int = 0, accumulate: int = 1) -> list[tuple[Any, float, float]]:

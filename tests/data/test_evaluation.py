@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lockstep.data.combined import CombinedLoader
+from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import EvaluationFeed
-from tests.data.loaders import Augmented, Rank, Stream, alike, indices, loader
+from tests.data.loaders import Augmented, Stream, alike, indices, loader
 
 
 def made(source: Any, rank: int = 0, size: int = 1, **arguments: Any) -> EvaluationFeed:
     gather = alike(size) if size > 1 else None
-    return EvaluationFeed.of(source, world=Rank(rank, size), seed=1, gather=gather, **arguments)
+    return EvaluationFeed.of(source, replicas=Replicas(rank, size, gather), seed=1, **arguments)
 
 
 @given(n=st.integers(1, 50), batch=st.integers(1, 6), size=st.integers(1, 5), shuffle=st.booleans())

@@ -11,9 +11,9 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Accumulation, BatchCounting, Given, Plan, accumulation, course
+from lockstep.loop.batch_counting import Accumulation, BatchCounting, Given, Plan, accumulation, count_batches
 from lockstep.loop.feed import Feed
-from tests.data.loaders import Rank, SizedStream, Stream, alike, by_sampler, feed_of, indices, loader, numbers
+from tests.data.loaders import SizedStream, Stream, by_sampler, feed_of, indices, loader, numbers
 
 Make = Callable[[], Any]
 
@@ -60,27 +60,29 @@ def play(
     found: list[list[int]] = []
     for rank in range(size):
 
-        def chart(batches: list[int], flexible: bool) -> BatchCounting:
-            return course(saved, Given(size, accumulate, batches, flexible, keep=keep))
+        def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
+            return count_batches(saved, Given(size, accumulate, batches, flexible, keep=keep))
 
         planned = None if saved is None else saved.ranks
-        feed = feed_of(make(), rank, size, chart=chart, planned=planned, gather=alike(size), **flags)
-        first = feed.course.begins(epoch)[0]
+        feed = feed_of(make(), rank, size, counting=counting, planned=planned, **flags)
+        first = feed.counting.begins(epoch)[0]
         feed.begin(epoch, first, rows)
         number = first
-        for place, window in enumerate(feed.windows(rows)):
-            if place >= stop:
+        for index, window in enumerate(feed.windows(rows)):
+            if index >= stop:
                 break
             number += window.size
-            found.extend([] for _ in range(place + 1 - len(found)))
+            found.extend([] for _ in range(index + 1 - len(found)))
             for batch, weight, _ in window:
                 if weight:
-                    found[place] += indices(batch)
+                    found[index] += indices(batch)
         feed.close()
     at = feed.reached(number)
-    origin = feed.course.origin if first else None
+    before = feed.counting.resumed_at if first else None
     return Life(
-        [sorted(window) for window in found], Plan(feed.course.ranks, accumulate, feed.batches, size, at, origin), feed
+        [sorted(window) for window in found],
+        Plan(feed.counting.ranks, accumulate, feed.batches, size, at, before),
+        feed,
     )
 
 
@@ -156,7 +158,7 @@ def test_a_schedule_of_accumulation_is_scaled_epoch_by_epoch() -> None:
         second = play(make, 3, schedule, saved=first.plan, epoch=epoch)
         whole = at_once(make, 2, rows, epoch=epoch)
         assert second.windows == (whole[2:] if epoch == 0 else whole)
-        assert second.feed.course.micro(rows) == (1 if rows == 1 else 2)
+        assert second.feed.counting.micro(rows) == (1 if rows == 1 else 2)
 
 
 @pytest.mark.parametrize(
@@ -191,23 +193,23 @@ def test_several_loaders_go_on_together() -> None:
         found: list[Any] = []
         for rank in range(life_size):
 
-            def chart(batches: list[int], flexible: bool) -> BatchCounting:
-                return course(saved, Given(life_size, 1, batches, flexible))
+            def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
+                return count_batches(saved, Given(size, 1, batches, flexible))
 
-            feed = Feed.train(make(), world=Rank(rank, life_size), seed=1, chart=chart, gather=alike(life_size))
-            number = feed.course.begins(0)[0]
+            feed = feed_of(make(), rank, life_size, seed=1, counting=counting)
+            number = feed.counting.begins(0)[0]
             feed.begin(0, number, 1)
-            for place, window in enumerate(feed.windows(1)):
-                if place >= stop:
+            for index, window in enumerate(feed.windows(1)):
+                if index >= stop:
                     break
                 number += window.size
-                found.extend(([], []) for _ in range(place + 1 - len(found)))
+                found.extend(([], []) for _ in range(index + 1 - len(found)))
                 for batch, _, _ in window:
-                    for into, name in zip(found[place], ("long", "short"), strict=True):
+                    for into, name in zip(found[index], ("long", "short"), strict=True):
                         into += indices(batch[name])
         at = feed.reached(number)
         sets = [(sorted(long), sorted(short)) for long, short in found]
-        return sets, Plan(feed.course.ranks, 1, feed.batches, life_size, at)
+        return sets, Plan(feed.counting.ranks, 1, feed.batches, life_size, at)
 
     whole, _ = drawn(4, None, math.inf)
     first, plan = drawn(4, None, 1)
@@ -253,7 +255,7 @@ def test_what_is_taken_as_it_is_goes_on_by_its_batches() -> None:
     with pytest.raises(MisconfigurationException, match="do not divide"):
         play(make, 3, 1, saved=first.plan, distribute=False)
     second = play(make, 2, 1, saved=first.plan, distribute=False)
-    assert second.feed.course.micro(1) == 2
+    assert second.feed.counting.micro(1) == 2
     assert second.windows[0] == sorted(2 * [*range(8, 16)])  # both ranks read on after two batches of their own
 
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep.data.source import Replicas
 from lockstep.ground import rank
 from lockstep.loop.feed import Feed
-from tests.data.loaders import Rank, Stream, drawn, epoch, loader
+from tests.data.loaders import Stream, drawn, epoch, loader
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def play_stream(n: int, workers: int) -> tuple[int, list[int]]:
-    world = Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    feed = Feed.train(DataLoader(Stream(n), 2, num_workers=workers), world=world, seed=1)
+    replicas = Replicas(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    feed = Feed.train(DataLoader(Stream(n), 2, num_workers=workers), replicas=replicas, seed=1)
     steps = epoch(feed, accumulate=2)
     return len(steps), drawn(steps)
 
@@ -34,7 +35,7 @@ def test_a_stream_ends_on_all_ranks_at_once(ranks: Any, n: int, workers: int) ->
 def play_own_generator() -> list[int]:
     rank = torch.distributed.get_rank()
     made = loader(20, generator=torch.Generator().manual_seed(100 + rank))
-    return drawn(epoch(Feed.train(made, world=Rank(rank, 2), seed=1)))
+    return drawn(epoch(Feed.train(made, replicas=Replicas(rank, 2), seed=1)))
 
 
 def test_a_generator_that_was_seeded_by_rank_is_taken_from_the_first(ranks: Any) -> None:
@@ -45,11 +46,11 @@ def test_a_generator_that_was_seeded_by_rank_is_taken_from_the_first(ranks: Any)
 def play_different_lengths(distribute: bool) -> int:
     rank = torch.distributed.get_rank()
     made = loader(8 + 8 * rank)
-    return len(epoch(Feed.train(made, world=Rank(rank, 2), seed=1, distribute=distribute), accumulate=3))
+    return len(epoch(Feed.train(made, replicas=Replicas(rank, 2), seed=1, distribute=distribute), accumulate=3))
 
 
 def test_ranks_with_data_of_their_own_end_together(ranks: Any) -> None:
-    """The rank that ends first goes on, on borrowed batches that weigh nothing."""
+    """The rank that ends first goes on, on padding batches that weigh nothing."""
     assert ranks(2).run(play_different_lengths, False) == [4, 4]
 
 
@@ -70,12 +71,12 @@ class OwnShards(IterableDataset[int]):
 
 
 def play_own_shards(own: bool, workers: int, mixed: bool) -> bool:
-    world = Rank(torch.distributed.get_rank(), 2)
+    replicas = Replicas(torch.distributed.get_rank(), 2)
     made: Any = DataLoader(OwnShards(own), 2, num_workers=workers)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         rank._warned.clear()
-        epoch(Feed.train([made, loader(20)] if mixed else made, world=world, seed=1))
+        epoch(Feed.train([made, loader(20)] if mixed else made, replicas=replicas, seed=1))
     return any("use_distributed_sampler=False" in str(warning.message) for warning in seen)
 
 

@@ -7,7 +7,6 @@ import resource
 import time
 import tracemalloc
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.order import SMALL, Feistel, Shuffled, WithReplacement, make_key, mix, table
+from lockstep.data.source import Replicas
 from lockstep.loop.feed import Feed
 
 
@@ -126,10 +126,9 @@ class Arithmetic(Dataset[int]):
 
 def test_the_first_of_a_billion_shuffled_samples_comes_at_once() -> None:
     loader = DataLoader(Arithmetic(10**9), batch_size=32, shuffle=True)
-    world = SimpleNamespace(rank=0, size=1)
 
     def first_batch(seed: int) -> Tensor:
-        feed = Feed.train(loader, world=world, seed=seed)
+        feed = Feed.train(loader, replicas=Replicas(), seed=seed)
         feed.begin(0)
         return next(iter(next(feed.windows(1))))[0]
 

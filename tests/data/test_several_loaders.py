@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lockstep.data.combined import CombinedLoader
+from lockstep.data.source import Replicas
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Feed
-from tests.data.loaders import Rank, by_sampler, epoch, feed_of, indices, loader
+from tests.data.loaders import by_sampler, epoch, feed_of, indices, loader
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -69,4 +70,4 @@ def test_several_untouched_loaders_resume(start: int) -> None:
 
 def test_sequential_is_not_for_training() -> None:
     with pytest.raises(MisconfigurationException, match="sequential"):
-        Feed.train(CombinedLoader([loader(4)], "sequential"), world=Rank(), seed=1)
+        Feed.train(CombinedLoader([loader(4)], "sequential"), replicas=Replicas(), seed=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,55 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lockstep.data.source import Replicas
 from lockstep.data.stream import fingerprint
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Feed
-from tests.data.loaders import Rank, SizedStream, Stream, drawn, epoch, feed_of, indices
-
-
-class Meeting:
-    """A gather for ranks that are threads."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
-        self.parts: list[Any] = [None] * size
-        self.calls = 0
-
-    def of(self, rank: int) -> Any:
-        def gather(tensor: Tensor) -> Tensor:
-            self.calls += rank == 0
-            self.parts[rank] = tensor
-            self.barrier.wait()
-            together = torch.stack(self.parts)
-            self.barrier.wait()
-            return together
-
-        return gather
-
-
-def as_threads(size: int, play: Any) -> list[Any]:
-    """``play(rank, gather)`` of every rank, each in a thread; without workers (they fork)."""
-    meeting, results = Meeting(size), [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = play(rank, meeting.of(rank))
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return results
+from tests.data.loaders import Meeting, SizedStream, Stream, as_threads, drawn, epoch, feed_of, indices
 
 
 # Threads share the process' random generators, so these streams draw nothing.
@@ -72,7 +29,7 @@ class Quiet(Stream):
 @settings(max_examples=25, deadline=None)
 def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, accumulate: int) -> None:
     def play(rank: int, gather: Any) -> Any:
-        feed = Feed.train(DataLoader(Quiet(n), batch), world=Rank(rank, size), seed=1, gather=gather)
+        feed = Feed.train(DataLoader(Quiet(n), batch), replicas=Replicas(rank, size, gather), seed=1)
         feed.begin(0)
         return [(window.size, window.last, list(window)) for window in feed.windows(accumulate)]
 
@@ -90,7 +47,7 @@ def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, ac
 
 def test_a_stream_shorter_than_the_ranks_is_refused_where_each_needs_a_sample() -> None:
     def play(rank: int, gather: Any, padded: bool) -> Any:
-        feed = Feed.train(DataLoader(Quiet(2), 1), world=Rank(rank, 3), seed=1, gather=gather, padded=padded)
+        feed = Feed.train(DataLoader(Quiet(2), 1), replicas=Replicas(rank, 3, gather), seed=1, padded=padded)
         return drawn(epoch(feed))
 
     assert as_threads(3, lambda rank, gather: play(rank, gather, False)) == [[0], [1], []]
@@ -100,7 +57,7 @@ def test_a_stream_shorter_than_the_ranks_is_refused_where_each_needs_a_sample() 
 
 def test_one_collective_a_window() -> None:
     meeting = Meeting(1)
-    feed = Feed.train(DataLoader(Quiet(20), 2), world=Rank(), seed=1, gather=meeting.of(0))
+    feed = Feed.train(DataLoader(Quiet(20), 2), replicas=Replicas(gather=meeting.of(0)), seed=1)
     before = meeting.calls
     assert len(epoch(feed, accumulate=3)) == 10
     assert meeting.calls - before == 4
@@ -113,7 +70,7 @@ def test_every_sample_once_over_ranks_and_workers(sharded: bool, workers: int, s
     taken = []
     for rank in range(size):
         made = DataLoader(Stream(23, sharded), 2, num_workers=workers)
-        feed = Feed.train(made, world=Rank(rank, size), seed=1, gather=lambda tensor: tensor.unsqueeze(0))
+        feed = Feed.train(made, replicas=Replicas(rank, size, lambda tensor: tensor.unsqueeze(0)), seed=1)
         taken += drawn(epoch(feed))
     assert sorted(taken) == list(range(23))
 
@@ -221,7 +178,7 @@ def test_a_stream_with_state_goes_on_without_reading_again(rank: int, done: int)
         return [(batch.tolist(), weight) for batch, weight, _ in steps]
 
     def made(data: Stateful) -> Feed:
-        return Feed.train(DataLoader(data, 3), world=Rank(rank, 2), seed=1, gather=lambda t: t.unsqueeze(0))
+        return Feed.train(DataLoader(data, 3), replicas=Replicas(rank, 2, lambda t: t.unsqueeze(0)), seed=1)
 
     whole = played(epoch(made(Stateful(40)), 1))
     feed = made(Stateful(40))
@@ -305,7 +262,7 @@ def test_a_stream_is_read_up_to_the_length_it_tells() -> None:
 def test_a_data_set_that_shards_over_ranks_itself_is_taken_whole() -> None:
     data = Stream(6)
     data._distributed = (0, 2)  # type: ignore[attr-defined]
-    made = Feed.train(DataLoader(data, 2), world=Rank(1, 2), seed=1, gather=lambda tensor: tensor.unsqueeze(0))
+    made = Feed.train(DataLoader(data, 2), replicas=Replicas(1, 2, lambda tensor: tensor.unsqueeze(0)), seed=1)
     assert drawn(epoch(made)) == list(range(6))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lockstep.data.measured import first_tensor
+from lockstep.data.source import first_tensor
 from lockstep.ground import rank as rank_module
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet

@@ -133,7 +133,9 @@ def test_what_one_process_cannot_do_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r'"dp".*automatic_optimization = False.*use strategy="ddp"'):
         quiet(strategy="dp", devices=2).fit(Manual(), numbers(2))
     strategy = DataParallelStrategy()
-    strategy.collectives.world = World(rank=0, size=2, local_rank=0, local_size=1, node_rank=0, num_nodes=2, address="", port=0)
+    strategy.collectives.world = World(
+        rank=0, size=2, local_rank=0, local_size=1, node_rank=0, num_nodes=2, address="", port=0
+    )
     with pytest.raises(MisconfigurationException, match=r"num_nodes=2.*one node"):
         strategy.setup_environment()
 

@@ -1,16 +1,40 @@
-"""CombinedLoader: several loaders drawn from together, in one of four modes."""
+"""What a dataloader hook returns, one loader or several in a nest, and the sources that stand for it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lockstep.data.sampler import length_of
+from lockstep.data.cut import WindowPlan, apportion
+from lockstep.data.fixed import Untouched, in_order
+from lockstep.data.order import make_key
+from lockstep.data.sampler import Drawn, OwnShare, order_of, own_generator
+from lockstep.data.source import (
+    Gather,
+    Indexed,
+    Measure,
+    Ordered,
+    Sampling,
+    Source,
+    SourceSpec,
+    holders,
+    length_of,
+    of_all_ranks,
+    skipped,
+)
+from lockstep.data.stream import Stream
+from lockstep.data.workers import end_workers
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
+from lockstep.ground.seed import isolate_rng, random_states, set_random_states
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
@@ -166,7 +190,7 @@ def rows(
         yield row
 
 
-def flatten(loaders: Any) -> tuple[list[Any], TreeSpec]:
+def flatten(loaders: object) -> tuple[list[Any], TreeSpec]:
     """The loaders of a nest in a list, and what it takes to build the nest again.
 
     A list of tensors, or of anything that cannot be iterated, is a loader (its items are batches), not a
@@ -175,13 +199,13 @@ def flatten(loaders: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(loaders, is_leaf=_is_list_of_batches)
 
 
-def _is_list_of_batches(loaders: Any) -> bool:
+def _is_list_of_batches(loaders: object) -> bool:
     if not isinstance(loaders, list | tuple):
         return False
     return any(not hasattr(item, "__iter__") or (not isinstance(item, list) and _is_batch(item)) for item in loaders)
 
 
-def _is_batch(item: Any) -> bool:
+def _is_batch(item: object) -> bool:
     """Whether there is nothing in it that could be a loader."""
     if isinstance(item, Mapping | list | tuple):
         parts = list(item.values() if isinstance(item, Mapping) else item)
@@ -189,9 +213,300 @@ def _is_batch(item: Any) -> bool:
     return isinstance(item, Tensor | str | bytes | int | float | None) or hasattr(item, "__array__")
 
 
-def end_workers(loader: Any) -> None:
-    """Ends the persistent workers of a loader, if it has any."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
-        loader._iterator = None
+# -- the sources of loaders ----------------------------------------------------------------------------------
+
+
+def unpack(returned: object, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
+    """(loaders, their nest or None if there is but a bare one, mode) of what a loader hook returned."""
+    if isinstance(returned, CombinedLoader):
+        return returned.flattened, flatten(returned.iterables)[1], returned.mode
+    loaders, nest = flatten(returned)
+    bare = len(loaders) == 1 and loaders[0] is returned
+    return loaders, None if bare else nest, mode
+
+
+def make_sources(
+    loaders: list[Any], spec: SourceSpec, overfit: bool = False
+) -> tuple[list[Source], list[Any], list[str]]:
+    """A source for each loader of a stage, the loaders (read in order for ``overfit_batches``), and their names."""
+    hook, several = f"{spec.stage}_dataloader", len(loaders) > 1
+    names = [f"{hook}[{number}]" if several else hook for number in range(len(loaders))]
+    if overfit:
+        loaders = list(map(in_order, loaders, names))
+    parts = enumerate(zip(loaders, names, strict=True))
+    return [make_source(loader, spec, number, name) for number, (loader, name) in parts], loaders, names
+
+
+def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str) -> Source:
+    """The source for a loader or other iterable.
+
+    Args:
+        loader: what a dataloader hook returned, or one part of it.
+        spec: rank, seed and the like.
+        number: of the loader in the stage; loaders of one stage are shuffled apart.
+        name: for messages.
+
+    Raises:
+        MisconfigurationException: it has a `DistributedSampler` made for other ranks, or cannot be shared out by
+            weight.
+    """
+    measure = Measure(name, spec.stage)
+    key = make_key(spec.seed, spec.stage, number)
+    if not isinstance(loader, DataLoader) or not spec.distribute:
+        if spec.distribute and spec.size > 1:
+            warn_once(SEEN_WHOLE.format(name=name, kind=type(loader).__name__, size=spec.size))
+        made: Source = Untouched(loader, spec, measure)
+    elif isinstance(loader.dataset, IterableDataset):
+        made = Stream(loader, spec, key, measure)
+    elif spec.torch_order and spec.size == spec.planned == 1:
+        made = Untouched(loader, spec, measure)
+    else:
+        made = make_indexed(loader, spec, key, name)
+    if spec.shares:
+        check_shares(made, spec, name)
+    return made
+
+
+SEEN_WHOLE = (
+    "{name} is a {kind}, no DataLoader: lockstep cannot share it out, and each of the {size} ranks reads all that it "
+    "gives. Unless it gives each rank a part of its own, every sample is seen {size} times: make a DataLoader of it, "
+    "or shard it by rank. Trainer(use_distributed_sampler=False) says that ranks have data of their own."
+)
+
+
+def make_indexed(loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Indexed:
+    """The source for a loader of a map-style data set: its sampler decides."""
+    sampling = Sampling.of(loader, spec, key, name)
+    sampler = sampling.sampler
+    if sampling.batch_size is not None:
+        own = own_generator(sampler)
+        own_key = key if own is None else make_key(spec.agreed(own.initial_seed()), "generator")
+        count = length_of(loader.dataset) or 0
+        order = order_of(sampler, count, seed=spec.seed, key=own_key, torch_order=spec.torch_order)
+        if order is not None:
+            return Ordered(sampling, order)
+    distributed = next((each for each in holders(sampler) if isinstance(each, DistributedSampler)), None)
+    if distributed is None:
+        return Drawn(sampling)
+    check_own_share(distributed, spec, name)
+    return OwnShare(sampling)
+
+
+def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | None) -> tuple[float, ...]:
+    """The shares of ``count`` replicas by weight; empty where they are equal.
+
+    Raises:
+        MisconfigurationException: they are no positive numbers, one for each replica, or differ between ranks.
+    """
+    if shares is None:
+        return ()
+    if len(shares) != count or not all(0 < share < math.inf for share in shares):
+        raise MisconfigurationException(f"shares={shares!r}: give {count} positive numbers, one for each replica.")
+    if gather is not None:
+        of_ranks = gather(torch.tensor(shares, dtype=torch.float64))
+        if not bool((of_ranks == of_ranks[0]).all()):
+            raise MisconfigurationException(
+                f"shares={shares!r} are not the same on all ranks ({of_ranks.tolist()}): samples would be seen twice "
+                "and others never. Measure on one rank and broadcast the numbers."
+            )
+    return tuple(shares) if len(set(shares)) > 1 else ()
+
+
+def check_shares(source: Source, spec: SourceSpec, name: str) -> None:
+    """Refuses shares by weight that a loader cannot be cut into.
+
+    Raises:
+        MisconfigurationException: with the way out.
+    """
+    if not source.divisible:
+        raise MisconfigurationException(
+            f"shares={spec.shares}: {name} gives whole batches, which lockstep cannot share out by weight. Make it a "
+            "DataLoader over a map-style data set, with a batch_size and without a DistributedSampler or a batch "
+            "sampler of its own, and leave Trainer(use_distributed_sampler=True); or give equal shares."
+        )
+    samples = source.batch * spec.size
+    parts = apportion(samples, spec.size, spec.shares)
+    if 0 in parts:
+        raise MisconfigurationException(
+            f"shares={spec.shares}: of a global batch of {samples} samples of {name} (batch_size={source.batch} x "
+            f"{spec.size}) replica {parts.index(0)} gets none: give a larger batch_size, or a larger share."
+        )
+
+
+def check_own_share(sampler: DistributedSampler[Any], spec: SourceSpec, name: str) -> None:
+    """Refuses a `DistributedSampler` that was made for another number of ranks than there are."""
+    if (sampler.rank, sampler.num_replicas) != (spec.rank, spec.size):
+        raise MisconfigurationException(
+            f"{name} has a DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}), but "
+            f"this is rank {spec.rank} of {spec.size}. Leave the sampler out: lockstep shares the data "
+            "over the ranks by itself; or set Trainer(use_distributed_sampler=False) to have the loader "
+            "taken as it is."
+        )
+
+
+# -- loaders side by side ------------------------------------------------------------------------------------
+
+
+class RowWeight(float):
+    """The weight of a micro-batch of several loaders: that of its heaviest part.
+
+    Attributes:
+        parts: the weight of each part.
+    """
+
+    parts: tuple[float, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[float]) -> RowWeight:
+        """The weight of these parts."""
+        known = tuple(parts)
+        made = cls(max(known))
+        made.parts = known
+        return made
+
+
+class Mixed(Source):
+    """Several sources in one of the modes of `CombinedLoader` but ``"sequential"``.
+
+    A micro-batch weighs what the heaviest of its parts weighs. A part that a rank has no samples of is None there.
+
+    Args:
+        parts: the sources.
+        nest: that their batches come in.
+        mode: ``"min_size"``, ``"max_size"`` or ``"max_size_cycle"``.
+        limits: at most so many micro-batches of each part's pass.
+    """
+
+    def __init__(
+        self, parts: list[Source], nest: TreeSpec, mode: str, limits: Sequence[int | float] | None = None
+    ) -> None:
+        self._parts = parts
+        self.nest = nest
+        self._mode = mode
+        self._limits = limits or [math.inf] * len(parts)
+        self.rank = parts[0].rank
+        self.pads = True  # its parts do, each by itself
+        self._measure()
+        self.fixed = all(part.fixed for part in parts)
+        self.flexible = all(part.flexible for part in parts)
+        # A sampler of the user's that begins anew is ahead of the loader, and its passes overlap.
+        self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
+        self.batch = max(part.batch for part in parts)
+        # Resume by reading again: the order of some depends on the process' random numbers, or where a later pass
+        # begins shows on reading only.
+        self._rereads = any(isinstance(part, Untouched) for part in parts) or (
+            mode == "max_size_cycle" and any(map(math.isinf, self._lengths))
+        )
+        self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
+        self._own_states: list[Any] = []  # those of generators that loaders hold
+        self._resume: dict[str, Any] | None = None
+
+    def _measure(self) -> None:
+        parts = self._parts
+        self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
+        self.length = LENGTHS[self._mode](self._lengths)
+        # parts that are cut by weight are rounded apart
+        uneven = any(part.uneven for part in parts)
+        self.even = 0 if uneven else int(min(map(min, [part.even for part in parts], self._lengths)))
+
+    def planned(self, ranks: int) -> int | float:
+        lengths = [part.planned(ranks) for part in self._parts]
+        return LENGTHS[self._mode](map(min, lengths, self._limits))
+
+    def recut(self, plan: WindowPlan) -> None:
+        for part in self._parts:  # which go on by the number of micro-batches
+            part.recut(replace(plan, number=0, position=None))
+        self._measure()
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        walk = self._rows([part.open for part in self._parts], epoch, start, stop)
+        return (tree_unflatten(row, self.nest) for row in walk)
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        walk = self._rows([part.weighed for part in self._parts], epoch, start, stop)
+        return map(self._weighed_row, walk)
+
+    def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
+        weight = RowWeight.of(0.0 if item is None else item[1] for item in row)
+        self.mark = sum(part.mark for part in self._parts) % 2**52
+        some = bool(weight)  # else it is a padding batch, or nobody's
+        kept = [None if item is None or (some and not item[1]) else item[0] for item in row]
+        return tree_unflatten(kept, self.nest), weight
+
+    def has(self, number: int) -> bool:
+        if self._mode == "max_size_cycle":
+            return number < self.length
+        parts = zip(self._parts, self._lengths, strict=True)
+        some = all if self._mode == "min_size" else any
+        return some(number < length and part.has(number) for part, length in parts)
+
+    def weights(self, number: int) -> Sequence[float]:
+        return [max(weights) for weights in zip(*self.row(number), strict=True)]
+
+    def row(self, number: int) -> list[Sequence[float]]:
+        found: list[Sequence[float] | None] = []
+        for part, length in zip(self._parts, self._lengths, strict=True):
+            local = number % int(length) if self._mode == "max_size_cycle" else number
+            found.append(part.weights(local) if local < length and part.has(local) else None)
+        size = max(len(weights) for weights in found if weights is not None)
+        return [[0.0] * size if weights is None else weights for weights in found]
+
+    def without(self, batch: Any, parts: Sequence[float]) -> Any:
+        leaves = self.nest.flatten_up_to(batch)
+        return tree_unflatten([leaf if part else None for leaf, part in zip(leaves, parts, strict=True)], self.nest)
+
+    def leaves(self) -> list[Source]:
+        return [leaf for part in self._parts for leaf in part.leaves()]
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [part.state_dict() for part in self._parts]
+        if self._rereads or self._mode == "max_size_cycle":
+            states = list(map(of_all_ranks, states))  # other states do not tell how often their loader has begun anew
+        found: dict[str, Any] = {"parts": states} if any(states) else {}
+        if self._rereads and self._states is not None:
+            found |= {"random": self._states, "own": self._own_states}
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume = state if "random" in state else None
+        for part, of_part in zip(self._parts, state.get("parts", []), strict=False):
+            part.load_state_dict(of_part)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _rows(
+        self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
+    ) -> Iterator[list[Any]]:
+        """The parts' batches side by side, from row ``start`` on."""
+        cycles = self._mode == "max_size_cycle"
+        begin = 0 if self._rereads else start
+        begins = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
+
+        def opener(number: int) -> Callable[[int], Iterator[Any]]:
+            first_turn, first_start = begins[number]
+            limit = min(self._limits[number], stop)
+
+            def open_pass(turn: int) -> Iterator[Any]:
+                at = first_start if turn == first_turn else 0
+                opened = open_part[number](epoch, turn, at, limit)
+                return opened if math.isinf(limit) else itertools.islice(opened, max(0, int(limit) - at))
+
+            return open_pass
+
+        openers = [opener(number) for number in range(len(self._parts))]
+        walk = rows(openers, self._mode, [turn for turn, _ in begins])
+        resume, self._resume = self._resume, None
+        if not self._rereads:
+            return walk
+        if resume is None or start == 0:
+            self._states = random_states(include_cuda=False)
+            self._own_states = [part.generator_states() for part in self._parts]
+            return skipped(walk, start)
+        self._states, self._own_states = resume["random"], resume.get("own", [])
+        for part, states in zip(self._parts, self._own_states, strict=False):
+            part.set_generator_states(states)
+        with isolate_rng(include_cuda=False):
+            set_random_states(resume["random"])
+            return skipped(walk, start)

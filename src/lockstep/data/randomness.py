@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from lockstep.data.drawn_order import generator_state, seed_generator, set_generator_state
 from lockstep.data.order import mix
+
+# -- the process' generators ---------------------------------------------------------------------------------
 
 
 def seed_all(bits: int) -> None:
@@ -43,6 +47,9 @@ def put_back(states: tuple[Any, ...]) -> None:
     random.setstate(states[1])
     if states[2] is not None:
         sys.modules["numpy"].random.set_state(states[2])
+
+
+# -- indices that seed ---------------------------------------------------------------------------------------
 
 
 class SeededIndices(list[int]):
@@ -109,44 +116,105 @@ def _arrive_alone(index: int, key: int, first: int) -> int:
     return index
 
 
-class Lane:
+# -- generators of the user's --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldGenerator:
+    """A random generator that a sampler of the user's holds: torch's on the CPU, NumPy's or Python's."""
+
+    state: Callable[[], Any]
+    """Its state, as a checkpoint can hold it."""
+    set_state: Callable[[Any], object]
+    """Puts a state back."""
+    seed: Callable[[int], object]
+    """Seeds it with 63 bits."""
+    initial_seed: Callable[[], int] | None = None
+
+    def initial_bits(self) -> int:
+        """63 bits that stand for how it was seeded."""
+        if self.initial_seed is not None:
+            return self.initial_seed()
+        digest = hashlib.blake2b(repr(self.state()).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+def held_generator(value: object) -> HeldGenerator | None:
+    """A generator of any kind; None where ``value`` is none that could be seeded."""
+    if isinstance(value, torch.Generator):
+        known = HeldGenerator(value.get_state, value.set_state, value.manual_seed, value.initial_seed)
+        return known if value.device.type == "cpu" else None
+    if isinstance(value, random.Random):
+        known = HeldGenerator(value.getstate, value.setstate, value.seed)
+        return None if isinstance(value, random.SystemRandom) else known
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        state: Any = value
+        return HeldGenerator(
+            lambda: _without_arrays(state.get_state()), state.set_state, lambda bits: state.seed(bits & 0xFFFFFFFF)
+        )
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bit_generator: Any = value.bit_generator
+        put = partial(setattr, bit_generator, "state")
+        return HeldGenerator(
+            lambda: _without_arrays(bit_generator.state), put, lambda bits: put(type(bit_generator)(bits).state)
+        )
+    return None
+
+
+def generators_of(holders: Iterable[object]) -> list[HeldGenerator]:
+    """The generators that samplers hold as attributes, each once."""
+    values = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
+    return [known for value in values.values() if (known := held_generator(value)) is not None]
+
+
+def _without_arrays(state: Any) -> Any:
+    """NumPy's arrays as lists, which it takes back too."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_without_arrays, state))
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+class SeparateStates:
     """Random states of something that draws now and then, apart from those of everybody else.
 
-    Inside the context the process' generators (and the ``generators`` given) go on from where the lane left
-    them; outside they are as if nothing had been drawn.
+    Inside the context the process' generators (and the ``generators`` given) go on from where they were left at the
+    end of the last one; outside they are as if nothing had been drawn.
 
     Args:
-        bits: where the lane starts.
-        generators: further generators that are drawn from, and the bits that each of them starts at.
+        bits: the seed of the first time.
+        generators: further generators that are drawn from, and the bits that each of them is seeded with.
     """
 
-    def __init__(self, bits: int, generators: Sequence[tuple[Any, int]] = ()) -> None:
+    def __init__(self, bits: int, generators: Sequence[tuple[HeldGenerator, int]] = ()) -> None:
         self._bits = bits
         self._generators = generators
-        self._inside: tuple[Any, ...] | None = None
-        self._inside_of: list[Any] = []
-        self._outside: tuple[Any, ...] = ()
-        self._outside_of: list[Any] = []
+        self._inside: tuple[tuple[Any, ...], list[Any]] | None = None
+        self._outside: tuple[tuple[Any, ...], list[Any]] = ((), [])
 
-    def __enter__(self) -> Lane:
-        self._outside = capture()
-        self._outside_of = [generator_state(made) for made, _ in self._generators]
-        if self._inside is None:
-            seed_all(self._bits)
-            for made, bits in self._generators:
-                seed_generator(made, bits)
-        else:
-            put_back(self._inside)
-            for (made, _), state in zip(self._generators, self._inside_of, strict=True):
-                set_generator_state(made, state)
+    def __enter__(self) -> SeparateStates:
+        self._outside = self._capture()
+        if self._inside is not None:
+            self._put_back(self._inside)
+            return self
+        seed_all(self._bits)
+        for held, bits in self._generators:
+            held.seed(bits)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._inside = capture()
-        self._inside_of = [generator_state(made) for made, _ in self._generators]
-        put_back(self._outside)
-        for (made, _), state in zip(self._generators, self._outside_of, strict=True):
-            set_generator_state(made, state)
+        self._inside = self._capture()
+        self._put_back(self._outside)
+
+    def _capture(self) -> tuple[tuple[Any, ...], list[Any]]:
+        return capture(), [held.state() for held, _ in self._generators]
+
+    def _put_back(self, states: tuple[tuple[Any, ...], list[Any]]) -> None:
+        put_back(states[0])
+        for (held, _), state in zip(self._generators, states[1], strict=True):
+            held.set_state(state)
 
 
 def draws_nothing(dataset: object, collate: object) -> bool:

@@ -1,47 +1,81 @@
-"""Sources: one loader as one rank draws from it, pass after pass; and several, side by side."""
+"""Sources: one loader as one rank draws from it, pass after pass. Here is what all of them share, and the source of
+loaders over map-style data sets whose order is a function.
+
+In `data/` a *rank* is one of the ranks that see different samples: see `Replicas`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import NoneType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader
 
-from lockstep.data.combined import LENGTHS, end_workers, rows
-from lockstep.data.cut import Cut
-from lockstep.data.drawn_order import (
-    DrawnOrder,
-    WatchedSampler,
-    generator_state,
-    generators_of,
-    of_all_ranks,
-    set_generator_state,
-    stateful,
-    states_of,
-)
-from lockstep.data.measured import Measure
-from lockstep.data.order import generator, make_key
-from lockstep.data.randomness import SeededIndex, SeededIndices, capture, put_back
-from lockstep.data.recut import WindowPlan
-from lockstep.data.sampler import Schedule, call_set_epoch, holders, length_of
-from lockstep.data.stream import Counting, DrawHistory, Shard, Sizes, WatchedInit, stream_length
-from lockstep.data.workers import opened
-from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.seed import isolate_rng, random_states, set_random_states
+from lockstep.data.cut import Cut, Position, WindowPlan
+from lockstep.data.order import Order, generator, make_key, sequential
+from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
+from lockstep.data.workers import end_workers, opened
+from lockstep.ground.comm import all_gather_tensor, world_size
+from lockstep.ground.rank import rank_zero_info
 
-# -- one loader ----------------------------------------------------------------------------------------------
-
+Gather: TypeAlias = Callable[[Tensor], Tensor]
+"""Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
 
 SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
+_BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
+
+
+# -- what sources are made with ------------------------------------------------------------------------------
+
+
+class Place(Protocol):
+    """Where this process stands among the ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a model, which see different samples, and the one that this rank belongs to.
+
+    Ranks that share a tensor or a pipeline are one replica: they draw the same batches. Where no strategy splits the
+    model, each rank is a replica: :meth:`of`.
+    """
+
+    index: int = 0
+    """Of this rank's replica."""
+    count: int = 1
+    gather: Gather | None = None
+    """Stacks the tensors of all replicas by index, each from one of its ranks; a collective. None: the default process
+    group's, in which each rank is a replica."""
+
+    @classmethod
+    def of(cls, world: Place) -> Replicas:
+        """Each rank is a replica."""
+        return cls(world.rank, world.size)
+
+    def agreed_gather(self) -> Gather | None:
+        """The gather over the replicas; None where there is but one, and none was given."""
+        if self.gather is not None or self.count == 1:
+            return self.gather
+        if world_size() != self.count:
+            raise ValueError(
+                f"{self.count} replicas on {world_size()} ranks: give Replicas(gather=...) over a rank of each replica."
+            )
+        return all_gather_tensor
 
 
 @dataclass(frozen=True)
@@ -49,19 +83,24 @@ class SourceSpec:
     """What every source of a stage is made with."""
 
     rank: int
+    """Index of this rank's replica."""
     size: int
+    """Number of replicas."""
     seed: int
     stage: str
-    borrow: bool
-    """Give a rank whose part of a micro-batch is empty a sample of another's part. Else no sample is drawn twice."""
+    pads: bool = False
+    """Give a rank whose part of a micro-batch is empty a sample of another's part, a padding batch. Else no sample is
+    drawn twice."""
     distribute: bool = True
     """Share the loaders out over the ranks; else each rank iterates what it was given."""
     torch_order: bool = False
     """Shuffle by torch's own permutation."""
     planned: int = 1
     """The number of ranks that the order of data was first drawn for."""
-    gather: Callable[[Tensor], Tensor] | None = None
+    gather: Gather | None = None
     """Every rank's tensor, stacked; None where there is but one rank."""
+    shares: tuple[float, ...] = ()
+    """A rank's part of a global batch is proportional to its number here; empty: all parts are equal."""
 
     def agreed(self, seed: int) -> int:
         """Rank 0's seed."""
@@ -81,17 +120,23 @@ class Source(ABC):
     length: int | float
     """Micro-batches of a pass on the rank that has most; infinite where it is not known."""
     even: int = 0
-    """In at least so many leading micro-batches every rank draws ``batch`` samples."""
+    """In this many leading micro-batches each rank draws as many samples as in the first one, and at least one."""
     rest: int = 0
     """Samples of a last batch that is not full, of loaders that are taken as they are."""
     batch: int = 1
+    """Samples that a rank draws for a full micro-batch; by weight, the mean over the ranks."""
     flexible: bool = False
     """Can be cut into windows of any size; else in whole batches only."""
     pads: bool = False
-    """Gives a rank whose part of a micro-batch is empty a sample of another's part, so that all draw equally often."""
+    """Draws a padding batch where a rank's part of a micro-batch is empty, so that all ranks draw equally often."""
+    divisible: bool = False
+    """A global batch can be cut into parts of any size; else in whole batches only."""
+    uneven: bool = False
+    """Ranks draw unequal parts of a full global batch."""
     rank: int
     mark: float = 0.0
-    """Stands for the first sample of a stream before it was shared out: on all ranks alike, unless it is not one."""
+    """Stands for the first sample of a stream before it was shared out. It differs between ranks where they do not read
+    the same stream."""
     noted: deque[list[Any]] | None = None
     """What the data set was asked for, batch by batch, as far as it was not taken out again; see `note_indices`."""
 
@@ -115,7 +160,7 @@ class Source(ABC):
         return number < self.length
 
     def weights(self, number: int) -> Sequence[float]:
-        """Number of samples that each rank draws for a micro-batch."""
+        """Number of samples that each rank draws for a micro-batch; 0 where it draws a padding batch."""
         raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
 
     def row(self, number: int) -> list[Sequence[float]]:
@@ -130,14 +175,11 @@ class Source(ABC):
         """Micro-batches that a pass would have on another number of ranks."""
         return self.length
 
-    def group(self, grouping: WindowPlan) -> None:  # noqa: B027
+    def recut(self, plan: WindowPlan) -> None:  # noqa: B027
         """Cut the passes to come as another number of ranks has planned or begun them; before they are opened."""
 
-    def place(self, number: int) -> Any:
-        """What has been drawn before a micro-batch with which a window begins, for :meth:`group`, as plain data.
-
-        None where the number of micro-batches is all that is known.
-        """
+    def position(self, number: int) -> Position:
+        """What all ranks have drawn before a micro-batch with which a window begins, for :meth:`recut`."""
         return None
 
     def generator_states(self) -> list[Any]:
@@ -162,42 +204,88 @@ class Source(ABC):
         """Ends loader workers."""
 
 
-class Indexed(Source):
-    """A loader over a map-style data set, whose indices a schedule of ours deals out.
+# -- loaders over map-style data sets ------------------------------------------------------------------------
 
-    The user's loader stays as it is: a shallow copy of it (its class, attributes, data set, workers'
-    settings) gets another batch sampler and a generator of its own.
+
+class Sampling(NamedTuple):
+    """A loader over a map-style data set, and how it asks for samples."""
+
+    loader: DataLoader[Any]
+    spec: SourceSpec
+    key: int
+    """64 bits that stand for (seed, loader)."""
+    name: str
+    """Of the loader, for messages."""
+    sampler: Iterable[Any]
+    """Yields indices; where ``batch_size`` is None, whole batches (a batch sampler)."""
+    batch_size: int | None
+    drop_last: bool
+    single: bool
+    """Each index stands for a whole batch (a loader with ``batch_size=None``)."""
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], spec: SourceSpec, key: int, name: str) -> Sampling:
+        """As the loader was made."""
+        batches: Iterable[Any] | None = loader.batch_sampler
+        if batches is None and isinstance(loader.sampler, BatchSampler):
+            batches = loader.sampler  # batch_size=None: the data set is asked for a list of indices at once
+        if batches is None:
+            return cls(loader, spec, key, name, loader.sampler, 1, False, True)
+        if type(batches) is BatchSampler:
+            return cls(loader, spec, key, name, batches.sampler, batches.batch_size, batches.drop_last, False)
+        return cls(loader, spec, key, name, batches, None, False, False)
+
+
+class Indexed(Source):
+    """A loader over a map-style data set, whose indices are dealt out here.
+
+    The user's loader stays as it is: a shallow copy of it (its class, attributes, data set, workers' settings) gets
+    another batch sampler and a generator of its own.
+
+    Subclasses say which indices: :meth:`begin` is called once for each pass, then :meth:`draw` is iterated (perhaps
+    ahead of training, to keep loader workers busy); the feed asks ``has`` and ``weights`` in ascending order.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], schedule: Schedule, draft: SourceSpec, key: int, measure: Measure | None = None
-    ) -> None:
-        self.rank = draft.rank
-        self._trains = draft.stage == "train"
-        self._measure = measure  # of what the data set gives as a batch by itself
-        self.ahead = measure is None
-        self.fixed = schedule.fixed and self.ahead
-        self.flexible = schedule.flexible
-        self._schedule = schedule
-        self.pads = schedule.borrow
-        self._key = key
-        self.length = schedule.length
-        self.even = schedule.even
-        self.batch = schedule.batch
-        self._quiet = schedule.quiet
+    flexible = True
+
+    def __init__(self, sampling: Sampling) -> None:
+        loader, spec = sampling.loader, sampling.spec
+        self.rank = spec.rank
+        self.pads = spec.pads
+        self.batch = sampling.batch_size or 1
+        self._trains = spec.stage == "train"
+        # of what the data set gives as a batch by itself
+        self._measure = Measure(sampling.name, spec.stage) if sampling.single else None
+        self.ahead = self._measure is None
+        self.divisible = sampling.batch_size is not None and not sampling.single
+        self.uneven = bool(spec.shares)
+        self._sampling = sampling
+        self._key = sampling.key
+        self._epoch_key = 0
+        self._quiet = draws_nothing(loader.dataset, loader.collate_fn)  # then indices need not seed anything
         self._own_process = loader.num_workers == 0
+        self._plan: WindowPlan | None = None
         self._stop: int | float = math.inf
-        dealt = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._copy = copy_loader(loader, **{dealt: _Lists(self)})
+        replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._copy = copy_loader(loader, **{replaced: _Lists(self)})
+
+    @abstractmethod
+    def begin(self, epoch: int, turn: int, start: int) -> None:
+        """Gets ready to draw from micro-batch ``start`` on."""
+
+    @abstractmethod
+    def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        """This rank's indices of each micro-batch from ``start`` up to ``stop``."""
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        self._schedule.stop = self._stop = stop
-        self._schedule.begin(epoch, turn, start)
+        self._stop = stop
+        self._epoch_key = make_key(self._key, "draw", epoch, turn)
+        self.begin(epoch, turn, start)
         self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
         if self.noted is not None:
             self.noted.clear()
         iterator = opened(self._copy)
-        return apart(iterator) if self._own_process and not self._quiet else iterator
+        return unmixed(iterator) if self._own_process and not self._quiet else iterator
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
         if not self._trains:
@@ -216,75 +304,97 @@ class Indexed(Source):
     def note_indices(self) -> None:
         self.noted = deque()
 
-    def planned(self, ranks: int) -> int | float:
-        return self._schedule.planned(ranks)
-
-    def group(self, grouping: WindowPlan) -> None:
-        self._schedule.group(grouping)
-        self.length, self.even = self._schedule.length, self._schedule.even
-
-    def place(self, number: int) -> int:
-        return self._schedule.place(number)
-
-    def has(self, number: int) -> bool:
-        return self._schedule.has(number)
-
-    def weights(self, number: int) -> Sequence[float]:
-        return self._schedule.weights(number)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._schedule.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state)
-
     def lists(self) -> Iterator[Any]:
         """What the copy's batch sampler yields in the pass that was opened last."""
-        drawn = self._schedule.draw(self._stop)
+        drawn = self.draw(self._stop)
         if self.noted is not None:
-            drawn = _noting(drawn, self.noted)
+            drawn = noting(drawn, self.noted)
         return drawn if self._quiet or not self._own_process else _seeding(drawn)
 
     def close(self) -> None:
         end_workers(self._copy)
 
-
-def _noting(drawn: Iterable[Any], noted: deque[list[Any]]) -> Iterator[Any]:
-    """Writes down what is drawn, before a loader (and its workers, ahead of time) gets it."""
-    for indices in drawn:
-        # a plain slice: walking over seeded indices would seed
-        noted.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
-        yield indices
-
-
-def _plain(index: Any) -> Any:
-    return int(index) if isinstance(index, SeededIndex) else index
+    def _seeds(self, indices: list[int], first: int) -> list[int] | int:
+        """The indices of a micro-batch whose first position is ``first``, as its loader is given them."""
+        if not self._sampling.single:
+            return indices if self._quiet else SeededIndices(indices, self._epoch_key, first)
+        index = indices[0]  # whatever a sampler yields goes to the data set; only integers can seed
+        return index if self._quiet or not isinstance(index, int) else SeededIndex.make(index, self._epoch_key, first)
 
 
-class _Noted:
-    """The batch sampler of a loader that is taken as it stands, with its batches noted."""
+class Ordered(Indexed):
+    """Draws by an order that is a function: nothing is stored or sent, and any start costs the same.
 
-    def __init__(self, batches: Any, noted: deque[list[Any]]) -> None:
-        self._batches = batches
-        self._noted = noted
+    Args:
+        sampling: of a loader.
+        order: ``order(epoch, turn)`` is the order of a pass.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        self._noted.clear()  # another pass
-        return _noting((list(indices) for indices in self._batches), self._noted)
+    def __init__(self, sampling: Sampling, order: Callable[[int, int], Order]) -> None:
+        super().__init__(sampling)
+        self.fixed = self.ahead
+        count, spec = length_of(sampling.sampler) or 0, sampling.spec
+        self._whole = Cut(count, self.batch, spec.size, sampling.drop_last, weights=spec.shares)
+        self._use(self._whole)
+        self._order_of = order
+        self._order: Order = sequential
+        self._start = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+    def planned(self, ranks: int) -> int:
+        return dataclasses.replace(self._whole, size=ranks, weights=()).length
 
-    def __len__(self) -> int:
-        return len(self._batches)
+    def _use(self, cut: Cut) -> None:
+        self._cut, self.length, self.even = cut, cut.length, cut.full
 
+    def recut(self, plan: WindowPlan) -> None:
+        whole = self._whole
+        self._plan = plan
+        self._use(plan.cut(whole.n, whole.batch, whole.size, whole.drop_last, whole.weights))
 
-def _seeding(drawn: Iterator[Any]) -> Iterator[Any]:
-    """Seeds before each fetch in this process, for data sets that fetch a whole batch by themselves."""
-    for indices in drawn:
-        if isinstance(indices, SeededIndices | SeededIndex):
-            indices.seed()
-        yield indices
+    def position(self, number: int) -> int:
+        whole, plan = self._whole, self._plan
+        if plan is None:
+            return min(whole.n, number * whole.batch * whole.size)
+        return min(whole.n, plan.reached(number, whole.batch, whole.size))
+
+    def begin(self, epoch: int, turn: int, start: int) -> None:
+        self._order = self._order_of(epoch, turn)
+        self._start = start
+
+    def weights(self, number: int) -> Sequence[float]:
+        return self._cut.sizes(number)
+
+    def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        blocks = self._blocks(int(min(stop, self.length)))
+        if self._quiet and not self._sampling.single:  # no frame of ours for a batch
+            return itertools.chain.from_iterable(block for block, _ in blocks)
+        return (self._seeds(*each) for block in blocks for each in zip(*block, strict=True))
+
+    def _blocks(self, stop: int) -> Iterator[tuple[list[list[int]], list[int]]]:
+        """Many micro-batches at once: (indices of each, position of its first) of this rank's part."""
+        cut, full = self._cut, min(self._cut.full, stop)
+        at_once = max(1, _BLOCK // cut.batch)
+        for begin in range(self._start, full, at_once):
+            end = min(begin + at_once, full)
+            first, last = cut.span(begin, self.rank)
+            firsts = torch.arange(end - begin).mul_(cut.batch * cut.size).add_(first)
+            yield self._order(firsts.unsqueeze(1) + torch.arange(last - first)).tolist(), firsts.tolist()
+        for begin in range(max(full, self._start), stop, at_once):
+            yield self._uneven(range(begin, min(begin + at_once, stop)))
+
+    def _uneven(self, numbers: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+        spans = []
+        for number in numbers:
+            first, end = self._cut.span(number, self.rank)
+            if first == end and self.pads:
+                first = self._cut.span(number, 0)[0]  # of whoever has it
+                end = first + 1
+            if first < end:
+                spans.append((first, end))
+        if not spans:
+            return [], []
+        drawn = iter(self._order(torch.cat([torch.arange(*span) for span in spans])).tolist())
+        return [list(itertools.islice(drawn, end - first)) for first, end in spans], [first for first, _ in spans]
 
 
 class _Lists:
@@ -300,263 +410,93 @@ class _Lists:
         return int(self._source.length)
 
 
-class Stream(Source):
-    """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`."""
-
-    ahead = False
-
-    def __init__(self, loader: DataLoader[Any], draft: SourceSpec, key: int, measure: Measure) -> None:
-        self.rank = draft.rank
-        self._measure = measure  # of what the data set gives as a batch by itself
-        self._key = key
-        samples, batches = length_of(loader.dataset), loader.batch_sampler
-        size = getattr(batches, "batch_size", None)
-        self.batch = size or 1
-        self._length_on = lambda ranks: (
-            math.inf if samples is None else stream_length(samples, size, loader.drop_last, ranks, loader.num_workers)
-        )
-        self.length = self._length_on(draft.size)
-        self._sizes = Sizes(draft.rank, draft.size, self.batch)
-        self._workers = max(1, loader.num_workers)
-        self._first = 0  # micro-batches of the pass that earlier lives of the run have drawn
-        self._shard = Shard(loader.dataset, draft.rank, draft.size, key)
-        self._counts = batches is not None
-        self.flexible = self._counts and self.batch > 1
-        self._own_process = loader.num_workers == 0
-        changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
-        if self._counts:
-            changes["collate_fn"] = Counting(loader.collate_fn, self._shard)
-        if loader.worker_init_fn is not None:
-            changes["worker_init_fn"] = WatchedInit(loader.worker_init_fn)
-        self._copy = copy_loader(loader, **changes)
-        self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
-        self._pass = [0, 0]
-        self._resume: dict[str, Any] = {}
-        self._name = measure.name
-        self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
-        self._was_first: list[Any] = []  # the same of the checkpoint
-
-    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
-
-    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        goes_on = self._go_back(epoch, turn)
-        self._begin(epoch, turn)
-        iterator = opened(self._copy)
-        if self._own_process:
-            iterator = apart(iterator)
-        if self._counts and not goes_on and not self._shard.lives:
-            iterator = self._compared(iterator, [epoch, turn, self._sizes.size, self._workers])
-        if not goes_on:
-            iterator = skipped(iterator, start - self._first)
-        if not self._counts:
-            return self._measure.each(iterator)
-        return self._marked(iterator)
-
-    def _begin(self, epoch: int, turn: int) -> None:
-        if self._coming != (epoch, turn):
-            end_workers(self._copy)  # they count epochs by themselves, and would be wrong
-        self._coming, self._pass = (epoch + 1, turn), [epoch, turn]
-        self._shard.set_epoch(epoch, turn)
-        self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
-
-    def _go_back(self, epoch: int, turn: int) -> bool:
-        """Puts the data set where a checkpoint left it; whether the pass goes on there.
-
-        One of an epoch's end is of a pass that is over: it is opened once more, and what comes next begins anew.
-        """
-        state, self._resume = self._resume, {}
-        if not state:
-            return False
-        if "loader" in state:
-            self._copy.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        else:
-            self._shard.load_state_dict(state["stream"])
-        old = state.get("pass", [epoch, turn])  # versions before did not tell
-        if old == [epoch, turn]:
-            return True
-        random = capture()
-        self._begin(*old)
-        next(opened(self._copy), None)
-        self._coming = None
-        put_back(random)
-        return False
-
-    def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
-        """Notes the first sample, and says so where a resumed pass is read again and begins with another one."""
-        self._first_sample = []
-        for batch in itertools.islice(iterator, 1):
-            self._first_sample = [*reading, batch[1]]
-            was, self._was_first = self._was_first, []
-            if was[:4] == reading and was[4] and batch[1] and was[4] != batch[1]:
-                rank_zero_warn(
-                    f"{self._name}: the run was resumed in the middle of an epoch, for which the "
-                    f"{type(self._shard.dataset).__name__} is read again from its beginning, and it does not begin "
-                    "with the sample that it began with before: of this epoch's samples some may be seen twice and "
-                    "some never. Seed what it draws by `set_epoch(epoch)`, or give it `state_dict` and "
-                    "`load_state_dict`."
-                )
-            yield batch
-        yield from iterator
-
-    def _marked(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-        for count, mark, batch in iterator:
-            self.mark = mark
-            yield batch, float(count)
-
-    def planned(self, ranks: int) -> int | float:
-        return self._length_on(ranks)
-
-    def group(self, grouping: WindowPlan) -> None:
-        lives = [DrawHistory(*life) for life in grouping.place] if isinstance(grouping.place, list) else []
-        changes = self.flexible and self._sizes.group(grouping)
-        if changes:
-            self._copy = copy_loader(self._copy, batch_sampler=self._sizes)
-        if changes or lives != self._shard.lives:
-            self.close()  # persistent workers have copies
-            self._coming = None
-        self._shard.lives, self._first = lives, grouping.number if lives else 0
-
-    def place(self, number: int) -> list[list[Any]]:
-        taken = self._sizes.taken(number - self._first, self._workers)
-        here = DrawHistory(self._sizes.size, self._workers, taken)
-        return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
-
-    def state_dict(self) -> dict[str, Any]:
-        if hasattr(self._copy, "state_dict"):
-            return {"loader": self._copy.state_dict(), "pass": self._pass}
-        if self._own_process and hasattr(self._shard.dataset, "state_dict"):
-            return {"stream": self._shard.state_dict(), "pass": self._pass}
-        return {"first": self._first_sample} if self._first_sample else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._was_first = state.get("first", [])
-        self._resume = state if "loader" in state or "stream" in state else {}
-
-    def close(self) -> None:
-        end_workers(self._copy)
+def noting(drawn: Iterable[Any], noted: deque[list[Any]]) -> Iterator[Any]:
+    """Notes what is drawn, before a loader (and its workers, ahead of time) gets it."""
+    for indices in drawn:
+        # a plain slice: walking over seeded indices would seed
+        noted.append(indices[:] if isinstance(indices, list) else [_plain(indices)])
+        yield indices
 
 
-class Untouched(Source):
-    """An iterable that is taken as it stands, with the process' own random numbers.
+def _plain(index: object) -> object:
+    return int(index) if isinstance(index, SeededIndex) else index
 
-    Its state holds the random states at the beginning of the pass, so that a resumed run draws the same
-    order, those of a sampler's own generators included; and the loader's own state, if it has one, instead of
-    reading again. What a sampler of the user's draws is hashed: another order after a resume is refused.
+
+def _seeding(drawn: Iterable[Any]) -> Iterator[Any]:
+    """Seeds before each fetch in this process, for data sets that fetch a whole batch by themselves."""
+    for indices in drawn:
+        if isinstance(indices, SeededIndices | SeededIndex):
+            indices.seed()
+        yield indices
+
+
+# -- the size of ready-made batches --------------------------------------------------------------------------
+
+
+class Measure:
+    """Tells how many samples are in the ready-made batches of a loader, and says once how it finds that.
+
+    Nobody here drew their samples, so that the first tensor tells.
 
     Args:
-        loader: any iterable.
-        cut: tells how many samples are in this rank's batches, in its terms a single rank's; without it ``measure``
-            does, and they are known only when they are there.
-        draft: rank, seed and the like.
-        measure: tells the size of a batch.
+        name: what messages call the loader.
+        stage: "train", "val", "test" or "predict"; nothing is weighed in a prediction.
     """
 
-    def __init__(self, loader: Any, cut: Cut | None, draft: SourceSpec, measure: Measure) -> None:
-        self._measure = measure
-        self.rank = draft.rank
-        self._loader = loader
-        self._cut = cut
-        self._size = draft.size
-        self._states: dict[str, Any] | None = None
-        self._resume: dict[str, Any] = {}
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        length = length_of(loader)
-        self.length = math.inf if length is None else length
-        # A plain loader over a map-style data set keeps to its length; what others say of theirs is not built
-        # on.
-        plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        indexed = plain and not isinstance(loader.dataset, IterableDataset)
-        self._indexed = indexed
-        self._generators: list[Any] = []
-        self._samplers: list[Any] = []  # those that can save where they are
-        self._own_states: list[Any] = []  # of these generators and samplers, at the beginning of the pass
-        self._watched: WatchedSampler | None = None
-        if indexed and not self._stateful:
-            self._watch_order(loader, measure.name)
-        if not indexed:
-            cut = self._cut = None
-        self.ahead = self.fixed = cut is not None
-        if cut is not None:
-            self.even, self.batch, self.rest = cut.full, cut.batch, cut.rest
+    def __init__(self, name: str, stage: str) -> None:
+        self.name = name
+        self._told = stage == "predict"
+        self._training = stage == "train"
 
-    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        resume, self._resume = self._resume, {}
-        announce_epoch(self._loader, epoch)
-        self._pass = [epoch, turn]
-        if "loader" in resume:
-            self._loader.load_state_dict(resume["loader"])
-            iterator = opened(self._loader)
-            if resume.get("pass", self._pass) == self._pass:
-                return iterator
-            next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
-        if "random" not in resume or start == 0:
-            self._states = random_states(include_cuda=False)
-            self._own_states = self.generator_states()
-            return skipped(opened(self._loader), start)
-        self._states, self._own_states = resume["random"], resume.get("own", [])
-        self.set_generator_states(self._own_states)
-        if self._watched is not None:
-            self._watched.resume = resume.get("drawn", [])
-        with isolate_rng(include_cuda=False):
-            set_random_states(self._states)
-            return skipped(opened(self._loader), start)
+    def __call__(self, batch: Any) -> float:
+        """The number of samples; 1 where it cannot be told."""
+        tensor = first_tensor(batch)
+        # one without rows is no reason for a rank to be left out
+        size = float(len(tensor) or 1) if tensor is not None and tensor.ndim else 1.0
+        if not self._told and (tensor is None or (len(tensor) if tensor.ndim else tensor is not batch)):
+            self._told = True
+            self._tell(tensor, size)
+        return size
 
-    def generator_states(self) -> list[Any]:
-        return [*map(generator_state, self._generators), *states_of(self._samplers)]
+    def each(self, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+        """Batches with their sizes."""
+        return ((batch, self(batch)) for batch in batches)
 
-    def set_generator_states(self, states: list[Any]) -> None:
-        for made, state in zip(self._generators, states, strict=False):
-            set_generator_state(made, state)
-        for sampler, state in zip(self._samplers, states[len(self._generators) :], strict=False):
-            sampler.load_state_dict(state)
-
-    def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
-        """Notes the generators that the order comes from, and hashes it where it comes from a sampler of the user's."""
-        dealt = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
-        held = {id(made): made for holder in (*found, loader) for made in generators_of(holder)}
-        self._generators = list(held.values())
-        if any(type(holder) not in (RandomSampler, SequentialSampler, BatchSampler, NoneType) for holder in found):
-            named = next(holder for holder in found[::-1] if type(holder) is not BatchSampler)
-            self._watched = WatchedSampler(getattr(loader, dealt), DrawnOrder(named, name))
-            self._loader = copy_loader(loader, **{dealt: self._watched})
-            self._samplers = stateful({id(holder): holder for holder in found}.values())
-
-    def weights(self, number: int) -> Sequence[float]:
-        assert self._cut is not None, "the weights of ready-made batches were asked for ahead"
-        return self._cut.weights(number) * self._size  # the ranks' are alike, or they are fetched first
-
-    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        if self._cut is None:
-            return self._measure.each(self.open(epoch, turn, start, stop))
-        return super().weighed(epoch, turn, start, stop)
-
-    def place(self, number: int) -> int | None:
-        return None if self._cut is None or self._size > 1 else min(self._cut.n, number * self.batch)
-
-    def note_indices(self) -> None:
-        batches = getattr(self._loader, "batch_sampler", None)
-        if isinstance(self._loader, DataLoader) and batches is not None and self._indexed:
-            self.noted = deque()
-            self._loader = copy_loader(self._loader, batch_sampler=_Noted(batches, self.noted))
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._stateful:
-            return {"loader": self._loader.state_dict(), "pass": self._pass}
-        if self._states is None:
-            return {}
-        drawn = {} if self._watched is None else {"drawn": self._watched.order.saved()}
-        return {"random": self._states, "own": self._own_states, **drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resume = state
-
-    def close(self) -> None:
-        end_workers(self._loader)
+    def _tell(self, tensor: Tensor | None, size: float) -> None:
+        way_out = "give `self.log(..., batch_size=samples)`"
+        if self._training:
+            way_out += ' and return {"loss": loss, "weight": samples}'
+        if tensor is None:
+            rank_zero_info(f"{self.name} gives ready-made batches without a tensor: each weighs 1. Else {way_out}.")
+        elif not tensor.ndim:
+            found = "the first tensor in them has no dimension"
+            rank_zero_info(f"{self.name} gives ready-made batches, and {found}: each weighs 1. Else {way_out}.")
+        else:
+            rank_zero_info(
+                f"{self.name} gives ready-made batches: each weighs as many samples as its first tensor is long, the "
+                f"first one {size:g} (shape {tuple(tensor.shape)}). Where that is not their number, {way_out}."
+            )
 
 
-def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def first_tensor(batch: Any) -> Any:
+    """The first tensor or array of a nest, in its order; None where there is none."""
+    if isinstance(batch, Tensor) or (hasattr(batch, "__array__") and hasattr(batch, "shape")):
+        return batch
+    if isinstance(batch, Mapping):
+        items: Iterable[Any] = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        items = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        items = (getattr(batch, each.name) for each in dataclasses.fields(batch))
+    else:
+        return None
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+
+
+# -- loaders, their samplers and their states ----------------------------------------------------------------
+
+
+def copy_loader(loader: DataLoader[Any], **changes: object) -> DataLoader[Any]:
     """A shallow copy of a loader, of its own class and with all its attributes, some of them changed.
 
     Making a new one would need the arguments of a subclass' ``__init__``. The attributes are written past
@@ -568,7 +508,7 @@ def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return made
 
 
-def apart(iterator: Iterator[Any]) -> Iterator[Any]:
+def unmixed(iterator: Iterator[Any]) -> Iterator[Any]:
     """Fetches with the random states of training put back after each fetch."""
     while True:
         states = capture()
@@ -588,174 +528,56 @@ def skipped(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     return iterator
 
 
-def announce_epoch(loader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` on whatever of a loader has it."""
-    for attribute in ("sampler", "batch_sampler"):
-        for holder in holders(getattr(loader, attribute, None)):
-            call_set_epoch(holder, epoch)
+def length_of(sized: object) -> int | None:
+    """``len()`` of something, or None where it has none."""
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
 
 
-# -- several loaders -----------------------------------------------------------------------------------------
+def holders(sampler: object) -> list[object]:
+    """A (batch) sampler and the sampler inside it, where there is one."""
+    inner = getattr(sampler, "sampler", None)
+    return [sampler] if inner is None else [sampler, inner]
 
 
-class RowWeight(float):
-    """The weight of a micro-batch of several loaders: that of its heaviest part.
-
-    Attributes:
-        parts: the weight of each part.
-    """
-
-    parts: tuple[float, ...]
-
-    @classmethod
-    def of(cls, parts: Iterable[float]) -> RowWeight:
-        """The weight of these parts."""
-        known = tuple(parts)
-        made = cls(max(known))
-        made.parts = known
-        return made
+def call_set_epoch(target: object, epoch: int) -> None:
+    """Tells a sampler or data set of the user's which epoch begins, if it wants to know."""
+    set_epoch = getattr(target, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
-class Mixed(Source):
-    """Several sources in one of the modes of `CombinedLoader` but ``"sequential"``.
+class Stateful(Protocol):
+    """A sampler, data set or loader that can save where it is and go back there."""
 
-    A micro-batch weighs what the heaviest of its parts weighs. A part that a rank has no samples of is None there.
+    def state_dict(self) -> Any: ...
 
-    Args:
-        parts: the sources.
-        spec: the nest that their batches come in.
-        mode: ``"min_size"``, ``"max_size"`` or ``"max_size_cycle"``.
-        limits: at most so many micro-batches of each part's pass.
-    """
+    def load_state_dict(self, state: Any) -> object: ...
 
-    def __init__(
-        self, parts: list[Source], spec: TreeSpec, mode: str, limits: Sequence[int | float] | None = None
-    ) -> None:
-        self._parts = parts
-        self._spec = self.nest = spec
-        self._mode = mode
-        self._limits = limits or [math.inf] * len(parts)
-        self.rank = parts[0].rank
-        self.pads = True  # its parts do, each by itself
-        self._measure()
-        self.fixed = all(part.fixed for part in parts)
-        self.flexible = all(part.flexible for part in parts)
-        # A sampler of the user's that begins anew is ahead of the loader, and its passes overlap.
-        self.ahead = self.fixed or (mode != "max_size_cycle" and all(part.ahead for part in parts))
-        self.batch = max(part.batch for part in parts)
-        # Resume by reading again: the order of some depends on the process' random numbers, or where a later pass
-        # begins shows on reading only.
-        self._rereads = any(isinstance(part, Untouched) for part in parts) or (
-            mode == "max_size_cycle" and any(map(math.isinf, self._lengths))
-        )
-        self._states: dict[str, Any] | None = None  # random states at the beginning of the pass
-        self._own_states: list[Any] = []  # those of generators that loaders hold
-        self._resume: dict[str, Any] | None = None
 
-    def _measure(self) -> None:
-        parts = self._parts
-        self._lengths = [min(part.length, limit) for part, limit in zip(parts, self._limits, strict=True)]
-        self.length = LENGTHS[self._mode](self._lengths)
-        self.even = int(min(map(min, [part.even for part in parts], self._lengths)))
+def stateful(candidates: Iterable[Any]) -> list[Stateful]:
+    """Those that can save where they are and go back there."""
+    return [
+        each
+        for each in candidates
+        if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+    ]
 
-    def planned(self, ranks: int) -> int | float:
-        lengths = [part.planned(ranks) for part in self._parts]
-        return LENGTHS[self._mode](map(min, lengths, self._limits))
 
-    def group(self, grouping: WindowPlan) -> None:
-        for part in self._parts:  # which go on by the number of micro-batches
-            part.group(replace(grouping, number=0, place=None))
-        self._measure()
+def states_of(samplers: Iterable[Stateful]) -> list[Any]:
+    """What samplers that can save where they are give of it."""
+    return [deepcopy(sampler.state_dict()) for sampler in samplers]
 
-    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
-        walk = self._rows([part.open for part in self._parts], epoch, start, stop)
-        return (tree_unflatten(row, self._spec) for row in walk)
 
-    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
-        walk = self._rows([part.weighed for part in self._parts], epoch, start, stop)
-        return map(self._weighed_row, walk)
-
-    def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
-        weight = RowWeight.of(0.0 if item is None else item[1] for item in row)
-        self.mark = sum(part.mark for part in self._parts) % 2**52
-        some = bool(weight)  # else it is a padding batch, or nobody's
-        kept = [None if item is None or (some and not item[1]) else item[0] for item in row]
-        return tree_unflatten(kept, self._spec), weight
-
-    def has(self, number: int) -> bool:
-        if self._mode == "max_size_cycle":
-            return number < self.length
-        parts = zip(self._parts, self._lengths, strict=True)
-        some = all if self._mode == "min_size" else any
-        return some(number < length and part.has(number) for part, length in parts)
-
-    def weights(self, number: int) -> Sequence[float]:
-        return [max(weights) for weights in zip(*self.row(number), strict=True)]
-
-    def row(self, number: int) -> list[Sequence[float]]:
-        found: list[Sequence[float] | None] = []
-        for part, length in zip(self._parts, self._lengths, strict=True):
-            local = number % int(length) if self._mode == "max_size_cycle" else number
-            found.append(part.weights(local) if local < length and part.has(local) else None)
-        size = max(len(weights) for weights in found if weights is not None)
-        return [[0.0] * size if weights is None else weights for weights in found]
-
-    def without(self, batch: Any, parts: Sequence[float]) -> Any:
-        leaves = self._spec.flatten_up_to(batch)
-        return tree_unflatten([leaf if part else None for leaf, part in zip(leaves, parts, strict=True)], self._spec)
-
-    def leaves(self) -> list[Source]:
-        return [leaf for part in self._parts for leaf in part.leaves()]
-
-    def state_dict(self) -> dict[str, Any]:
-        states = [part.state_dict() for part in self._parts]
-        if self._rereads or self._mode == "max_size_cycle":
-            states = list(map(of_all_ranks, states))  # other states do not tell how often their loader has begun anew
-        found: dict[str, Any] = {"parts": states} if any(states) else {}
-        if self._rereads and self._states is not None:
-            found |= {"random": self._states, "own": self._own_states}
-        return found
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resume = state if "random" in state else None
-        for part, of_part in zip(self._parts, state.get("parts", []), strict=False):
-            part.load_state_dict(of_part)
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
-
-    def _rows(
-        self, open_part: Sequence[Callable[..., Iterator[Any]]], epoch: int, start: int, stop: int | float
-    ) -> Iterator[list[Any]]:
-        """The parts' batches side by side, from row ``start`` on."""
-        cycles = self._mode == "max_size_cycle"
-        begin = 0 if self._rereads else start
-        places = [divmod(begin, int(length)) if cycles and begin else (0, begin) for length in self._lengths]
-
-        def opener(number: int) -> Callable[[int], Iterator[Any]]:
-            first_turn, first_start = places[number]
-            limit = min(self._limits[number], stop)
-
-            def open_pass(turn: int) -> Iterator[Any]:
-                at = first_start if turn == first_turn else 0
-                opened = open_part[number](epoch, turn, at, limit)
-                return opened if math.isinf(limit) else itertools.islice(opened, max(0, int(limit) - at))
-
-            return open_pass
-
-        openers = [opener(number) for number in range(len(self._parts))]
-        walk = rows(openers, self._mode, [turn for turn, _ in places])
-        resume, self._resume = self._resume, None
-        if not self._rereads:
-            return walk
-        if resume is None or start == 0:
-            self._states = random_states(include_cuda=False)
-            self._own_states = [part.generator_states() for part in self._parts]
-            return skipped(walk, start)
-        self._states, self._own_states = resume["random"], resume.get("own", [])
-        for part, states in zip(self._parts, self._own_states, strict=False):
-            part.set_generator_states(states)
-        with isolate_rng(include_cuda=False):
-            set_random_states(resume["random"])
-            return skipped(walk, start)
+def of_all_ranks(state: object) -> dict[str, Any]:
+    """What of a loader's state on one rank holds on every rank and for any number of them: the order of positions."""
+    if not isinstance(state, dict):
+        return {}
+    common: dict[str, Any] = {key: state[key] for key in ("order",) if key in state}
+    if "parts" in state:
+        parts = [of_all_ranks(part) for part in state["parts"]]
+        if any(parts):
+            common["parts"] = parts
+    return common

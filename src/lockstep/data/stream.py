@@ -4,23 +4,179 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.worker import WorkerInfo
 
-from lockstep.data.order import make_key, mix
-from lockstep.data.randomness import seed_all
-from lockstep.data.recut import WindowPlan
-from lockstep.data.sampler import call_set_epoch
+from lockstep.data.cut import WindowPlan
+from lockstep.data.order import generator, make_key, mix
+from lockstep.data.randomness import capture, put_back, seed_all
+from lockstep.data.source import (
+    Measure,
+    Source,
+    SourceSpec,
+    Stateful,
+    call_set_epoch,
+    copy_loader,
+    length_of,
+    skipped,
+    unmixed,
+)
+from lockstep.data.workers import end_workers, opened
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
 
 _END = object()
+
+# -- the source ----------------------------------------------------------------------------------------------
+
+
+class Stream(Source):
+    """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`."""
+
+    ahead = False
+
+    def __init__(self, loader: DataLoader[Any], spec: SourceSpec, key: int, measure: Measure) -> None:
+        self.rank = spec.rank
+        self._measure = measure  # of what the data set gives as a batch by itself
+        self._key = key
+        samples, batches = length_of(loader.dataset), loader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        self.batch = size or 1
+        self._samples, self._batch_size, self._drop_last = samples, size, loader.drop_last
+        self._workers = max(1, loader.num_workers)
+        self.length = self.planned(spec.size)
+        self._sizes = Sizes(spec.rank, spec.size, self.batch)
+        self._first = 0  # micro-batches of the pass that earlier lives of the run have drawn
+        self._shard = Shard(cast(IterableDataset[Any], loader.dataset), spec.rank, spec.size, key)
+        self._counts = batches is not None
+        self.flexible = self._counts and self.batch > 1
+        self._own_process = loader.num_workers == 0
+        changes: dict[str, Any] = {"dataset": self._shard, "_IterableDataset_len_called": None}
+        if self._counts:
+            changes["collate_fn"] = Counting(loader.collate_fn, self._shard)
+        if loader.worker_init_fn is not None:
+            changes["worker_init_fn"] = WatchedInit(loader.worker_init_fn)
+        self._copy = copy_loader(loader, **changes)
+        self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
+        self._pass = [0, 0]
+        self._resume: dict[str, Any] = {}
+        self._name = measure.name
+        self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
+        self._was_first: list[Any] = []  # the same of the checkpoint
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        goes_on = self._go_back(epoch, turn)
+        self._begin(epoch, turn)
+        iterator = opened(self._copy)
+        if self._own_process:
+            iterator = unmixed(iterator)
+        if self._counts and not goes_on and not self._shard.lives:
+            iterator = self._compared(iterator, [epoch, turn, self._sizes.size, self._workers])
+        if not goes_on:
+            iterator = skipped(iterator, start - self._first)
+        if not self._counts:
+            return self._measure.each(iterator)
+        return self._marked(iterator)
+
+    def _begin(self, epoch: int, turn: int) -> None:
+        if self._coming != (epoch, turn):
+            end_workers(self._copy)  # they count epochs by themselves, and would be wrong
+        self._coming, self._pass = (epoch + 1, turn), [epoch, turn]
+        self._shard.set_epoch(epoch, turn)
+        self._copy.generator = generator(make_key(self._key, "workers", epoch, turn))
+
+    def _go_back(self, epoch: int, turn: int) -> bool:
+        """Puts the data set where a checkpoint left it; whether the pass goes on there.
+
+        One of an epoch's end is of a pass that is over: it is opened once more, and what comes next begins anew.
+        """
+        state, self._resume = self._resume, {}
+        if not state:
+            return False
+        if "loader" in state:
+            cast(Stateful, self._copy).load_state_dict(state["loader"])
+        else:
+            self._shard.load_state_dict(state["stream"])
+        old = state.get("pass", [epoch, turn])  # versions before did not tell
+        if old == [epoch, turn]:
+            return True
+        random = capture()
+        self._begin(*old)
+        next(opened(self._copy), None)
+        self._coming = None
+        put_back(random)
+        return False
+
+    def _compared(self, iterator: Iterator[Any], reading: list[int]) -> Iterator[Any]:
+        """Notes the first sample, and says so where a resumed pass is read again and begins with another one."""
+        self._first_sample = []
+        for batch in itertools.islice(iterator, 1):
+            self._first_sample = [*reading, batch[1]]
+            was, self._was_first = self._was_first, []
+            if was[:4] == reading and was[4] and batch[1] and was[4] != batch[1]:
+                rank_zero_warn(
+                    f"{self._name}: the run was resumed in the middle of an epoch, for which the "
+                    f"{type(self._shard.dataset).__name__} is read again from its beginning, and it does not begin "
+                    "with the sample that it began with before: of this epoch's samples some may be seen twice and "
+                    "some never. Seed what it draws by `set_epoch(epoch)`, or give it `state_dict` and "
+                    "`load_state_dict`."
+                )
+            yield batch
+        yield from iterator
+
+    def _marked(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+        for count, mark, batch in iterator:
+            self.mark = mark
+            yield batch, float(count)
+
+    def planned(self, ranks: int) -> int | float:
+        if self._samples is None:
+            return math.inf
+        return stream_length(self._samples, self._batch_size, self._drop_last, ranks, self._workers)
+
+    def recut(self, plan: WindowPlan) -> None:
+        lives = [DrawHistory(*life) for life in plan.position] if isinstance(plan.position, list) else []
+        changes = self.flexible and self._sizes.recut(plan)
+        if changes:
+            self._copy = copy_loader(self._copy, batch_sampler=self._sizes)
+        if changes or lives != self._shard.lives:
+            self.close()  # persistent workers have copies
+            self._coming = None
+        self._shard.lives, self._first = lives, plan.number if lives else 0
+
+    def position(self, number: int) -> list[list[Any]]:
+        taken = self._sizes.taken(number - self._first, self._workers)
+        here = DrawHistory(self._sizes.size, self._workers, taken)
+        return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
+
+    def state_dict(self) -> dict[str, Any]:
+        if hasattr(self._copy, "state_dict"):
+            return {"loader": cast(Stateful, self._copy).state_dict(), "pass": self._pass}
+        if self._own_process and hasattr(self._shard.dataset, "state_dict"):
+            return {"stream": self._shard.state_dict(), "pass": self._pass}
+        return {"first": self._first_sample} if self._first_sample else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._was_first = state.get("first", [])
+        self._resume = state if "loader" in state or "stream" in state else {}
+
+    def close(self) -> None:
+        end_workers(self._copy)
+
+
+# -- how a stream is shared out ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,8 +197,8 @@ class DrawHistory:
             worker: whose stream it is, of data sets that shard themselves over workers; else None.
         """
         if worker is None:
-            number, place = divmod(number, self.workers * self.ranks)
-            worker, rank = divmod(place, self.ranks)
+            number, taker = divmod(number, self.workers * self.ranks)
+            worker, rank = divmod(taker, self.ranks)
         else:
             number, rank = divmod(number, self.ranks)
         return number < self.taken[rank][worker % self.workers]
@@ -67,7 +223,7 @@ class Sizes:
         self.micro = 1
         self.window = batch * size
 
-    def group(self, grouping: WindowPlan) -> bool:
+    def recut(self, plan: WindowPlan) -> bool:
         """Cut the passes to come anew; tells whether that changes anything.
 
         Raises:
@@ -75,8 +231,8 @@ class Sizes:
         """
         before = self.micro, self.window
         self.micro, self.window = 1, self.batch * self.size
-        if not grouping.divides(self.size):
-            self.micro, self.window = grouping.micro(self.size), grouping.window(self.batch)
+        if not plan.divides(self.size):
+            self.micro, self.window = plan.micro(self.size), plan.window(self.batch)
         if self.window < self.size:
             raise MisconfigurationException(
                 f"A step of this run has {self.window} samples, and an iterable data set cannot be shared out over "
@@ -141,7 +297,7 @@ class Shard(IterableDataset[Any]):
             out as if they were the whole stream.
     """
 
-    def __init__(self, dataset: Any, rank: int, size: int, key: int) -> None:
+    def __init__(self, dataset: IterableDataset[Any], rank: int, size: int, key: int) -> None:
         whole = getattr(dataset, "_distributed", None) is not None
         self.dataset = dataset
         self.rank, self.size = (0, 1) if whole else (rank, size)
@@ -170,7 +326,7 @@ class Shard(IterableDataset[Any]):
         if state is not None:
             self._read, self._looked = state["read"], state["looked"]
             self._drawn = list(state.get("drawn", self._drawn))
-            self.dataset.load_state_dict(state["dataset"])
+            cast(Stateful, self.dataset).load_state_dict(state["dataset"])
         return self._mine(make_key(self.key, "stream", epoch, self.turn))
 
     def _mine(self, key: int) -> Iterator[Any]:
@@ -203,17 +359,18 @@ class Shard(IterableDataset[Any]):
 
     def _left(self, number: int, worker: int | None) -> int | None:
         """The number of a sample among those that were left by all lives; None if one of them has drawn it."""
-        for place, life in enumerate(self.lives):
+        for index, life in enumerate(self.lives):
             if life.has(number, worker):
-                self._drawn[place] += 1
+                self._drawn[index] += 1
                 return None
-            number -= self._drawn[place]
+            number -= self._drawn[index]
         return number
 
     def state_dict(self) -> dict[str, Any]:
         """Samples read so far, and the data set's own state (it must have one)."""
         drawn = {"drawn": list(self._drawn)} if self.lives else {}
-        return {"read": self._read, "looked": self._looked, **drawn, "dataset": self.dataset.state_dict()}
+        state = cast(Stateful, self.dataset).state_dict()
+        return {"read": self._read, "looked": self._looked, **drawn, "dataset": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there."""
@@ -223,7 +380,7 @@ class Shard(IterableDataset[Any]):
 class WatchedInfo:
     """Stands in for a loader worker's `WorkerInfo`: notes who looks, and shows the user's own data set."""
 
-    def __init__(self, info: Any) -> None:
+    def __init__(self, info: WorkerInfo) -> None:
         self._info = info
         self.worker: int = info.id
         self.workers: int = info.num_workers
@@ -233,7 +390,7 @@ class WatchedInfo:
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":
             self.reached = True
-            return self._info.dataset.dataset
+            return cast(Shard, self._info.dataset).dataset
         if name in ("id", "num_workers"):
             self.looked = True
         return getattr(self._info, name)
@@ -241,11 +398,12 @@ class WatchedInfo:
 
 def watch_worker_info() -> WatchedInfo | None:
     """In a loader's worker: puts a watch on `get_worker_info()`, if there is none yet; elsewhere None."""
-    info: Any = get_worker_info()
-    if info is not None and not isinstance(info, WatchedInfo):
-        info = WatchedInfo(info)
-        torch_worker._worker_info = info
-    return info
+    info: object = get_worker_info()
+    if info is None or isinstance(info, WatchedInfo):
+        return info
+    watched = WatchedInfo(cast(WorkerInfo, info))
+    torch_worker._worker_info = watched  # type: ignore[assignment]
+    return watched
 
 
 class WatchedInit:
@@ -272,7 +430,7 @@ class Counting:
         return len(samples), self.shard.mark, self.collate(samples)
 
 
-def fingerprint(item: Any) -> float:
+def fingerprint(item: object) -> float:
     """A whole number below 2**52, the same for equal samples; 0.0 where it cannot be told."""
     parts, shape = tree_flatten(item)
     try:
@@ -282,7 +440,7 @@ def fingerprint(item: Any) -> float:
     return float(int.from_bytes(hashlib.blake2b(b"|".join(content), digest_size=8).digest(), "big") >> 12)
 
 
-def _bytes(part: Any) -> bytes:
+def _bytes(part: object) -> bytes:
     if isinstance(part, torch.Tensor):  # whose pickle also tells where it lies
         numbers = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{part.dtype}{tuple(part.shape)}".encode() + numbers.numpy().tobytes()

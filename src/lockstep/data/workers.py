@@ -11,9 +11,13 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.ground.errors import MisconfigurationException
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+    from multiprocessing.synchronize import Condition, Semaphore
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
@@ -98,10 +102,18 @@ def _kill_at_exit() -> None:
     atexit.register(kill)
 
 
+def end_workers(loader: object) -> None:
+    """Ends the persistent workers of a loader, if it has any."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None  # type: ignore[attr-defined]
+
+
 class _Done:
     """The parent's side of a `multiprocessing.Event` that workers have too and that only the parent sets."""
 
-    def __init__(self, condition: Any, flag: Any, workers: Sequence[Any]) -> None:
+    def __init__(self, condition: Condition, flag: Semaphore, workers: Sequence[BaseProcess]) -> None:
         self._condition = condition
         self._flag = flag
         self._workers = workers

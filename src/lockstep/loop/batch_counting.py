@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data.recut import WindowPlan
+from lockstep.data.cut import Position, WindowPlan
 from lockstep.ground.errors import MisconfigurationException
 
 Accumulation = int | dict[int, int]  # as of `Trainer(accumulate_grad_batches=...)`
@@ -21,8 +21,24 @@ class ResumePoint:
     """Micro-batches that come before it, by the count of this life."""
     rows: int
     """Batches of the plan that come before it."""
-    place: Any = None
-    """What was drawn before it, as `Source.place` tells."""
+    position: Position = None
+    """What was drawn before it, as `Source.position` tells."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a plain dict."""
+        return {"epoch": self.epoch, "number": self.number, "rows": self.rows, "place": self.position}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> ResumePoint:
+        """From :meth:`state_dict`.
+
+        Raises:
+            ValueError: it has numbers that cannot be.
+        """
+        for name in ("epoch", "number", "rows"):
+            if not isinstance(state[name], int) or state[name] < 0:
+                raise ValueError(f"{name} is {state[name]!r:.50}")
+        return cls(state["epoch"], state["number"], state["rows"], state["place"])
 
 
 @dataclass(frozen=True)
@@ -38,13 +54,14 @@ class Plan:
     """The number of ranks of the life that saved it."""
     at: ResumePoint
     """The last boundary, by the counts of that life."""
-    origin: ResumePoint | None = None
+    resumed_at: ResumePoint | None = None
     """Where that life had begun, if that was in the same epoch."""
 
     def state_dict(self) -> dict[str, Any]:
         """As a plain dict."""
-        origin = None if self.origin is None else vars(self.origin)
-        return {**vars(self), "at": dict(vars(self.at)), "origin": None if origin is None else dict(origin)}
+        origin = None if self.resumed_at is None else self.resumed_at.state_dict()
+        named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size")}
+        return {**named, "at": self.at.state_dict(), "origin": origin}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Plan:
@@ -53,23 +70,19 @@ class Plan:
         Raises:
             ValueError: it has numbers that cannot be.
         """
-        origin = state["origin"]
         for name in ("ranks", "size"):
             if not isinstance(state[name], int) or state[name] < 1:
                 raise ValueError(f"{name} is {state[name]!r:.50}")
-        if not isinstance(state["batches"], list) or not all(isinstance(each, int) for each in state["batches"]):
-            raise ValueError(f"batches is {state['batches']!r:.50}")
-        for at in (state["at"], origin or {}):
-            for name in ("epoch", "number", "rows"):
-                if not isinstance(at.get(name, 0), int) or at.get(name, 0) < 0:
-                    raise ValueError(f"{name} is {at[name]!r:.50}")
-        of_life = None if origin is None else ResumePoint(**origin)
-        return cls(**{**state, "at": ResumePoint(**state["at"]), "origin": of_life})
+        batches, origin = state["batches"], state["origin"]
+        if not isinstance(batches, list) or not all(isinstance(each, int) for each in batches):
+            raise ValueError(f"batches is {batches!r:.50}")
+        at, resumed_at = ResumePoint.load(state["at"]), None if origin is None else ResumePoint.load(origin)
+        return cls(state["ranks"], state["accumulate"], batches, state["size"], at, resumed_at)
 
 
 @dataclass(frozen=True)
 class BatchCounting:
-    """By what this life of a run counts, and where it began. Made by :func:`course`.
+    """By what this life of a run counts, and where it began. Made by :func:`count_batches`.
 
     A **row** is a batch of the plan: ``batch_size`` samples on each of ``ranks`` ranks. What flags and schedulers
     count in batches, they count in rows; ``accumulate_grad_batches`` rows are a window, which ``size`` ranks share
@@ -78,9 +91,9 @@ class BatchCounting:
 
     ranks: int
     size: int
-    origin: ResumePoint | None = None
+    resumed_at: ResumePoint | None = None
     moved: bool = False
-    """Whether another life, with other ranks or batches, left off at ``origin`` (or between two epochs)."""
+    """Whether another life, with other ranks or batches, left off at ``resumed_at`` (or between two epochs)."""
     said: str = ""
     """What the user is told about it."""
     differs: bool = field(default=False, compare=False)
@@ -104,8 +117,8 @@ class BatchCounting:
 
     def begins(self, epoch: int) -> tuple[int, int]:
         """(micro-batches, rows) of an epoch that come before this life."""
-        origin = self.origin
-        return (0, 0) if origin is None or origin.epoch != epoch else (origin.number, origin.rows)
+        point = self.resumed_at
+        return (0, 0) if point is None or point.epoch != epoch else (point.number, point.rows)
 
     def rows(self, epoch: int, number: int, accumulate: int) -> int:
         """Rows of an epoch that are done after so many micro-batches of it; exact where a window ends."""
@@ -113,13 +126,12 @@ class BatchCounting:
         windows, more = divmod(number - first, self.micro(accumulate))
         return rows + windows * accumulate + more * accumulate // self.micro(accumulate)
 
-    def grouping(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
+    def window_plan(self, epoch: int, accumulate: int, limit: int | float) -> WindowPlan | None:
         """How an epoch is to be cut; None: as the loaders and the ranks at hand do it."""
-        here = self.origin is not None and self.origin.epoch == epoch
-        if not self.elastic and not here:
-            return None
-        place = self.origin.place if here and self.origin is not None else None
-        return WindowPlan(self.ranks, accumulate, limit, self.begins(epoch)[0] if here else 0, place)
+        point = self.resumed_at
+        if point is not None and point.epoch == epoch:
+            return WindowPlan(self.ranks, accumulate, limit, point.number, point.position)
+        return WindowPlan(self.ranks, accumulate, limit) if self.elastic else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ class Given:
     """``Trainer(keep_global_batch=...)``."""
 
 
-def course(saved: Plan | None, given: Given) -> BatchCounting:
+def count_batches(saved: Plan | None, given: Given) -> BatchCounting:
     """By what a run counts that goes on from ``saved``; pure.
 
     The plan holds where only the number of ranks has changed. Where the user has changed ``batch_size`` or
@@ -152,14 +164,14 @@ def course(saved: Plan | None, given: Given) -> BatchCounting:
     planned = as_planned and (given.keep or saved.ranks == given.size) and _can_step(saved, given)
     ranks = saved.ranks if planned else given.size
     if saved.size == given.size and planned:
-        return BatchCounting(ranks, given.size, saved.origin)
+        return BatchCounting(ranks, given.size, saved.resumed_at)
     if planned and not given.flexible:
         _check_divides(saved, given)
     made = BatchCounting(ranks, given.size)
     before, now = _samples(saved.ranks, saved.accumulate, saved), _samples(ranks, given.accumulate, saved, given)
     differs = before != now
     said = _plan_holds(saved, given, made) if planned else _users_hold(saved, given, as_planned, before, now)
-    return BatchCounting(ranks, given.size, _origin(saved, given, made), True, said, differs)
+    return BatchCounting(ranks, given.size, _resume_point(saved, given, made), True, said, differs)
 
 
 def accumulation(flag: Accumulation, epoch: int) -> int:
@@ -181,7 +193,7 @@ def _can_step(saved: Plan, given: Given) -> bool:
     return given.automatic or (saved.ranks <= given.size and (given.flexible or saved.ranks == given.size))
 
 
-def _origin(saved: Plan, given: Given, made: BatchCounting) -> ResumePoint | None:
+def _resume_point(saved: Plan, given: Given, made: BatchCounting) -> ResumePoint | None:
     """Where the last boundary of ``saved`` is, by the counts of this life; None: it is the beginning of an epoch."""
     at = saved.at
     if at.rows == 0:
@@ -190,10 +202,10 @@ def _origin(saved: Plan, given: Given, made: BatchCounting) -> ResumePoint | Non
     if made.ranks == saved.ranks and given.batches == saved.batches:
         windows, more = divmod(at.rows, accumulate)
         number = windows * made.micro(accumulate) + more * saved.ranks // given.size
-        return ResumePoint(at.epoch, number, at.rows, at.place)
+        return ResumePoint(at.epoch, number, at.rows, at.position)
     before = saved.ranks * max(saved.batches, default=1)
     number = at.rows * before // (given.size * max(given.batches, default=1))
-    return ResumePoint(at.epoch, number, number, at.place)
+    return ResumePoint(at.epoch, number, number, at.position)
 
 
 def _check_divides(saved: Plan, given: Given) -> None:

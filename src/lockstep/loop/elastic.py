@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.config.run import RunConfig
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.loop.batch_counting import Accumulation, BatchCounting, Given, Plan, ResumePoint, course
+from lockstep.loop.batch_counting import Accumulation, BatchCounting, Given, Plan, ResumePoint, count_batches
 from lockstep.loop.feed import Feed
 from lockstep.loop.progress import EPOCH_START, Progress
 
@@ -41,21 +41,21 @@ class Elastic:
             )
 
     def counting(
-        self, config: RunConfig, ranks: int, automatic: bool, batches: list[int], flexible: bool
+        self, config: RunConfig, automatic: bool, ranks: int, batches: list[int], flexible: bool
     ) -> BatchCounting:
         """How the fit counts.
 
         Args:
             config: of the fit.
-            ranks: of the fit.
             automatic: whether optimization is.
+            ranks: that see samples of their own.
             batches: the ``batch_size`` of its loaders.
             flexible: whether these can be cut into windows of any size.
         """
         if self.saved is None:
             return BatchCounting(self._ranks or ranks, ranks)
         given = Given(ranks, config.accumulate_grad_batches, batches, flexible, automatic, config.keep_global_batch)
-        return course(self.saved, given)
+        return count_batches(self.saved, given)
 
     def prepare(self, feed: Feed, config: RunConfig, epoch: int) -> None:
         """Have a new feed know the epoch that it goes on in, before that is begun."""
@@ -77,7 +77,7 @@ class Elastic:
             what of that part still holds.
         """
         saved, self.saved = self.saved, None
-        found = feed.course
+        found = feed.counting
         self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
         if saved is None or resumed is None or not found.moved:
             return resumed
@@ -88,7 +88,7 @@ class Elastic:
                 "of this epoch some samples come twice and some never."
             )
         inside = progress.batch > saved.at.number and not progress.last
-        number = None if found.origin is None else found.origin.number
+        number = None if found.resumed_at is None else found.resumed_at.number
         progress.reshare(saved.at.number, number)
         # not the gradients of a window, nor what it has logged
         carried = {"data", "random"} | (set() if inside else {"results", "metrics"})
@@ -104,9 +104,9 @@ class Elastic:
         """
         if feed is None:
             return None
-        found, at = feed.course, ResumePoint(progress.epoch, 0, 0)
+        found, at = feed.counting, ResumePoint(progress.epoch, 0, 0)
         if progress.phase != EPOCH_START:
             at = feed.reached(progress.batch - begun)
-        here = found.origin is not None and found.origin.epoch == progress.epoch
-        origin = found.origin if here else None
-        return Plan(found.ranks, self._flag, feed.batches, found.size, at, origin).state_dict()
+        point = found.resumed_at
+        before = point if point is not None and point.epoch == progress.epoch else None
+        return Plan(found.ranks, self._flag, feed.batches, found.size, at, before).state_dict()

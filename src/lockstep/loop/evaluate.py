@@ -100,7 +100,7 @@ class EvaluationLoop:
         self.given = source
         self.feed = EvaluationFeed.of(
             source,
-            world=session.strategy.replicas,
+            replicas=session.strategy.replicas.for_feed(),
             seed=session.drawn_seed,
             limit=limit,
             distribute=config.use_distributed_sampler,

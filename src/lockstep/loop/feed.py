@@ -1,4 +1,7 @@
-"""Feeds: the loaders of a stage as this rank draws from them, limited, shared out and weighed."""
+"""Feeds: the loaders of a stage as this rank draws from them, limited, shared out and weighed.
+
+A *rank* here is one of the ranks that see different samples: see `lockstep.data.source.Replicas`.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,22 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec
 from torch.utils.data import DataLoader
 
-from lockstep.data.combined import LENGTHS, CombinedLoader, flatten
-from lockstep.data.loader_adapter import in_order, make_source
-from lockstep.data.recut import WindowPlan
-from lockstep.data.sampler import length_of
-from lockstep.data.source import Mixed, RowWeight, Source, SourceSpec, Untouched
+from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
+from lockstep.data.cut import WindowPlan
+from lockstep.data.fixed import Untouched
+from lockstep.data.source import Gather, Replicas, Source, SourceSpec, length_of
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.comm import all_gather_tensor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.hooks import is_overridden
+from lockstep.module import LightningModule
 
 # -- where loaders come from ---------------------------------------------------------------------------------
 
@@ -37,20 +37,20 @@ class Loaders:
     Attributes:
         given: what was passed to the call.
         datamodule: the data module of the call, or None.
-        module: the LightningModule of the call.
+        module: the LightningModule of the call; None between calls.
     """
 
     given: dict[str, Any]
-    datamodule: Any
-    module: Any
+    datamodule: LightningDataModule | None
+    module: LightningModule | None
 
-    def _hook(self, stage: str) -> Any:
-        name = f"{stage}_dataloader"
+    def _hook(self, stage: str) -> Callable[[], Any] | None:
+        name, hook = f"{stage}_dataloader", None
         if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
-            return getattr(self.datamodule, name)
-        if is_overridden(name, self.module, ModuleHooks):
-            return getattr(self.module, name)
-        return None
+            hook = getattr(self.datamodule, name)
+        elif is_overridden(name, self.module, ModuleHooks):
+            hook = getattr(self.module, name)
+        return hook
 
     def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
         """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
@@ -115,34 +115,14 @@ def explain_loader_error(error: BaseException) -> MisconfigurationException | No
 # -- what feeds are made of ----------------------------------------------------------------------------------
 
 
-Gather = Callable[[Tensor], Tensor]
-"""Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
+Part = tuple[float, float]
+"""(weight, share) of a micro-batch; see :class:`Window`."""
 
 Limit = int | float | None
 """As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
 
 
-def opened(source: Any, mode: str) -> tuple[list[Any], TreeSpec | None, str]:
-    """(loaders, their nest or None if there is but a bare one, mode) of what a loader hook returned."""
-    if isinstance(source, CombinedLoader):
-        return source.flattened, flatten(source.iterables)[1], source.mode
-    loaders, spec = flatten(source)
-    bare = len(loaders) == 1 and loaders[0] is source
-    return loaders, None if bare else spec, mode
-
-
-def make_sources(loaders: list[Any], draft: SourceSpec, names: list[str]) -> list[Source]:
-    """A source for each loader."""
-    parts = enumerate(zip(loaders, names, strict=True))
-    return [make_source(loader, draft, number, name) for number, (loader, name) in parts]
-
-
-def names_of(hook: str, count: int) -> list[str]:
-    """What messages call the loaders of a hook."""
-    return [hook] if count == 1 else [f"{hook}[{number}]" for number in range(count)]
-
-
-def shares(mine: Sequence[float], total: float, size: int) -> list[tuple[float, float]]:
+def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:
     """(weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
     return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
 
@@ -158,19 +138,19 @@ class Share(float):
     parts: tuple[float, ...]
 
 
-def part_shares(
-    shares: list[tuple[float, float]], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
-) -> list[tuple[float, float]]:
+def weigh_parts(
+    weighed: Sequence[Part], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
+) -> list[Part]:
     """(weight, share) of micro-batches of several loaders.
 
     Args:
-        shares: as :func:`shares` gives them.
+        weighed: as :func:`weigh` gives them.
         parts: of each micro-batch the weights of its parts on this rank.
         totals: of each part the sum of all weights of the window.
         size: number of ranks.
     """
     found = []
-    for (weight, share), mine in zip(shares, parts, strict=True):
+    for (weight, share), mine in zip(weighed, parts, strict=True):
         each = tuple(part * size / total if part else 0.0 for part, total in zip(mine, totals, strict=True))
         if weight and any(part and abs(part - share) > 1e-12 * share for part in each):
             uneven = Share(share)
@@ -210,16 +190,16 @@ def longest(count: int | float, gather: Gather) -> int | float:
     return most if math.isinf(most) else int(most)
 
 
-def check_alike(parts: list[Source], draft: SourceSpec, names: list[str]) -> bool:
+def check_alike(parts: list[Source], spec: SourceSpec, names: list[str]) -> bool:
     """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
 
     Raises:
         MisconfigurationException: the ranks have different data sets or batch sizes.
     """
-    if draft.gather is None or not parts:
+    if spec.gather is None or not parts:
         return True
-    facts = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
-    ranks = draft.gather(torch.tensor(facts, dtype=torch.int64))
+    mine = [[-1 if math.isinf(part.length) else int(part.length), part.even, part.batch, part.rest] for part in parts]
+    ranks = spec.gather(torch.tensor(mine, dtype=torch.int64))
     same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
     for number, (part, name) in enumerate(zip(parts, names, strict=True)):
         if not same[number] and not isinstance(part, Untouched):
@@ -243,7 +223,7 @@ def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ran
             raise MisconfigurationException(no_batches(loader, name, ranks))
 
 
-def no_batches(loader: Any, name: str, size: int) -> str:
+def no_batches(loader: object, name: str, size: int) -> str:
     """Why a loader gives no batches."""
     samples = length_of(getattr(loader, "dataset", None))
     if not isinstance(loader, DataLoader) or not samples:
@@ -260,11 +240,9 @@ def no_batches(loader: Any, name: str, size: int) -> str:
 # -- feeds ---------------------------------------------------------------------------------------------------
 
 
-CountingFor = Callable[[list[int], bool], BatchCounting]
-"""The course of a run, given the ``batch_size`` of its loaders and whether they can be cut into windows of any size."""
-
-Part = tuple[float, float]
-"""(weight, share) of a micro-batch; see :class:`Window`."""
+CountingFor = Callable[[int, list[int], bool], BatchCounting]
+"""How a run counts batches, given the number of replicas, the ``batch_size`` of its loaders and whether they can be cut
+into windows of any size."""
 
 _END = object()
 OTHER_STREAMS = (
@@ -272,16 +250,6 @@ OTHER_STREAMS = (
     "ranks, it is now shared out twice, and most of its samples are never seen: set "
     "Trainer(use_distributed_sampler=False). If it draws its samples by chance or from elsewhere, all is well."
 )
-
-
-class Place(Protocol):
-    """Where this process stands among the ranks."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
 
 class Window:
@@ -344,7 +312,7 @@ class Feed:
     collective a window tells who still has data.
 
     Example:
-        >>> feed = Feed.train(DataLoader(data, 32, shuffle=True), world=World.single(), seed=42)
+        >>> feed = Feed.train(DataLoader(data, 32, shuffle=True), replicas=Replicas(), seed=42)
         >>> feed.begin(epoch=0)
         >>> for window in feed.windows(accumulate=2):
         ...     for batch, weight, share in window:
@@ -354,23 +322,22 @@ class Feed:
     def __init__(
         self,
         source: Source,
-        world: Place,
+        spec: SourceSpec,
         count: int | float,
         limited: bool,
         ahead: bool,
-        gather: Gather | None,
-        course: BatchCounting,
+        counting: BatchCounting,
         batches: list[int],
         padded: bool = False,
     ) -> None:
         self._limit = count if limited else math.inf  # rows of an epoch
-        num_batches = source.length if course.elastic else count
-        if gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
-            num_batches = longest(num_batches, gather)
+        num_batches = source.length if counting.elastic else count
+        if spec.gather is not None and not ahead:  # the ranks' lengths may differ: all go on to the longest
+            num_batches = longest(num_batches, spec.gather)
         self._source = source
-        self._rank = world.rank
-        self._size = world.size
-        self._gather = gather
+        self._rank = spec.rank
+        self._size = spec.size
+        self._gather = spec.gather
         self._ahead = ahead
         self._padded = padded
         self._mixes = len(source.leaves()) if isinstance(source, Mixed) else 0  # loaders side by side
@@ -379,11 +346,11 @@ class Feed:
         #: micro-batches of an epoch on every rank, after the limit; infinite where it is not known
         self.num_batches = num_batches
         #: by what the run counts batches
-        self.course = course
+        self.counting = counting
         #: ``batch_size`` of each loader; 1 of what is taken as it is
         self.batches = batches
         self._length = self._stop = num_batches
-        self._grouped = False
+        self._is_recut = False
         self._start = self._first = 0
         self._epoch = 0
         self._accumulate = 1
@@ -393,25 +360,25 @@ class Feed:
     @classmethod
     def train(
         cls,
-        source: Any,
+        source: object,
         *,
-        world: Place,
+        replicas: Replicas,
         seed: int,
         limit: Limit = None,
         distribute: bool = True,
         order: Literal["keyed", "torch"] | None = None,
         overfit: bool = False,
-        gather: Gather | None = None,
-        chart: CountingFor | None = None,
+        counting: CountingFor | None = None,
         planned: int | None = None,
         padded: bool = False,
+        shares: Sequence[float] | None = None,
     ) -> Feed:
         """The feed of what a ``train_dataloader`` hook returned.
 
         Args:
             source: a DataLoader or other iterable of batches, or a dict, list or `CombinedLoader` of such (a
                 dict or list ends with its longest loader, the others beginning anew).
-            world: this rank and the number of ranks.
+            replicas: which see different samples, and that of this rank.
             seed: the order of data and the random numbers of data sets are functions of it; the same on all
                 ranks.
             limit: ``limit_train_batches``.
@@ -419,19 +386,22 @@ class Feed:
             order: "torch": shuffle by torch's own permutations; one process draws them from its global
                 generator as a plain loader does, several from a generator seeded with ``seed + epoch``.
             overfit: ``overfit_batches``: read loaders in order.
-            gather: collective for what ranks must agree on, if not over the default process group.
-            chart: how a run counts batches that other ranks have begun; default: by these ranks.
+            counting: how a run counts batches that other ranks have begun; default: by these ranks.
             planned: the number of ranks that it counts by, where it is known before.
-            padded: give a rank whose part of a micro-batch is empty a sample of another's part, a padding batch.
+            padded: hand out padding batches where a rank's part of a micro-batch is empty.
+            shares: a number for each replica, to which its part of each global batch is proportional; default: equal.
 
         Raises:
-            MisconfigurationException: no batches, a limit or a number of ranks that cannot be, loaders that differ.
+            MisconfigurationException: no batches, a limit, shares or a number of ranks that cannot be, loaders that
+                differ.
         """
-        gather = all_gather_tensor if gather is None and world.size > 1 else gather
-        loaders, spec, mode = opened(source, "max_size_cycle")
-        # loaders side by side count their batches alike on all ranks
-        pads, planned = padded or spec is not None, planned or world.size
-        draft = SourceSpec(world.rank, world.size, seed, "train", pads, distribute, order == "torch", planned, gather)
+        gather, size = replicas.agreed_gather(), replicas.count
+        by_weight, torch_order = checked_shares(shares, size, gather), order == "torch"
+        loaders, nest, mode = unpack(source, "max_size_cycle")
+        pads = padded or nest is not None  # loaders side by side count their batches alike on all ranks
+        spec = SourceSpec(
+            replicas.index, size, seed, "train", pads, distribute, torch_order, planned or size, gather, by_weight
+        )
         if mode == "sequential":
             raise MisconfigurationException(
                 'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
@@ -439,17 +409,14 @@ class Feed:
             )
         if not loaders:
             raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
-        names = names_of("train_dataloader", len(loaders))
-        if overfit:
-            loaders = list(map(in_order, loaders, names))
-        parts = make_sources(loaders, draft, names)
-        ahead, batches = check_alike(parts, draft, names), [part.batch for part in parts]
-        made = parts[0] if spec is None else Mixed(parts, spec, mode)
-        course = BatchCounting(world.size, world.size) if chart is None else chart(batches, made.flexible)
-        check_batches(parts, loaders, names, course.ranks)
-        whole = made.planned(course.ranks)
+        parts, loaders, names = make_sources(loaders, spec, overfit)
+        ahead, batches = check_alike(parts, spec, names), [part.batch for part in parts]
+        made = parts[0] if nest is None else Mixed(parts, nest, mode)
+        counted = BatchCounting(size, size) if counting is None else counting(size, batches, made.flexible)
+        check_batches(parts, loaders, names, counted.ranks)
+        whole = made.planned(counted.ranks)
         count = limited(limit, whole, "overfit_batches" if overfit else "limit_train_batches")
-        return cls(made, world, count, count < whole, ahead and made.ahead, gather, course, batches, padded)
+        return cls(made, spec, count, count < whole, ahead and made.ahead, counted, batches, padded)
 
     def begin(self, epoch: int, start_batch: int = 0, accumulate: int = 1) -> None:
         """Opens the loaders for an epoch, from this rank's micro-batch ``start_batch`` on.
@@ -468,53 +435,54 @@ class Feed:
     def prepare(self, epoch: int, accumulate: int) -> None:
         """Cut an epoch as other ranks have planned or begun it; does nothing where there are none."""
         self._epoch, self._accumulate = epoch, accumulate
-        course, source, most = self.course, self._source, self._limit
-        self._first = course.begins(epoch)[0]
-        grouping = course.grouping(epoch, accumulate, most)
-        if grouping is None and not self._grouped:
+        counting, source, most = self.counting, self._source, self._limit
+        self._first = counting.begins(epoch)[0]
+        plan = counting.window_plan(epoch, accumulate, most)
+        if plan is None and not self._is_recut:
             return
-        self._grouped = True
-        source.group(grouping or WindowPlan(course.ranks, accumulate, most))
-        most = course.batches(most, accumulate)
+        self._is_recut = True
+        source.recut(plan or WindowPlan(counting.ranks, accumulate, most))
+        most = counting.batches(most, accumulate)
         if self._ahead:
             self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
         else:  # it ends when all ranks are through
-            self.num_batches, self._stop = course.batches(self.rows, accumulate), most
+            self.num_batches, self._stop = counting.batches(self.rows, accumulate), most
 
     # -- batches of the plan
 
     @property
     def rows(self) -> int | float:
         """Batches of an epoch by the count of the plan, after the limit; infinite where it is not known."""
-        if not self.course.elastic:
+        if not self.counting.elastic:
             return self._length
-        return min(self._source.planned(self.course.ranks), self._limit)
+        return min(self._source.planned(self.counting.ranks), self._limit)
 
     def rows_at(self, number: int) -> int:
         """Batches of the plan that are done after so many micro-batches of the epoch that was begun."""
-        if not self.course.elastic:
+        if not self.counting.elastic:
             return number
-        rows, all_rows = self.course.rows(self._epoch, number, self._accumulate), self.rows
+        rows, all_rows = self.counting.rows(self._epoch, number, self._accumulate), self.rows
         at_end = number >= self.num_batches and not math.isinf(all_rows)
         return int(all_rows if at_end else min(rows, all_rows))
 
     def begun(self, number: int, accumulate: int) -> int:
         """Micro-batches of the window that is under way after so many of the epoch."""
-        return (number - self._first) % self.course.micro(accumulate)
+        return (number - self._first) % self.counting.micro(accumulate)
 
     def reached(self, number: int) -> ResumePoint:
         """A boundary of the epoch that was begun, for a life with other ranks."""
-        origin = self.course.origin
-        if origin is not None and (origin.epoch, origin.number) == (self._epoch, number):
-            return origin
-        return ResumePoint(self._epoch, number, self.rows_at(number), self._source.place(number) if number else None)
+        before = self.counting.resumed_at
+        if before is not None and (before.epoch, before.number) == (self._epoch, number):
+            return before
+        position = self._source.position(number) if number else None
+        return ResumePoint(self._epoch, number, self.rows_at(number), position)
 
     def windows(self, accumulate: int) -> Iterator[Window]:
         """The windows of the epoch, of ``accumulate`` batches of the plan each, the last one perhaps of fewer.
 
         These are as many micro-batches where the ranks are those of the plan.
         """
-        micro = self.course.micro(accumulate)
+        micro = self.counting.micro(accumulate)
         return self._known(micro) if self._ahead else self._fetched(micro)
 
     def state_dict(self) -> dict[str, Any]:
@@ -523,8 +491,9 @@ class Feed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the :meth:`begin` that goes on from where :meth:`state_dict` was taken."""
-        origin = self.course.origin
-        if not (self.course.moved and origin is not None and isinstance(origin.place, list)):  # read again up to there
+        point = self.counting.resumed_at
+        reads_again = self.counting.moved and point is not None and isinstance(point.position, list)
+        if not reads_again:
             self._source.load_state_dict(state)
 
     def close(self) -> None:
@@ -539,33 +508,44 @@ class Feed:
         begun = (self._start - self._first) % accumulate
         number = self._start - begun
         even = min(source.even, stop)
-        same = [(float(source.batch), 1.0 / accumulate)] * accumulate
+        same: list[Part] = []
+        among: Callable[[Sequence[int] | None], list[Part]] | None = None
+        if number + accumulate <= even:  # all windows up to there weigh the same
+            sizes = source.weights(number)
+            mine, of_rank = [sizes[self._rank]] * accumulate, [each * accumulate for each in sizes]
+            same = weigh(mine, sum(of_rank), self._size)
+            if source.uneven:
+                among = partial(self._among, mine, [], of_rank, [of_rank])
         while number < stop:
             after = number + accumulate
             if after <= even:
-                yield Window(batches, same, after >= stop or (after >= even and not source.has(after)), begun)
+                last = after >= stop or (after >= even and not source.has(after))
+                yield Window(batches, same, last, begun, among=among)
             else:
                 rows = self._rows(number, min(after, stop))
                 if not rows:
                     return
                 after = number + len(rows)
-                mine = [[part[self._rank] for part in row] for row in rows]
-                weights = [[max(each) for each in zip(*row, strict=True)] for row in rows]
-                of_rank = [sum(each) for each in zip(*weights, strict=True)]
-                of_parts = [[sum(each) for each in zip(*of_rows, strict=True)] for of_rows in zip(*rows, strict=True)]
-                among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
-                absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
-                drawn = batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
-                last = after >= stop or not source.has(after)
-                gaps = (
-                    (rank, loader)
-                    for row, of_row in zip(rows, weights, strict=True)
-                    for loader, part in enumerate(row)
-                    for rank, weight in enumerate(part)
-                    if of_row[rank] and not weight
-                )
-                yield Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
+                yield self._weighed_window(rows, after >= stop or not source.has(after), begun)
             number, begun = after, 0
+
+    def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, begun: int) -> Window:
+        """The window of some micro-batches, given all ranks' weights of their parts."""
+        mine = [[part[self._rank] for part in row] for row in rows]
+        weights = [[max(each) for each in zip(*row, strict=True)] for row in rows]
+        of_rank = [sum(each) for each in zip(*weights, strict=True)]
+        of_parts = [[sum(each) for each in zip(*of_rows, strict=True)] for of_rows in zip(*rows, strict=True)]
+        among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
+        absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
+        drawn = self._batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
+        gaps = (
+            (rank, loader)
+            for row, of_row in zip(rows, weights, strict=True)
+            for loader, part in enumerate(row)
+            for rank, weight in enumerate(part)
+            if of_row[rank] and not weight
+        )
+        return Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
 
     def _among(
         self,
@@ -588,8 +568,8 @@ class Feed:
         if ranks is not None:
             size, of_rank = len(ranks), [of_rank[rank] for rank in ranks]
             of_parts = [[each[rank] for rank in ranks] for each in of_parts]
-        parts = shares(weights, sum(of_rank) or 1.0, size)
-        return parts if len(of_parts) < 2 else part_shares(parts, mine, list(map(sum, of_parts)), size)
+        parts = weigh(weights, sum(of_rank) or 1.0, size)
+        return parts if len(of_parts) < 2 else weigh_parts(parts, mine, list(map(sum, of_parts)), size)
 
     def _rows(self, number: int, stop: int | float) -> list[list[Sequence[float]]]:
         """All ranks' weights of the parts of the micro-batches ``number`` to ``stop``, as far as there are any."""
@@ -714,50 +694,45 @@ class EvaluationFeed:
     @classmethod
     def of(
         cls,
-        source: Any,
+        source: object,
         *,
-        world: Place,
+        replicas: Replicas,
         seed: int,
         limit: Limit | Sequence[Limit] = None,
         distribute: bool = True,
         order: Literal["keyed", "torch"] | None = None,
         flag: str = "limit_val_batches",
         overfit: bool = False,
-        gather: Gather | None = None,
     ) -> EvaluationFeed:
         """The feed of what a ``val_dataloader``, ``test_dataloader`` or ``predict_dataloader`` hook returned.
 
         Args:
             source: an iterable of batches, or a dict, list or `CombinedLoader` of such (taken one after the
                 other, unless a `CombinedLoader` says otherwise).
-            world: this rank and the number of ranks.
+            replicas: as of :meth:`Feed.train`.
             seed: as of :meth:`Feed.train`.
             limit: of all loaders, or one for each in a list.
             distribute: ``use_distributed_sampler``.
             order: as of :meth:`Feed.train`.
             flag: the name of the limit, "limit_{stage}_batches".
             overfit: as of :meth:`Feed.train`.
-            gather: as of :meth:`Feed.train`.
         """
-        if gather is None and world.size > 1:
-            gather = all_gather_tensor
-        stage = flag.split("_")[1]
-        by_torch = order == "torch"
-        draft = SourceSpec(world.rank, world.size, seed, stage, False, distribute, torch_order=by_torch, gather=gather)
-        loaders, spec, mode = opened(source, "sequential")
-        names = names_of(f"{stage}_dataloader", len(loaders))
-        if overfit:
-            loaders, flag = list(map(in_order, loaders, names)), "overfit_batches"
-        parts = make_sources(loaders, draft, names)
-        check_alike(parts, draft, names)
+        stage, gather, torch_order = flag.split("_")[1], replicas.agreed_gather(), order == "torch"
+        spec = SourceSpec(
+            replicas.index, replicas.count, seed, stage, False, distribute, torch_order=torch_order, gather=gather
+        )
+        loaders, nest, mode = unpack(source, "sequential")
+        parts, loaders, names = make_sources(loaders, spec, overfit)
+        check_alike(parts, spec, names)
         for part, loader, name in zip(parts, loaders, names, strict=True):
             if part.length == 0:
-                rank_zero_warn(no_batches(loader, name, world.size))
+                rank_zero_warn(no_batches(loader, name, spec.size))
         limits = limit if isinstance(limit, Sequence) else [limit] * len(parts)
+        flag = "overfit_batches" if overfit else flag
         counts = [limited(each, part.length, flag) for each, part in zip(limits, parts, strict=True)]
-        if spec is None or mode == "sequential":
+        if nest is None or mode == "sequential":
             return cls(parts, counts, True)
-        return cls([Mixed(parts, spec, mode, counts)], [LENGTHS[mode](counts)], False)
+        return cls([Mixed(parts, nest, mode, counts)], [LENGTHS[mode](counts)], False)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
         """For the next pass: its epoch, which loaders that shuffle follow, and a limit below the others."""

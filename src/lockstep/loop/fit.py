@@ -374,18 +374,18 @@ class FitLoop:
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
-            world=session.strategy.replicas,
+            replicas=session.strategy.replicas.for_feed(),
             seed=session.drawn_seed,
             limit=config.limit_train_batches,
             distribute=config.use_distributed_sampler,
             order="torch" if config.order == "torch" else "keyed",
             overfit=bool(config.overfit_batches),
-            chart=partial(fit.elastic.counting, config, session.strategy.replicas.size, automatic),
+            counting=partial(fit.elastic.counting, config, automatic),
             planned=fit.elastic.planned,
             padded=not automatic,
         )
         batches = feed.rows
-        self.timing.plan(batches, feed.rows_at if feed.course.elastic else None)
+        self.timing.plan(batches, feed.rows_at if feed.counting.elastic else None)
         fit.elastic.prepare(feed, config, fit.progress.epoch)
         if session.loggers and not config.fast_dev_run and batches < config.log_every_n_steps:
             rank_zero_warn(
@@ -409,7 +409,7 @@ class FitLoop:
             accumulate = session.config.accumulation(progress.epoch)
             log_every, validates = session.config.log_every_n_steps, self._validates
             feed.begin(progress.epoch, progress.batch, accumulate)
-            step.counted = feed.rows_at if feed.course.elastic else int
+            step.counted = feed.rows_at if feed.counting.elastic else int
             session.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
             self._heed()

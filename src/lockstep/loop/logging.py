@@ -322,7 +322,7 @@ class LogCollector:
         gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
         on_cpu = strategy.root_device.type == "cpu"
         replicas = strategy.replicas
-        each = None if replicas.size == strategy.world_size else replicas.first_ranks
+        each = None if replicas.count == strategy.world_size else replicas.first_ranks
         return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu, each)
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:

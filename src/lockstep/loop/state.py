@@ -18,7 +18,7 @@ from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.format import described
 from lockstep.checkpoint.io import CheckpointIO
-from lockstep.data.drawn_order import of_all_ranks
+from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters

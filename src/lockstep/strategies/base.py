@@ -17,7 +17,7 @@ from lockstep.ground.agreement import ConsensusFlags
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 from lockstep.strategies.checkpoints import CheckpointWriter, Path
-from lockstep.strategies.collectives import Collectives, Replicas
+from lockstep.strategies.collectives import Collectives, ReplicaMap
 from lockstep.strategies.engine import Engine
 
 
@@ -59,7 +59,7 @@ class Strategy(Engine):
         super().__init__()
         self.collectives = Collectives()
         self.checkpoints = CheckpointWriter()
-        self.replicas = Replicas.each(World.single())
+        self.replicas = ReplicaMap.each(World.single())
         self.plugins: list[object] = []
         self.devices = [self.root_device]
         self.rounds = 0
@@ -71,7 +71,7 @@ class Strategy(Engine):
         """Take in where this process stands; nothing is started or allocated yet."""
         self.root_device, self.precision, self.context = device, precision, precision.context
         self.collectives.world, self.collectives.device = world, device
-        self.replicas = Replicas.each(world)
+        self.replicas = ReplicaMap.each(world)
 
     def setup_environment(self) -> None:
         """Join the other ranks; afterwards collectives work."""

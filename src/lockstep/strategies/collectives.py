@@ -11,43 +11,51 @@ import torch
 from torch import Tensor
 
 from lockstep.cluster.world import World
+from lockstep.data.source import Replicas
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaMap:
     """The ranks by the samples that they see: those of one replica draw the same batches.
 
     Ranks are replicas of their own, unless several hold one copy of the model together (a tensor's parts, the stages
     of a pipeline).
 
     Attributes:
-        rank: the replica to which this rank belongs.
-        size: number of replicas.
+        index: the replica to which this rank belongs.
+        count: number of replicas.
         of_rank: the replica of each rank.
     """
 
-    rank: int
-    size: int
+    index: int
+    count: int
     of_rank: tuple[int, ...]
 
     @classmethod
-    def each(cls, world: World) -> Replicas:
+    def each(cls, world: World) -> ReplicaMap:
         """Every rank for itself."""
         return cls(world.rank, world.size, tuple(range(world.size)))
 
     @property
     def first_ranks(self) -> list[int]:
         """The first rank of each replica, whose values stand for all of the replica's."""
-        return [self.of_rank.index(replica) for replica in range(self.size)]
+        return [self.of_rank.index(replica) for replica in range(self.count)]
 
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """The ranks of these replicas."""
-        if self.size == len(self.of_rank):
+        if self.count == len(self.of_rank):
             return tuple(replicas)
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
+
+    def for_feed(self) -> Replicas:
+        """The same, as loaders are shared out by it."""
+        if self.count == len(self.of_rank):
+            return Replicas(self.index, self.count)
+        first = self.first_ranks
+        return Replicas(self.index, self.count, lambda tensor: comm.all_gather_tensor(tensor)[first])
 
 
 class Collectives:

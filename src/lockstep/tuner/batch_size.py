@@ -10,7 +10,7 @@ import torch
 
 from lockstep.callbacks.base import Callback
 from lockstep.data.combined import flatten
-from lockstep.data.sampler import length_of
+from lockstep.data.source import length_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn

@@ -1,0 +1,226 @@
+"""Loaders that are taken as they stand: foreign iterables, and loaders that are not to be shared out or shuffled."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
+from typing import Any, cast
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from lockstep.data.cut import Cut
+from lockstep.data.randomness import HeldGenerator, generators_of
+from lockstep.data.sampler import DrawnOrder, WatchedSampler
+from lockstep.data.source import (
+    Measure,
+    Source,
+    SourceSpec,
+    Stateful,
+    call_set_epoch,
+    copy_loader,
+    holders,
+    length_of,
+    noting,
+    skipped,
+    stateful,
+    states_of,
+)
+from lockstep.data.workers import end_workers, opened
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.seed import isolate_rng, random_states, set_random_states
+
+
+class Untouched(Source):
+    """An iterable that is taken as it stands, with the process' own random numbers.
+
+    Its state holds the random states at the beginning of the pass, so that a resumed run draws the same
+    order, those of a sampler's own generators included; and the loader's own state, if it has one, instead of
+    reading again. What a sampler of the user's draws is hashed: another order after a resume is refused.
+
+    Args:
+        loader: any iterable of batches.
+        spec: rank, seed and the like.
+        measure: tells the size of a batch where the loader does not tell it ahead.
+    """
+
+    def __init__(self, loader: Iterable[Any], spec: SourceSpec, measure: Measure) -> None:
+        self._measure = measure
+        self.rank = spec.rank
+        self._loader = loader
+        self._size = spec.size
+        self._states: dict[str, Any] | None = None
+        self._resume: dict[str, Any] = {}
+        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        length = length_of(loader)
+        self.length = math.inf if length is None else length
+        self._generators: list[HeldGenerator] = []
+        self._samplers: list[Stateful] = []  # those that can save where they are
+        self._own_states: list[Any] = []  # of these generators and samplers, at the beginning of the pass
+        self._watched: WatchedSampler | None = None
+        self._cut: Cut | None = None  # of this rank's samples, as if it were alone
+        # A plain loader over a map-style data set keeps to its length; what others say of theirs is not built on.
+        self._indexed = False
+        if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+            self._indexed = not isinstance(loader.dataset, IterableDataset)
+            if self._indexed:
+                self._cut = _cut_of(loader)
+            if self._indexed and not self._stateful:
+                self._watch_order(loader, measure.name)
+        self.ahead = self.fixed = self._cut is not None
+        if self._cut is not None:
+            self.even, self.batch, self.rest = self._cut.full, self._cut.batch, self._cut.rest
+
+    def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
+        resume, self._resume = self._resume, {}
+        announce_epoch(self._loader, epoch)
+        self._pass = [epoch, turn]
+        if "loader" in resume:
+            cast(Stateful, self._loader).load_state_dict(resume["loader"])
+            iterator = opened(self._loader)
+            if resume.get("pass", self._pass) == self._pass:
+                return iterator
+            next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
+        if "random" not in resume or start == 0:
+            self._states = random_states(include_cuda=False)
+            self._own_states = self.generator_states()
+            return skipped(opened(self._loader), start)
+        self._states, self._own_states = resume["random"], resume.get("own", [])
+        self.set_generator_states(self._own_states)
+        if self._watched is not None:
+            self._watched.resume = resume.get("drawn", [])
+        with isolate_rng(include_cuda=False):
+            set_random_states(self._states)
+            return skipped(opened(self._loader), start)
+
+    def generator_states(self) -> list[Any]:
+        return [*(held.state() for held in self._generators), *states_of(self._samplers)]
+
+    def set_generator_states(self, states: list[Any]) -> None:
+        for held, state in zip(self._generators, states, strict=False):
+            held.set_state(state)
+        for sampler, state in zip(self._samplers, states[len(self._generators) :], strict=False):
+            sampler.load_state_dict(state)
+
+    def _watch_order(self, loader: DataLoader[Any], name: str) -> None:
+        """Notes the generators that the order comes from, and hashes it where it comes from a sampler of the user's."""
+        replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        found = [holder for sampler in (loader.sampler, loader.batch_sampler) for holder in holders(sampler)]
+        self._generators = generators_of([*found, loader])
+        if any(type(holder) not in (RandomSampler, SequentialSampler, BatchSampler, NoneType) for holder in found):
+            named = next(holder for holder in found[::-1] if type(holder) is not BatchSampler)
+            self._watched = WatchedSampler(getattr(loader, replaced), DrawnOrder(named, name))
+            self._loader = copy_loader(loader, **{replaced: self._watched})
+            self._samplers = stateful({id(holder): holder for holder in found}.values())
+
+    def weights(self, number: int) -> Sequence[float]:
+        assert self._cut is not None, "the weights of ready-made batches were asked for ahead"
+        return self._cut.sizes(number) * self._size  # the ranks' are alike, or they are fetched first
+
+    def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        if self._cut is None:
+            return self._measure.each(self.open(epoch, turn, start, stop))
+        return super().weighed(epoch, turn, start, stop)
+
+    def position(self, number: int) -> int | None:
+        return None if self._cut is None or self._size > 1 else min(self._cut.n, number * self.batch)
+
+    def note_indices(self) -> None:
+        batches = getattr(self._loader, "batch_sampler", None)
+        if isinstance(self._loader, DataLoader) and batches is not None and self._indexed:
+            self.noted = deque()
+            self._loader = copy_loader(self._loader, batch_sampler=_Noted(batches, self.noted))
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._stateful:
+            return {"loader": cast(Stateful, self._loader).state_dict(), "pass": self._pass}
+        if self._states is None:
+            return {}
+        drawn = {} if self._watched is None else {"drawn": self._watched.order.saved()}
+        return {"random": self._states, "own": self._own_states, **drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resume = state
+
+    def close(self) -> None:
+        end_workers(self._loader)
+
+
+class _Noted:
+    """The batch sampler of a loader that is taken as it stands, with its batches noted."""
+
+    def __init__(self, batches: Iterable[Any], noted: deque[list[Any]]) -> None:
+        self._batches = batches
+        self._noted = noted
+
+    def __iter__(self) -> Iterator[Any]:
+        self._noted.clear()  # another pass
+        return noting((list(indices) for indices in self._batches), self._noted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+def announce_epoch(loader: object, epoch: int) -> None:
+    """Calls ``set_epoch`` on whatever of a loader has it."""
+    for attribute in ("sampler", "batch_sampler"):
+        for holder in holders(getattr(loader, attribute, None)):
+            call_set_epoch(holder, epoch)
+
+
+def _cut_of(loader: DataLoader[Any]) -> Cut | None:
+    """How a rank cuts the samples of its own loader; None if its batches are not of one size."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return None
+    count = length_of(batches.sampler)
+    return None if count is None else Cut(count, batches.batch_size, 1, batches.drop_last)
+
+
+def in_order(loader: Iterable[Any], name: str) -> Iterable[Any]:
+    """The loader, reading its data set from the beginning and in order.
+
+    A ``DistributedSampler`` keeps its share and stops shuffling. A batch sampler of the user's own kind and loaders
+    over iterable data sets are left as they are; what the first draws depends on the epoch that it is told.
+
+    Args:
+        loader: any iterable of batches; the user's object is not changed.
+        name: for the warning that the order of the user's is given up.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches = cast("BatchSampler | None", loader.batch_sampler)
+    if batches is not None and type(batches) is not BatchSampler:
+        rank_zero_warn(
+            f"Trainer(overfit_batches=...): {name} has a batch sampler of its own kind, {type(batches).__name__}; it "
+            "chooses the batches; see to it that it chooses the same in every epoch."
+        )
+        return loader
+    sampler = loader.sampler if batches is None else batches.sampler
+    if type(sampler) is SequentialSampler or (batches is None and isinstance(sampler, BatchSampler)):
+        return loader
+    if isinstance(sampler, DistributedSampler):
+        if not sampler.shuffle:
+            return loader
+        ordered: Sampler[Any] = copy.copy(sampler)
+        ordered.shuffle = False  # type: ignore[attr-defined]
+    else:
+        ordered = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # it asks for a length only
+    rank_zero_warn(f"Trainer(overfit_batches=...): {name} shuffles; for these few batches it is read in order.")
+    if batches is None:
+        return copy_loader(loader, sampler=ordered)
+    plain = BatchSampler(ordered, batches.batch_size, batches.drop_last)
+    return copy_loader(loader, sampler=ordered, batch_sampler=plain)

@@ -1,0 +1,130 @@
+"""Replicas: ranks that share a tensor or a pipeline draw the same batches; replicas draw each sample once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lockstep.data.source import Replicas
+from lockstep.loop.feed import EvaluationFeed, Feed
+from tests.data.loaders import Meeting, Stream, as_threads, by_sampler, drawn, epoch, feed_of, indices, loader
+
+MAKES = {
+    "shuffled": lambda: loader(45, 4),
+    "a sampler": lambda: by_sampler(15, 4),
+    "side by side": lambda: {"a": loader(45, 4), "b": loader(13, 2)},
+    "whole batches": lambda: [torch.arange(4), torch.arange(4, 8)],
+}
+
+
+class OwnStream(Stream):
+    def __iter__(self) -> Any:  # without random numbers, which threads share
+        return (torch.tensor([index, 0.0]) for index in range(self.n))
+
+
+def on_ranks(play: Any, size: int = 4, split: int = 2) -> list[Any]:
+    """``play(replicas)`` on ``size`` ranks of which ``split`` neighbours are a replica.
+
+    Their gathers go over the ranks that have the same place in each replica.
+    """
+    meetings = [Meeting(size // split) for _ in range(split)]
+
+    def run(rank: int, _: Any) -> Any:
+        index, inside = divmod(rank, split)
+        return play(Replicas(index, size // split, meetings[inside].of(index)))
+
+    return as_threads(size, run)
+
+
+def plain(batch: Any) -> Any:
+    return {name: indices(part) for name, part in batch.items()} if isinstance(batch, dict) else indices(batch)
+
+
+def steps_of(feed: Feed, start: int = 0) -> list[Any]:
+    return [(plain(batch), weight, float(share)) for batch, weight, share in epoch(feed, 1, start, 2)]
+
+
+@pytest.mark.parametrize("kind", MAKES)
+def test_ranks_of_a_replica_draw_the_same_and_replicas_what_two_ranks_draw(kind: str) -> None:
+    """Also where an epoch is resumed."""
+    make = MAKES[kind]
+    distribute = kind != "whole batches"
+    for start in (0, 1, 3) if distribute else (0,):
+
+        def play(replicas: Replicas, start: int = start) -> list[Any]:
+            return steps_of(Feed.train(make(), replicas=replicas, seed=42, distribute=distribute), start)
+
+        first, twin, second, other_twin = on_ranks(play)
+        assert (first, second) == (twin, other_twin)
+        alone = [steps_of(feed_of(make(), rank, 2, distribute=distribute), start) for rank in range(2)]
+        assert [first, second] == alone
+
+
+def test_a_stream_is_shared_out_over_replicas_which_agree_on_its_end() -> None:
+    def play(replicas: Replicas) -> list[Any]:
+        return steps_of(Feed.train(DataLoader(OwnStream(23), 3), replicas=replicas, seed=1))
+
+    first, twin, second, other_twin = on_ranks(play)
+    assert (first, second) == (twin, other_twin)
+    assert len(first) == len(second)
+    assert sorted(i for samples, weight, _ in first + second if weight for i in samples) == list(range(23))
+
+
+def test_each_sample_is_evaluated_on_one_replica() -> None:
+    def play(replicas: Replicas) -> list[int]:
+        feed = EvaluationFeed.of(loader(23, 3), replicas=replicas, seed=1)
+        return [i for batch, _, _, _ in feed for i in indices(batch)]
+
+    first, twin, second, other_twin = on_ranks(play)
+    assert (first, second) == (twin, other_twin)
+    assert sorted(first + second) == list(range(23))
+
+
+def test_shares_are_of_replicas() -> None:
+    def play(replicas: Replicas) -> list[int]:
+        return drawn(epoch(Feed.train(loader(24, 4), replicas=replicas, seed=1, shares=(3, 1))))
+
+    first, twin, second, other_twin = on_ranks(play)
+    assert (first, second) == (twin, other_twin)
+    assert (len(first), len(second)) == (18, 6)
+    assert sorted(first + second) == list(range(24))
+
+
+def test_replicas_of_several_ranks_need_a_gather_of_their_own(ranks: Any) -> None:
+    """That of the default group would count each replica as often as it has ranks."""
+
+    def play() -> None:
+        Feed.train(loader(20), replicas=Replicas(0, 3), seed=1)
+
+    with pytest.raises(Exception, match=r"3 replicas on 2 ranks: give Replicas\(gather=...\)"):
+        ranks(2).run(play)
+
+
+def play_over_groups() -> list[int]:
+    """Four ranks, of which two neighbours are a replica, over process groups."""
+    rank = torch.distributed.get_rank()
+    groups = [torch.distributed.new_group([inside, 2 + inside]) for inside in range(2)]
+
+    def gather(tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(2)]
+        torch.distributed.all_gather(parts, tensor.contiguous(), groups[rank % 2])
+        return torch.stack(parts)
+
+    try:
+        made = DataLoader(Stream(13), 2)
+        return drawn(epoch(Feed.train(made, replicas=Replicas(rank // 2, 2, gather), seed=1)))
+    finally:
+        torch.distributed.barrier()
+        for group in groups:
+            torch.distributed.destroy_process_group(group)
+
+
+@pytest.mark.timeout(60)
+def test_replicas_on_real_ranks(ranks: Any) -> None:
+    first, twin, second, other_twin = ranks(4).run(play_over_groups)
+    assert (first, second) == (twin, other_twin)
+    assert sorted(first + second) == list(range(13))
