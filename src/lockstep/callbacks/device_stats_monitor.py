@@ -61,7 +61,7 @@ class DeviceStatsMonitor(Callback):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write, in steps that log."""
         self._training(trainer, "on_train_batch_start")
 
@@ -69,7 +69,7 @@ class DeviceStatsMonitor(Callback):
         self._training(trainer, "on_train_batch_start")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Write, in steps that log."""
         self._training(trainer, "on_train_batch_end")
@@ -85,7 +85,7 @@ class DeviceStatsMonitor(Callback):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write, in every n-th batch."""
         self._evaluating(trainer, "on_validation_batch_start", batch_idx)
@@ -95,7 +95,7 @@ class DeviceStatsMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -103,7 +103,7 @@ class DeviceStatsMonitor(Callback):
         self._evaluating(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_start", batch_idx)
@@ -113,7 +113,7 @@ class DeviceStatsMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

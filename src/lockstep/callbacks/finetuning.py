@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -123,7 +123,9 @@ class BaseFinetuning(Callback):
             self._loaded = {key: own[key] for key in ("frozen", "untracked")}
 
     @staticmethod
-    def _apply_mapping_to_param_groups(groups: list[dict[str, Any]], mapping: Any) -> list[dict[str, Any]]:
+    def _apply_mapping_to_param_groups(
+        groups: list[dict[str, Any]], mapping: Mapping[Any, Any]
+    ) -> list[dict[str, Any]]:
         return [{**group, "params": [mapping[parameter] for parameter in group["params"]]} for group in groups]
 
     def _store(self, pl_module: LightningModule, number: int, before: int, groups: list[dict[str, Any]]) -> None:

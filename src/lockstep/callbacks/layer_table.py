@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class LayerSummary:
         if not isinstance(module, torch.jit.ScriptModule):  # which take no hooks
             self._handle = module.register_forward_hook(self._watch, with_kwargs=True)
 
-    def _watch(self, _: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _watch(self, _: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any], output: object) -> None:
         given = (*args, *kwargs.values())
         self._in_size = parse_batch_shape(given[0] if len(given) == 1 else given)
         self._out_size = parse_batch_shape(output)
@@ -321,7 +321,7 @@ def readable_size(megabytes: float) -> str:
     return f"{megabytes:,.3f}"
 
 
-def parse_batch_shape(batch: Any) -> Any:
+def parse_batch_shape(batch: object) -> Any:
     """The shape of a tensor as a list, nested for lists and tuples of them; ``"?"`` for anything else."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
@@ -350,7 +350,7 @@ def _size(parameter: Tensor) -> int:
     return parameter.numel()
 
 
-def _count(parameters: Any) -> int:
+def _count(parameters: Iterable[Tensor]) -> int:
     return sum(map(_size, parameters))
 
 
@@ -378,7 +378,7 @@ def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
     return {**found, "": found.get("Global", {})}
 
 
-def _prepared(model: nn.Module, example: Any) -> Any:
+def _prepared(model: nn.Module, example: object) -> Any:
     """The example where the model is, its floats in the model's own type."""
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:

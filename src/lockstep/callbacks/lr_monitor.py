@@ -75,7 +75,7 @@ class LearningRateMonitor(Callback):
                 category=RuntimeWarning,
             )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write what goes by steps, once for each step that logs."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 

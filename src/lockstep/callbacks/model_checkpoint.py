@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import weakref
 from collections.abc import Mapping
 from copy import deepcopy
 from datetime import timedelta
@@ -19,7 +20,7 @@ from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
-from lockstep.loggers.base import announce, as_yaml
+from lockstep.loggers.hyperparameters import as_yaml
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -254,7 +255,7 @@ class ModelCheckpoint(Checkpoint):
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self._train_time_interval is not None:
@@ -305,7 +306,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._latest_path and trainer.strategy.checkpoint_io.writes_later:  # the loggers may have found no file
-            announce(self, trainer)
+            self._announce(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
@@ -423,7 +424,12 @@ class ModelCheckpoint(Checkpoint):
         trainer.save_checkpoint(path, self.save_weights_only)
         self._step_of_last_save = trainer.global_step
         self._latest_path = path
-        announce(self, trainer)
+        self._announce(trainer)
+
+    def _announce(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, kept: str) -> None:
         """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""

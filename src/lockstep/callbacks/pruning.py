@@ -38,7 +38,9 @@ METHODS: dict[str, Any] = {
 }
 
 
-def find_method(asked: Any, across: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
+def find_method(
+    asked: str | Callable[..., Any], across: bool, dim: int | None, norm: int | None
+) -> tuple[Any, dict[str, Any]]:
     """What to prune by, and its arguments.
 
     Args:
@@ -55,8 +57,8 @@ def find_method(asked: Any, across: bool, dim: int | None, norm: int | None) -> 
         MisconfigurationException: they do not fit together.
     """
     names = [name for name, function in FUNCTIONS.items() if asked is function]
-    if isinstance(asked, str) or names:
-        return _method_by_name(names[0] if names else asked.lower(), across, dim, norm)
+    if names or isinstance(asked, str):
+        return _method_by_name(names[0] if names else str(asked).lower(), across, dim, norm)
     is_method = inspect.isclass(asked) and issubclass(asked, prune.BasePruningMethod)
     if is_method and not across:
         raise MisconfigurationException(
@@ -72,7 +74,7 @@ def find_method(asked: Any, across: bool, dim: int | None, norm: int | None) -> 
             "function `fn(module, name=..., amount=...)`."
         )
     if is_method:
-        _check_type(asked)
+        _check_type(cast("type[prune.BasePruningMethod]", asked))
     return asked, {}
 
 
@@ -96,7 +98,7 @@ def _method_by_name(name: str, across: bool, dim: int | None, norm: int | None) 
     return partial(FUNCTIONS[name], **options), {}
 
 
-def _check_type(method: Any) -> None:
+def _check_type(method: type[prune.BasePruningMethod]) -> None:
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
         raise MisconfigurationException(
@@ -439,7 +441,7 @@ class ModelPruning(Callback):
         if self._make_pruning_permanent:
             _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
-    def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         """Let the model load weights with masks and without: as products, or as what is behind the masks.
 
         The masks themselves are put back in :meth:`on_fit_start`, where the optimizers have the parameters.
@@ -461,7 +463,7 @@ def _holds(module: nn.Module, name: str) -> bool:
     return isinstance(module._parameters.get(name), nn.Parameter) or f"{name}_orig" in module._parameters
 
 
-def _label(pair: Any) -> str:
+def _label(pair: object) -> str:
     """What tells a pair ``(module, name)`` from others, as long as it has not been looked at."""
     if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
         return repr(pair)

@@ -294,5 +294,5 @@ class StochasticWeightAveraging(Callback):
                 layer.num_batches_tracked.copy_(trainer.strategy.reduce(layer.num_batches_tracked, reduce_op="sum"))
 
 
-def _refused(argument: str, value: Any, way_out: str) -> MisconfigurationException:
+def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:
     return MisconfigurationException(f"StochasticWeightAveraging({argument}={value!r}): {way_out}.")

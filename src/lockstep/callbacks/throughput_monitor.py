@@ -103,7 +103,7 @@ class ThroughputMonitor(Callback):
         self._start(trainer, RunningStage.TRAINING)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Measure, and write at the ends of windows that log, when the optimizer's step is done too."""
         if not trainer.is_global_zero:
@@ -131,7 +131,7 @@ class ThroughputMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -156,7 +156,7 @@ class ThroughputMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -171,8 +171,8 @@ class ThroughputMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -180,7 +180,7 @@ class ThroughputMonitor(Callback):
         self._evaluated(trainer, pl_module, RunningStage.PREDICTING, batch, batch_idx)
 
     def _evaluated(
-        self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object, batch_idx: int
     ) -> None:
         if not trainer.is_global_zero:
             return
@@ -199,7 +199,7 @@ class ThroughputMonitor(Callback):
             meter.start = time.perf_counter()
 
     @torch.no_grad()  # the user's functions may compute with what needs gradients
-    def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: Any) -> None:
+    def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object) -> None:
         device, meter = trainer.strategy.root_device, self._meters[stage]
         if device.type == "cuda":
             torch.cuda.synchronize(device)

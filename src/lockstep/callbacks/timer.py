@@ -106,7 +106,7 @@ class Timer(Callback):
         self._begin(RunningStage.TRAINING)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Look at the clock."""
         if self._interval == "step":

@@ -95,7 +95,7 @@ class WeightAveraging(Callback):
             self._loaded = None
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Update after an optimizer step; most micro-batches of a window bring none."""
         step = trainer.global_step

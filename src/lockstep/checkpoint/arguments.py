@@ -12,17 +12,26 @@ import sys
 import types
 import typing
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
-from lockstep.ground.rank import rank_zero_warn
+
+T = TypeVar("T")
+
+
+class HasHyperparameters(Protocol):
+    """A class whose hyperparameters are in checkpoints, under these keys."""
+
+    CHECKPOINT_HYPER_PARAMS_KEY: str
+    CHECKPOINT_HYPER_PARAMS_NAME: str
+
 
 # -- inner classes -------------------------------------------------------------------------------------------
 
@@ -85,7 +94,7 @@ def _parameters(cls: type) -> Iterator[str]:
         yield key.removeprefix("made.").split(".")[0]
 
 
-def _paths(value: Any) -> Iterator[str]:
+def _paths(value: object) -> Iterator[str]:
     """The classes that a value describes, at any depth."""
     if isinstance(value, dict):
         if isinstance(value.get("class_path"), str):
@@ -128,7 +137,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
     return {name: annotation for name, annotation in found.items() if annotation is not None}
 
 
-def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
+def _resolved(annotation: object, names: dict[str, Any]) -> Any:
     """What an annotation stands for; it may be a string, as under ``from __future__ import annotations``."""
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
@@ -137,7 +146,7 @@ def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
         return None
 
 
-def rebuilt(value: Any, annotation: Any) -> Any:
+def rebuilt(value: object, annotation: object) -> Any:
     """``value`` as ``annotation`` asks for it, if it is the plain form of that; as it is, if it is not.
 
     Dataclasses, ``Enum``, paths, named tuples, ``Namespace``, OmegaConf's containers, and lists, tuples, sets and dicts
@@ -159,7 +168,7 @@ def rebuilt(value: Any, annotation: Any) -> Any:
     return _made(value, kind) if isinstance(kind, type) and type(value) is not kind else value
 
 
-def _of_union(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _of_union(value: object, kinds: tuple[Any, ...]) -> Any:
     if any(isinstance(kind, type) and type(value) is kind for kind in kinds):
         return value
     for kind in kinds:
@@ -172,7 +181,7 @@ def _of_union(value: Any, kinds: tuple[Any, ...]) -> Any:
     return value
 
 
-def _of_items(value: Any, origin: Any, inside: tuple[Any, ...]) -> Any:
+def _of_items(value: Collection[Any], origin: object, inside: tuple[Any, ...]) -> Any:
     if origin is tuple:
         kinds = [inside[0]] * len(value) if inside[-1] is ... else list(inside)
         return tuple(map(rebuilt, value, kinds)) if len(kinds) == len(value) else value
@@ -182,7 +191,7 @@ def _of_items(value: Any, origin: Any, inside: tuple[Any, ...]) -> Any:
     return items if origin in _SEQUENCES else value
 
 
-def _made(value: Any, kind: type) -> Any:
+def _made(value: object, kind: type) -> Any:
     """An object of a class, made of the plain form that it has had; the value itself where that is another one."""
     if isinstance(value, Mapping):
         if dataclasses.is_dataclass(kind):
@@ -245,7 +254,10 @@ def rebuilt_arguments(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def init_arguments(
-    cls: Any, checkpoint: dict[str, Any], hparams_file: str | PathLike[str] | None, given: dict[str, Any]
+    cls: type[HasHyperparameters],
+    checkpoint: dict[str, Any],
+    hparams_file: str | PathLike[str] | None,
+    given: dict[str, Any],
 ) -> dict[str, Any]:
     """The keyword arguments to make ``cls`` with.
 
@@ -285,14 +297,15 @@ def init_arguments(
     return {**found, **rebuilt}
 
 
-def make(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
+def make(cls: type[T], arguments: dict[str, Any], given: dict[str, Any]) -> T:
     """``cls(**arguments)``; where that fails, an error that says which of them were given as their plain forms.
 
     Raises:
         MisconfigurationException: with what to give.
     """
+    build: Callable[..., T] = cls
     try:
-        return cls(**arguments)
+        return build(**arguments)
     except (AttributeError, TypeError, KeyError) as error:
         plain = [
             name for name, value in arguments.items() if isinstance(value, (dict, list, tuple)) and name not in given
@@ -307,7 +320,7 @@ def make(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
         ) from error
 
 
-def _check_complete(cls: Any, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:
+def _check_complete(cls: type, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     lacking = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
     lacking = [name for name in lacking if name not in found]
@@ -343,34 +356,6 @@ def _word(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def load_weights(module: Any, weights: dict[str, Any], strict: bool | None) -> None:
-    """Put `weights` into a LightningModule.
-
-    Args:
-        module: where to.
-        weights: a state dict.
-        strict: whether the names must match; None: as the module's ``strict_loading`` says. Without, what is only on
-            one side is told by a warning.
-
-    Raises:
-        MisconfigurationException: the module has set ``strict_loading`` to the contrary.
-    """
-    if strict is not None and module._strict_loading not in (None, strict):
-        raise MisconfigurationException(
-            f"load_from_checkpoint(strict={strict}): {type(module).__name__} has set strict_loading = "
-            f"{module._strict_loading}; leave `strict` out, or set both to the same."
-        )
-    strict = module.strict_loading if strict is None else strict
-    keys = module.load_state_dict(weights, strict=strict)
-    if not strict and keys is not None:
-        for names, where in (
-            (keys.missing_keys, "in the module and not in the checkpoint, and stay as they were made"),
-            (keys.unexpected_keys, "in the checkpoint and not in the module, and are left out"),
-        ):
-            if names:
-                rank_zero_warn(f"{type(module).__name__}: weights that are {where}: {', '.join(names)}.")
 
 
 def where_there_is_a_device(storage: Any, location: str) -> Any:

@@ -6,7 +6,7 @@ import collections
 import copy
 import json
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,14 +35,14 @@ def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _readable(value: Any, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
+def _readable(value: object, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
     """`value` in a form that can be read back.
 
     `done` holds the containers met so far and their forms, by id: one that is there twice stays one, and one
     that holds itself comes to an end.
     """
     kind = type(value)
-    if kind in LEAVES or (kind is int and value.bit_length() < 64):
+    if kind in LEAVES or (isinstance(value, int) and kind is int and value.bit_length() < 64):
         return value
     if kind in TENSORS:
         if vars(value):  # a tensor takes its Python attributes along
@@ -52,7 +52,9 @@ def _readable(value: Any, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
         return _readable_other(value, keys)
     if id(value) not in done:
         done[id(value)] = (value, value)
-        form = _mapping(value, keys, done) if kind in _DICTS else _sequence(value, keys, done)
+        form = (
+            _mapping(value, keys, done) if isinstance(value, dict) else _sequence(cast("list[Any]", value), keys, done)
+        )
         done[id(value)] = (value, form)
     return done[id(value)][1]
 
@@ -78,13 +80,14 @@ def _mapping(value: dict[Any, Any], keys: Keys, done: dict[int, tuple[Any, Any]]
     return result
 
 
-def _sequence(value: Any, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
-    forms = [_readable(item, (*keys, place), done) for place, item in enumerate(value)]
+def _sequence(value: list[Any], keys: Keys, done: dict[int, tuple[Any, Any]]) -> list[Any]:
+    """The same for a list, a tuple or a set."""
+    forms = [_readable(item, (*keys, index), done) for index, item in enumerate(value)]
     unchanged = all(form is item for form, item in zip(forms, value, strict=True))
     return value if unchanged else type(value)(forms)
 
 
-def _readable_other(value: Any, keys: Keys) -> Any:
+def _readable_other(value: object, keys: Keys) -> Any:
     """The form of a value of an uncommon type, which is tried out if nothing is known of it."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
@@ -100,7 +103,7 @@ def _readable_other(value: Any, keys: Keys) -> Any:
     raise _refused(value, keys)
 
 
-def _refused(value: Any, keys: Keys) -> MisconfigurationException:
+def _refused(value: object, keys: Keys) -> MisconfigurationException:
     """The error for `value`, which is at `keys` (or a key there)."""
     where = "".join(f"[{json.dumps(key)}]" if isinstance(key, str) else f"[{key!r}]" for key in keys)
     return MisconfigurationException(
@@ -109,7 +112,7 @@ def _refused(value: Any, keys: Keys) -> MisconfigurationException:
     )
 
 
-def _ways_out(value: Any, keys: Keys) -> list[str]:
+def _ways_out(value: object, keys: Keys) -> list[str]:
     ways = []
     if hasattr(value, "__fspath__"):
         ways.append("make it a string by str(...)")

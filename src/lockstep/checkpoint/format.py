@@ -14,13 +14,16 @@ import hashlib
 import pickle
 import struct
 import zipfile
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.content import readable
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
 
 #: Version of the keys and their meaning, in ``checkpoint["lockstep"]["format"]``.
 FORMAT = 1
@@ -98,7 +101,7 @@ class _HashingWriter:
 
 
 def load(
-    path: storage.PathLike | IO[bytes], map_location: Any = None, weights_only: bool | None = None
+    path: storage.PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is whole.
 
@@ -123,7 +126,7 @@ def load(
         raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from error
 
 
-def _load(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> dict[str, Any]:
+def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> dict[str, Any]:
     sealed = _check_seal(file, name)
     if not sealed:
         _check_archive(file, name)

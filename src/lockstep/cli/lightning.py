@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.metadata import version
@@ -74,7 +74,7 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
     return parser.instantiate(parser.parse_object({"module": values})).module
 
 
-def class_of(builder: Any) -> Any:
+def class_of(builder: Callable[..., Any]) -> Any:
     """A class, or what a function is annotated to return."""
     if isinstance(builder, type):
         return builder
@@ -111,7 +111,7 @@ class Noting:
         key: "model" or "data".
     """
 
-    def __init__(self, cli: Any, key: str) -> None:
+    def __init__(self, cli: LightningCLI, key: str) -> None:
         self.cli = cli
         self.key = key
 
@@ -146,7 +146,7 @@ class SaveConfigCallback(Callback):
     def __init__(
         self,
         parser: LightningArgumentParser,
-        config: Any,
+        config: jsonargparse.Namespace,
         config_filename: str = "config.yaml",
         overwrite: bool = False,
         multifile: bool = False,
@@ -452,7 +452,7 @@ class LightningCLI:
             self._dumped = dumped[self.subcommand] if self.subcommand else dumped
         return self._dumped or {}
 
-    def _get(self, config: Any, key: str, default: Any = None) -> Any:
+    def _get(self, config: jsonargparse.Namespace, key: str, default: Any = None) -> Any:
         """A value of the config, which may be inside a subcommand."""
         return config.get(str(self.subcommand), config).get(key, default)
 
@@ -569,5 +569,5 @@ class LightningCLI:
         return given
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def _listed(callbacks: Callback | Iterable[Callback] | None) -> list[Any]:
     return [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

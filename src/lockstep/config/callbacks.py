@@ -11,8 +11,9 @@ from lockstep.callbacks.model_summary import ModelSummary, choose_model_summary
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.callbacks.progress.plain import choose_progress_bar
 from lockstep.config.plugins import check_kind, check_not_lightnings
+from lockstep.config.run import RunConfig
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loggers.base import DummyLogger
+from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.state import checkpoints_last
@@ -21,7 +22,11 @@ from lockstep.loop.state import checkpoints_last
 
 
 def make_callbacks(
-    given: Any, checkpointing: bool | None, bar: bool | None, summary: bool | None, config: Any
+    given: Callback | list[Callback] | None,
+    checkpointing: bool | None,
+    bar: bool | None,
+    summary: bool | None,
+    config: RunConfig,
 ) -> list[Any]:
     """The callbacks of a Trainer, those that write checkpoints last.
 
@@ -67,7 +72,7 @@ def make_callbacks(
 # -- loggers -------------------------------------------------------------------------------------------------
 
 
-def make_loggers(asked: Any, config: Any) -> list[Any]:
+def make_loggers(asked: Logger | Iterable[Logger] | bool | None, config: RunConfig) -> list[Any]:
     """The loggers of a Trainer.
 
     Args:

@@ -51,7 +51,7 @@ class Translation:
     spelled: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def with_callbacks(self, given: Any) -> list[Any]:
+    def with_callbacks(self, given: Callback | list[Callback] | None) -> list[Any]:
         """The callbacks of the old flags before those of ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
@@ -70,21 +70,21 @@ def _no_effect(why: str) -> Row:
     return Row(today=lambda value: {}, why=why)
 
 
-def _refused(way_out: str, *idle: Any) -> Row:
+def _refused(way_out: str, *idle: object) -> Row:
     return Row(idle=idle, why=way_out)
 
 
-def _checkpoints(value: Any) -> Today:
+def _checkpoints(value: object) -> Today:
     return {"callbacks": value} if isinstance(value, Callback) else {"enable_checkpointing": bool(value)}
 
 
-def _early_stop(value: Any) -> Today:
+def _early_stop(value: object) -> Today:
     if value is False:
         return {}
     return {"callbacks": value if isinstance(value, Callback) else EarlyStopping("val_loss", patience=3)}
 
 
-def _summary(value: Any) -> Today:
+def _summary(value: object) -> Today:
     if value is None:
         return {"enable_model_summary": False}
     if value not in ("top", "full"):
@@ -92,7 +92,7 @@ def _summary(value: Any) -> Today:
     return {"callbacks": ModelSummary(max_depth=1 if value == "top" else -1)}
 
 
-def _refresh_rate(value: Any) -> Today:
+def _refresh_rate(value: int | None) -> Today:
     if value == 0:
         return {"enable_progress_bar": False}
     return {} if value is None else {"callbacks": TQDMProgressBar(refresh_rate=value)}
@@ -282,7 +282,7 @@ def _where(old: Today, given: Today, made: Translation) -> None:
     _add(made, "gpus", today)
 
 
-def _gpus(value: Any) -> tuple[Any, int]:
+def _gpus(value: object) -> tuple[Any, int]:
     """(``devices`` of today, how many) for a value of ``gpus``; ``"3"`` was the GPU of this number, as ``"0, 1"`` is.
 
     Raises:

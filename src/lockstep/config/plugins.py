@@ -17,7 +17,7 @@ from lockstep.precision.base import Precision
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-def check_kind(where: str, thing: Any, kind: type, name: str) -> None:
+def check_kind(where: str, thing: object, kind: type, name: str) -> None:
     """Refuse what is no instance of ``kind``.
 
     Args:
@@ -38,7 +38,7 @@ def check_kind(where: str, thing: Any, kind: type, name: str) -> None:
     raise MisconfigurationException(f"{where}: give a lockstep.{name}, not {shown} ({thing!r:.100}).")
 
 
-def check_not_lightnings(where: str, thing: Any) -> None:
+def check_not_lightnings(where: str, thing: object) -> None:
     """Refuse an object whose class derives from one of an installed Lightning.
 
     Raises:
@@ -56,7 +56,7 @@ def check_not_lightnings(where: str, thing: Any) -> None:
         )
 
 
-def check_constructed(where: str, thing: Any, attribute: str) -> None:
+def check_constructed(where: str, thing: object, attribute: str) -> None:
     """Refuse an object whose class forgot to call the constructor of its base.
 
     Args:
@@ -97,7 +97,7 @@ class Plugins:
     checkpoint_io: CheckpointIO | None = None
 
 
-def sort_plugins(given: Any, precision_flag: Any, carried: Iterable[Any] = ()) -> Plugins:
+def sort_plugins(given: object, precision_flag: str | int | None, carried: Iterable[Any] = ()) -> Plugins:
     """Tell a Trainer's plugins apart.
 
     Args:
@@ -138,7 +138,7 @@ def sort_plugins(given: Any, precision_flag: Any, carried: Iterable[Any] = ()) -
     return Plugins(**found)
 
 
-def _kind(plugin: Any) -> str | None:
+def _kind(plugin: object) -> str | None:
     if isinstance(plugin, Precision):
         return "precision"
     if isinstance(plugin, CheckpointIO):
@@ -146,7 +146,7 @@ def _kind(plugin: Any) -> str | None:
     return "cluster" if describes_ranks(plugin) else None
 
 
-def _reason(plugin: Any) -> str:
+def _reason(plugin: object) -> str:
     if isinstance(plugin, str):
         return "plugins are no longer given by name; choose by `strategy=` and `precision=`"
     names = [base.__name__ for base in (plugin if isinstance(plugin, type) else type(plugin)).__mro__]

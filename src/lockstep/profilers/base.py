@@ -7,7 +7,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
@@ -129,7 +128,7 @@ class PassThroughProfiler(Profiler):
         """Nothing."""
 
 
-def unknown_profiler(flag: Any) -> MisconfigurationException:
+def unknown_profiler(flag: object) -> MisconfigurationException:
     """The error for a ``Trainer(profiler=...)`` that is no profiler."""
     return MisconfigurationException(
         f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler'

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from lockstep.profilers.base import Profiler, unknown_profiler
 
 
-def make_profiler(flag: Any) -> Profiler | None:
+def make_profiler(flag: Profiler | str | None) -> Profiler | None:
     """The profiler of a flag.
 
     Args:

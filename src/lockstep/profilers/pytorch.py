@@ -167,7 +167,7 @@ class PyTorchProfiler(Profiler):
 
     # -- what was recorded ---------------------------------------------------------------------------------
 
-    def _ready(self, profiler: Any) -> None:
+    def _ready(self, profiler: torch.profiler.profile) -> None:
         """Torch's profiler has recorded the steps that the schedule wanted."""
         step = (self._schedule.current if self._schedule is not None else None) or "records"
         self.function_events = profiler.events()
@@ -274,18 +274,18 @@ class RegisterRecordFunction:
         return self
 
     def _hooks(self, label: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def before(module: nn.Module, inputs: Any) -> None:
+        def before(module: nn.Module, inputs: object) -> None:
             record = record_function(label)
             record.__enter__()
             self._open.append(record)
 
-        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        def after(module: nn.Module, inputs: object, outputs: object) -> None:
             if self._open:
                 self._open.pop().__exit__(None, None, None)
 
         return before, after
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -29,7 +29,7 @@ def get(trainer: Trainer, name: str) -> dict[str, Any]:
     return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
 
 
-def put(trainer: Trainer, name: str, value: Any) -> None:
+def put(trainer: Trainer, name: str, value: object) -> None:
     """Set the attribute in all of its places; a dict from :func:`get` gives each place its own value."""
     for word, holder, item in list(_holders(trainer, name)):
         own = value[word] if isinstance(value, dict) else value

@@ -95,7 +95,7 @@ class _Counter(Callback):
         self._left = batches
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         self._left -= 1
         if self._left <= 0:
@@ -189,7 +189,7 @@ def _try(trainer: Trainer, kept: Kept, steps: int) -> int:
         return _samples(trainer.fit_loop.given)
 
 
-def _samples(loaders: Any) -> int:
+def _samples(loaders: object) -> int:
     lengths = [length_of(getattr(loader, "dataset", None)) for loader in flatten(loaders)[0]]
     return max((int(length) for length in lengths if length is not None), default=0)
 

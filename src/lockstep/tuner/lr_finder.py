@@ -23,6 +23,7 @@ from lockstep.tuner.trial import Kept, alone, configure_again, has_begun, train,
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from tqdm import tqdm
 
 MODES = ("linear", "exponential")
 NAMES = ("lr", "learning_rate")
@@ -136,7 +137,7 @@ class _Rising(LRScheduler):
 class _Recorder(Callback):
     """Notes rate and smoothed loss of each step, and stops a test that diverges."""
 
-    def __init__(self, finder: LRFinder, threshold: float | None, bar: Any) -> None:
+    def __init__(self, finder: LRFinder, threshold: float | None, bar: tqdm[Any] | None) -> None:
         self._results = finder.results
         self._threshold = threshold
         self._bar = bar
@@ -146,7 +147,7 @@ class _Recorder(Callback):
         self._before = 0
         self._rate = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -154,7 +155,7 @@ class _Recorder(Callback):
         self._rate = float(trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         if isinstance(outputs, Mapping) and outputs:  # training_step did not skip the batch
             self._window.append(float(outputs["loss"]))

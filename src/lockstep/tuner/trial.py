@@ -19,7 +19,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.ground.tree import tree_map
-from lockstep.loggers.base import DummyLogger
+from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loop import state
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
@@ -129,7 +129,7 @@ def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return _keep(dict(part._parameters)), _keep(dict(part._buffers))
 
 
-def _optimizer_state(optimizer: Any) -> Any:
+def _optimizer_state(optimizer: Optimizer) -> Any:
     """Of torch's own optimizers their attributes, without a conversion; of others what they say is their state."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return _keep(copy.deepcopy(optimizer.state_dict()))
@@ -137,7 +137,7 @@ def _optimizer_state(optimizer: Any) -> Any:
     return dict(vars(optimizer)), groups, {parameter: _keep(value) for parameter, value in optimizer.state.items()}
 
 
-def _restore_optimizer(optimizer: Any, saved: Any) -> None:
+def _restore_optimizer(optimizer: Optimizer, saved: Any) -> None:
     if isinstance(saved, dict):
         optimizer.load_state_dict(_given_back(saved))
         return
@@ -187,7 +187,7 @@ LOOPS = {
 class SilentLogger(DummyLogger):
     """Keeps nothing of a trial, and says of itself (name, folder) what the user's logger says."""
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: Logger) -> None:
         super().__init__()
         self._logger = logger
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
@@ -100,7 +100,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def number(value: Any, spec: str = "#.4g") -> str:
+def number(value: object, spec: str = "#.4g") -> str:
     """A metric; a float keeps its digits, zeros too, so that what stands beside it does not move.
 
     >>> number(0.5), number(1250.0), number(3), number("v1")
@@ -155,7 +155,7 @@ class Screen:
                 setattr(sys, name, stand_in.stream)
         self._streams = {}
 
-    def write(self, text: str, stream: Any) -> None:
+    def write(self, text: str, stream: TextIO) -> None:
         """Write text above the bars.
 
         Args:
@@ -176,7 +176,7 @@ class Screen:
 class _Above:
     """Stands in for a stream while bars are on the screen."""
 
-    def __init__(self, stream: Any, screen: Screen) -> None:
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
         self.stream = stream
         self._screen: Screen | None = screen
         self._process = os.getpid()
@@ -207,12 +207,12 @@ class _Above:
         return getattr(self.stream, name)
 
 
-def behind(stream: Any) -> Any:
+def behind(stream: TextIO) -> Any:
     """The stream that a stand-in stands for; any other stream as it is."""
     return stream.stream if isinstance(stream, _Above) else stream
 
 
-def _is_terminal(stream: Any) -> bool:
+def _is_terminal(stream: TextIO) -> bool:
     return stream is not None and not stream.closed and bool(stream.isatty())
 
 

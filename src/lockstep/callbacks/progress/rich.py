@@ -11,6 +11,8 @@ from lockstep.callbacks.progress.theme import RichProgressBarTheme
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from lockstep.ground.types import STEP_OUTPUT
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
@@ -107,7 +109,7 @@ class RichProgressBar(ProgressBar):
 
     val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
 
-    def _task(self, number: Any) -> Any:
+    def _task(self, number: TaskID | None) -> Any:
         if self.progress is None or number is None:
             raise TypeError(f"{type(self).__name__}: there is no such bar now.")
         return next(task for task in self.progress.tasks if task.id == number)
@@ -140,7 +142,7 @@ class RichProgressBar(ProgressBar):
         self._train_task = self._add(name, self._train_meter)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Draw the bar if it is time to."""
         if self._train_task is not None and self._train_meter.due(batch_idx + 1):
@@ -174,7 +176,7 @@ class RichProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -188,7 +190,7 @@ class RichProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -200,7 +202,7 @@ class RichProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -224,7 +226,7 @@ class RichProgressBar(ProgressBar):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

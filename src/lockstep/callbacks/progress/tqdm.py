@@ -7,12 +7,14 @@ import re
 import sys
 import threading
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.callbacks.progress.base import Meter, ProgressBar, Screen, behind, in_notebook, number
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from lockstep.ground.types import STEP_OUTPUT
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
@@ -92,7 +94,7 @@ class TQDMProgressBar(ProgressBar):
         return self._train_bar
 
     @train_progress_bar.setter
-    def train_progress_bar(self, bar: Any) -> None:
+    def train_progress_bar(self, bar: tqdm[Any]) -> None:
         self._train_bar = bar
 
     @property
@@ -101,7 +103,7 @@ class TQDMProgressBar(ProgressBar):
         return self._eval_bar
 
     @val_progress_bar.setter
-    def val_progress_bar(self, bar: Any) -> None:
+    def val_progress_bar(self, bar: tqdm[Any]) -> None:
         self._eval_bar = bar
 
     test_progress_bar = predict_progress_bar = val_progress_bar
@@ -168,7 +170,7 @@ class TQDMProgressBar(ProgressBar):
         _begin(self._train_bar, self._train_meter, self.epoch_description)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Draw the bar if it is time to."""
         if self._draws and self._train_meter.due(batch_idx + 1):
@@ -220,7 +222,7 @@ class TQDMProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -234,7 +236,7 @@ class TQDMProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -246,7 +248,7 @@ class TQDMProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -264,7 +266,7 @@ class TQDMProgressBar(ProgressBar):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -309,7 +311,7 @@ class TQDMProgressBar(ProgressBar):
         """Close what is still open."""
         self._close()
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: Any = None, **kwargs: Any) -> None:
+    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
         """Print above the bars."""
         if self._shown():
             self._screen.write(sep.join(map(str, args)) + end, sys.stdout if file is None else file)
@@ -355,7 +357,7 @@ _NARROWER = (
 _LEAST_BAR = 6  # characters; a shorter one shows nothing
 
 
-def _fit(bar: Any, shown: dict[str, Any]) -> None:
+def _fit(bar: tqdm[Any], shown: dict[str, Any]) -> None:
     """Choose the fullest of our formats of which nothing is cut off at the terminal's width.
 
     All but the first leave out the logger's version. Where even the briefest is too long, its end is cut off.
@@ -373,7 +375,7 @@ def convert_inf(x: int | float | None) -> int | float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-def _begin(bar: Any, meter: Meter, description: str) -> None:
+def _begin(bar: tqdm[Any], meter: Meter, description: str) -> None:
     bar.reset(total=convert_inf(meter.total))
     bar.total = convert_inf(meter.total)
     bar.initial = 0
@@ -395,7 +397,7 @@ def _tqdm() -> Any:
             _lock = threading.RLock()
 
             @staticmethod
-            def format_num(n: Any) -> str:
+            def format_num(n: float) -> str:
                 return number(n)
 
             def __str__(self) -> str:
