@@ -380,11 +380,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Step the optimizer; an override must run ``optimizer_closure`` (the forward and backward) itself or by it."""
         optimizer.step(closure=optimizer_closure)

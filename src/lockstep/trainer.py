@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.detect import Placement
-from lockstep.config.callbacks import make_callbacks, make_loggers
 from lockstep.config.devices import (
     announce,
     apply_to_process,
@@ -21,8 +20,16 @@ from lockstep.config.devices import (
     node_devices,
     nodes,
 )
+from lockstep.config.objects import (
+    check_constructed,
+    check_kind,
+    check_not_lightnings,
+    make_callbacks,
+    make_loggers,
+    make_profiler,
+    sort_plugins,
+)
 from lockstep.config.old_flags import old_flags_of, translate
-from lockstep.config.plugins import check_constructed, check_kind, check_not_lightnings, sort_plugins
 from lockstep.config.run import (
     config_of,
     defaults_of,
@@ -50,7 +57,6 @@ from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
-from lockstep.profilers.choose import make_profiler
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.table import drives_all_devices, make_strategy
 

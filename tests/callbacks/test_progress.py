@@ -571,7 +571,7 @@ def test_the_theme_has_the_fields_of_lightnings(lightning: Any) -> None:
 
     from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme as Theirs
 
-    from lockstep.callbacks.progress.theme import RichProgressBarTheme
+    from lockstep.callbacks.progress.rich import RichProgressBarTheme
 
     assert {field.name for field in fields(RichProgressBarTheme)} == {field.name for field in fields(Theirs)}
 

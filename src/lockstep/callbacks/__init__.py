@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from lockstep.callbacks.prediction_writer import BasePredictionWriter
     from lockstep.callbacks.progress.base import ProgressBar
     from lockstep.callbacks.progress.plain import PlainProgressBar
-    from lockstep.callbacks.progress.rich import RichProgressBar
-    from lockstep.callbacks.progress.theme import RichProgressBarTheme
+    from lockstep.callbacks.progress.rich import RichProgressBar, RichProgressBarTheme
     from lockstep.callbacks.progress.tqdm import TQDMProgressBar
     from lockstep.callbacks.pruning import ModelPruning
     from lockstep.callbacks.spike import SpikeDetection, TrainingSpikeException
@@ -29,13 +28,14 @@ if TYPE_CHECKING:
     from lockstep.callbacks.throughput_monitor import ThroughputMonitor
     from lockstep.callbacks.timer import Timer
     from lockstep.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-    from lockstep.tuner.callbacks import BatchSizeFinder, LearningRateFinder
+    from lockstep.tuner.batch_size import BatchSizeFinder
+    from lockstep.tuner.lr_finder import LearningRateFinder
 
 _FILES = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
-    "BatchSizeFinder": ".tuner.callbacks",  # of the floor above: a face may re-export from any
+    "BatchSizeFinder": ".tuner.batch_size",  # of the floor above: a face may re-export from any
     "Callback": "base",
     "Checkpoint": "model_checkpoint",
     "DeviceStatsMonitor": "device_stats_monitor",
@@ -43,7 +43,7 @@ _FILES = {
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_function",
-    "LearningRateFinder": ".tuner.callbacks",
+    "LearningRateFinder": ".tuner.lr_finder",
     "LearningRateMonitor": "lr_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",
@@ -53,7 +53,7 @@ _FILES = {
     "ProgressBar": "progress.base",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich",
-    "RichProgressBarTheme": "progress.theme",
+    "RichProgressBarTheme": "progress.rich",
     "SpikeDetection": "spike",
     "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm",

@@ -127,11 +127,7 @@ def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, list[str], str | None]
     for config in trainer.lr_scheduler_configs:
         optimizer = config.scheduler.optimizer
         seen.append(optimizer)
-        yield (
-            optimizer,
-            _group_names(optimizer, config.name or _numbered(optimizer, of_class)),
-            config.interval,
-        )
+        yield (optimizer, _group_names(optimizer, config.name or _numbered(optimizer, of_class)), config.interval)
     for wrapped in trainer.optimizers:
         optimizer = getattr(wrapped, "optimizer", wrapped)
         if not any(optimizer is other for other in seen):

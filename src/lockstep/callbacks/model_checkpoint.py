@@ -499,11 +499,7 @@ class ModelCheckpoint(Checkpoint):
         return storage.absolute(os.path.join(root, str(logger.name), version, "checkpoints"))
 
     def format_checkpoint_name(
-        self,
-        metrics: dict[str, Any],
-        filename: str | None = None,
-        ver: int | None = None,
-        prefix: str | None = None,
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
         """The path for `metrics` by the template `filename` (default: that of the callback)."""
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"

@@ -50,10 +50,7 @@ class Timer(Callback):
     """
 
     def __init__(
-        self,
-        duration: str | timedelta | dict[str, int] | None = None,
-        interval: str = "step",
-        verbose: bool = True,
+        self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         if interval not in ("step", "epoch"):
             raise MisconfigurationException(f'Timer(interval={interval!r}): choose "step" or "epoch".')

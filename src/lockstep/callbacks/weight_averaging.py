@@ -174,10 +174,7 @@ class WeightAveraging(Callback):
                 "from its weights."
             )
             return
-        self._loaded = {
-            "average": checkpoint["state_dict"],
-            "n_averaged": checkpoint["averaging_state"]["n_averaged"],
-        }
+        self._loaded = {"average": checkpoint["state_dict"], "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
         # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
         checkpoint["state_dict"] = checkpoint["current_model_state"]
         strict = getattr(pl_module, "strict_loading", True)

@@ -144,8 +144,7 @@ ROWS: dict[str, Row] = {
     ),
     "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that made a NaN", False),
     "terminate_on_nan": Row(
-        today=lambda value: {"detect_anomaly": True} if value else {},
-        why="NaN ends the run where backward makes it",
+        today=lambda value: {"detect_anomaly": True} if value else {}, why="NaN ends the run where backward makes it"
     ),
     "auto_lr_find": _refused(
         "call `Tuner(trainer).lr_find(model)`, with Tuner from lockstep.tuner, before fit", False, None

@@ -109,10 +109,7 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_hyperparams(
-        self,
-        params: dict[str, Any] | Namespace,
-        metrics: dict[str, Any] | float | None = None,
-        step: int | None = None,
+        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
         """Record hyperparameters, with the `metrics` (by name, or one number) that they led to."""
         self.hparams.update(as_dict(params))

@@ -7,26 +7,18 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.profilers.advanced import AdvancedProfiler
-    from lockstep.profilers.base import PassThroughProfiler, Profiler
+    from lockstep.profilers.base import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
     from lockstep.profilers.pytorch import PyTorchProfiler
-    from lockstep.profilers.simple import SimpleProfiler
 
 _FILES = {
-    "AdvancedProfiler": "advanced",
+    "AdvancedProfiler": "base",
     "PassThroughProfiler": "base",
     "Profiler": "base",
     "PyTorchProfiler": "pytorch",
-    "SimpleProfiler": "simple",
+    "SimpleProfiler": "base",
 }
 
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-]
+__all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
 
 
 def __getattr__(name: str) -> Any:

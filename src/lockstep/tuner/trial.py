@@ -332,3 +332,37 @@ def configure_again(trainer: Trainer) -> None:
 def has_begun(trainer: Trainer) -> bool:
     """Whether the fit's training has begun, so that its optimizers have a past."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.state.stage is not None
+
+
+# -- an attribute that a search reads and sets --------------------------------------------------------------
+
+
+def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
+    """Where the attribute is: (the place in words, the object, whether it is an item of a mapping)."""
+    for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            yield word, owner, False
+        if name in getattr(owner, "hparams", ()):
+            yield f"{word}.hparams", owner.hparams, True
+
+
+def places_of(trainer: Trainer, name: str) -> list[str]:
+    """Where the attribute is found, in words: "model", "model.hparams", "datamodule", "datamodule.hparams"."""
+    return [word for word, _, _ in _holders(trainer, name)]
+
+
+def values_of(trainer: Trainer, name: str) -> dict[str, Any]:
+    """The attribute's value in each of its places."""
+    return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
+
+
+def set_everywhere(trainer: Trainer, name: str, value: object) -> None:
+    """Set the attribute in all of its places; a dict from :func:`values_of` gives each place its own value."""
+    for word, holder, item in list(_holders(trainer, name)):
+        own = value[word] if isinstance(value, dict) else value
+        if item:
+            holder[name] = own
+        else:
+            setattr(holder, name, own)

@@ -19,8 +19,8 @@ from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner import batch_size, lr_finder
-from lockstep.tuner.callbacks import BatchSizeFinder, LearningRateFinder
-from lockstep.tuner.lr_finder import LRFinder
+from lockstep.tuner.batch_size import BatchSizeFinder
+from lockstep.tuner.lr_finder import LearningRateFinder, LRFinder
 from lockstep.tuner.trial import SilentLogger, alone, in_session
 
 Method = Literal["fit", "validate", "test", "predict"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
@@ -381,6 +382,135 @@ class ProgressBar(Callback):
     def _current(self, batches: list[int | float]) -> int | float:
         assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
         return batches[self._current_eval_dataloader_idx]
+
+
+class DrawnProgressBar(ProgressBar):
+    """Draws a bar of training, and one of the evaluation that runs now; a subclass says how.
+
+    The time and speed of training leave validation out. Nothing is drawn between batches, so there is no thread.
+
+    Args:
+        refresh_rate: 0 draws nothing.
+        every: draw at every n-th batch only.
+        interval: least number of seconds between two drawings.
+    """
+
+    def __init__(self, refresh_rate: float, every: int = 1, interval: float = 0.1) -> None:
+        super().__init__()
+        self._refresh_rate = refresh_rate
+        self._draws = False  # whether the bars that are there are drawn; decided where a loop starts
+        self._train_meter = Meter(every, interval)
+        self._eval_meter = Meter(every, interval)
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._enabled and self._refresh_rate > 0
+
+    def disable(self) -> None:
+        """Draw nothing from now on; what was drawn stays."""
+        super().disable()
+        self._draws = False
+
+    # -- what a subclass draws -----------------------------------------------------------------------------
+
+    def _begin_drawing(self) -> None:
+        self._draws = self.is_enabled
+
+    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise NotImplementedError
+
+    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
+        raise NotImplementedError
+
+    def _draw_evaluation(self, done: int) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Leave the bars as they are, and give the terminal back."""
+        raise NotImplementedError
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        if self._draws and self._train_meter.due(batch_idx + 1):
+            self._draw_training(trainer, pl_module)
+
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
+        if self._draws and self._train_meter.due(batch_idx + 1):
+            self._draw_training(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._draws:  # what was logged at the end of the epoch
+            self._draw_training(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._train_meter.pause()
+            self._begin_drawing()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.sanity_checking:
+            self._look_at_loader(trainer, self.sanity_check_description, trainer.num_sanity_val_batches, dataloader_idx)
+        else:
+            self._look_at_loader(trainer, self.validation_description, trainer.num_val_batches, dataloader_idx)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._look_at_loader(trainer, self.test_description, trainer.num_test_batches, dataloader_idx)
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._look_at_loader(trainer, self.predict_description, trainer.num_predict_batches, dataloader_idx)
+
+    def _look_at_loader(self, trainer: Trainer, name: str, totals: list[int | float], dataloader_idx: int) -> None:
+        if self._draws and self.has_dataloader_changed(dataloader_idx):
+            of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
+            self._begin_loader(trainer, name + of_several, totals[dataloader_idx])
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._draws and self._eval_meter.due(batch_idx + 1):
+            self._draw_evaluation(batch_idx + 1)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
 
 
 def in_notebook() -> bool:
