@@ -360,10 +360,10 @@ class ModelCheckpoint(Checkpoint):
         """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
         self._is_waiting_for_metric = False
         outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
-        kept = self._latest_path
+        latest = self._latest_path
         outdated_last = self._save_last(trainer, metrics)
         # Only now: last.ckpt may have been a link to what is deleted.
-        self._delete(trainer, outdated, kept)
+        self._delete(trainer, outdated, latest)
         self._delete(trainer, outdated_last, self.last_model_path)
 
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
@@ -431,9 +431,9 @@ class ModelCheckpoint(Checkpoint):
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(weakref.proxy(self))
 
-    def _delete(self, trainer: Trainer, path: str, kept: str) -> None:
+    def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
         """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
-        if not path or path == kept or not trainer.is_global_zero or not self._is_ours(path):
+        if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
             return
         if not storage.is_remote(path):
             resumed = getattr(trainer, "ckpt_path", None)

@@ -279,12 +279,12 @@ class ModelPruning(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
-        places = dict(zip(self._names, self._parameters_to_prune, strict=True))
+        pairs = dict(zip(self._names, self._parameters_to_prune, strict=True))
         with torch.no_grad():
             for name, mask in loaded["masks"].items():
-                if name not in places:
+                if name not in pairs:
                     continue
-                part, own = places[name]
+                part, own = pairs[name]
                 parameter = getattr(part, own)
                 hidden = loaded["hidden"].get(name)
                 if hidden is not None:
@@ -478,8 +478,8 @@ def _names_of(module: nn.Module, pairs: ParameterList) -> list[str]:
 
 def _by_name(module: nn.Module, names: Sequence[str]) -> ParameterList:
     parts = dict(module.named_modules())
-    places = [name.rpartition(".") for name in names]
-    return [(parts[place], own) for place, _, own in places if place in parts]
+    split = [name.rpartition(".") for name in names]
+    return [(parts[owner], own) for owner, _, own in split if owner in parts]
 
 
 def _value(module: nn.Module, name: str) -> Tensor:

@@ -150,8 +150,8 @@ class WeightAveraging(Callback):
         """Put the average in ``"state_dict"`` and the current weights beside it."""
         if self._average is None:
             return
-        in_model, kept = checkpoint["state_dict"], self._by_name(pl_module)
-        here = {name: kept[name].detach() if name in kept else value for name, value in in_model.items()}
+        in_model, average = checkpoint["state_dict"], self._by_name(pl_module)
+        here = {name: average[name].detach() if name in average else value for name, value in in_model.items()}
         if not self._has_average():
             here = in_model
         average, current = (in_model, here) if self._shown else (here, in_model)
@@ -205,10 +205,10 @@ class WeightAveraging(Callback):
     def _swap(self, pl_module: LightningModule) -> None:
         """Exchange the values, not the tensors: optimizers and gradient buckets hold on to those."""
         assert self._average is not None
-        for kept, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
+        for averaged, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
             before = shown.detach().clone()
-            shown.copy_(kept)
-            kept.copy_(before)
+            shown.copy_(averaged)
+            averaged.copy_(before)
 
     @torch.no_grad()
     def _take_buffers_of_rank_zero(self, trainer: Trainer) -> None:
@@ -222,9 +222,9 @@ class WeightAveraging(Callback):
         """What is kept here, under all names (tied weights have several) that it has in the model."""
         assert self._average is not None
         module = pl_module
-        kept = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
+        average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
         named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        return {name: kept[id(tensor)] for name, tensor in named}
+        return {name: average[id(tensor)] for name, tensor in named}
 
 
 class EMAWeightAveraging(WeightAveraging):

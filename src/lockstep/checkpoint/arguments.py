@@ -36,11 +36,11 @@ class HasHyperparameters(Protocol):
 # -- inner classes -------------------------------------------------------------------------------------------
 
 
-NOTES = ("_class_path", "_instantiator")
-"""What the command line notes among the hyperparameters: the class where it was chosen, and who made it."""
+CLI_KEYS = ("_class_path", "_instantiator")
+"""What the command line records among the hyperparameters: the class where it was chosen, and who made it."""
 
 
-def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Hyperparameters as arguments of ``cls``: as they are, or with objects in place of their descriptions.
 
     A checkpoint may name only classes that the program has imported, and each must be what the annotation of its
@@ -55,7 +55,7 @@ def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> di
         MisconfigurationException: the checkpoint is one of a subclass, or names a class that is not imported.
         ModuleNotFoundError: there are inner classes, and jsonargparse is not installed.
     """
-    if not any(note in saved for note in NOTES):
+    if not any(key in saved for key in CLI_KEYS):
         return saved
     kind = _imported(str(saved.get("_class_path", "")))
     if kind is not None and kind is not cls and issubclass(kind, cls):
@@ -63,7 +63,7 @@ def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> di
             f"{cls.__name__}.load_from_checkpoint: the checkpoint was made of a subclass; call "
             f"{kind.__name__}.load_from_checkpoint."
         )
-    saved = {key: value for key, value in saved.items() if key not in NOTES}
+    saved = {key: value for key, value in saved.items() if key not in CLI_KEYS}
     inner = {key: value for key, value in saved.items() if key not in given and any(_paths(value))}
     if not inner:
         return saved
@@ -81,17 +81,17 @@ def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> di
         ) from None
     parser = ArgumentParser(exit_on_error=False)
     others = {name for name in _parameters(cls) if name not in inner}
-    parser.add_class_arguments(cls, "made", fail_untyped=False, skip=others)
-    made = parser.instantiate(parser.parse_object({"made": inner}), instantiate_groups=False).made
-    return {**saved, **{key: made[key] for key in inner}}
+    parser.add_class_arguments(cls, "built", fail_untyped=False, skip=others)
+    built = parser.instantiate(parser.parse_object({"built": inner}), instantiate_groups=False).built
+    return {**saved, **{key: built[key] for key in inner}}
 
 
 def _parameters(cls: type) -> Iterator[str]:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
-    for key in parser.add_class_arguments(cls, "made", fail_untyped=False):
-        yield key.removeprefix("made.").split(".")[0]
+    for key in parser.add_class_arguments(cls, "built", fail_untyped=False):
+        yield key.removeprefix("built.").split(".")[0]
 
 
 def _paths(value: object) -> Iterator[str]:
@@ -165,7 +165,7 @@ def rebuilt(value: object, annotation: object) -> Any:
     if isinstance(value, Mapping) and len(inside) == 2 and origin is not None:
         return {rebuilt(key, inside[0]): rebuilt(item, inside[1]) for key, item in value.items()}
     kind = annotation if origin is None else origin
-    return _made(value, kind) if isinstance(kind, type) and type(value) is not kind else value
+    return _built(value, kind) if isinstance(kind, type) and type(value) is not kind else value
 
 
 def _of_union(value: object, kinds: tuple[Any, ...]) -> Any:
@@ -173,11 +173,11 @@ def _of_union(value: object, kinds: tuple[Any, ...]) -> Any:
         return value
     for kind in kinds:
         try:
-            made = rebuilt(value, kind)
+            built = rebuilt(value, kind)
         except (TypeError, ValueError):
             continue
-        if made is not value:
-            return made
+        if built is not value:
+            return built
     return value
 
 
@@ -191,7 +191,7 @@ def _of_items(value: Collection[Any], origin: object, inside: tuple[Any, ...]) -
     return items if origin in _SEQUENCES else value
 
 
-def _made(value: object, kind: type) -> Any:
+def _built(value: object, kind: type) -> Any:
     """An object of a class, made of the plain form that it has had; the value itself where that is another one."""
     if isinstance(value, Mapping):
         if dataclasses.is_dataclass(kind):
@@ -219,11 +219,11 @@ def _dataclass(value: Mapping[str, Any], kind: type) -> Any:
     if unknown:
         raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
     values = {name: rebuilt(item, hints.get(name)) for name, item in value.items()}
-    made = kind(**{name: item for name, item in values.items() if fields[name].init})
+    built = kind(**{name: item for name, item in values.items() if fields[name].init})
     for name, item in values.items():
         if not fields[name].init:
-            object.__setattr__(made, name, item)
-    return made
+            object.__setattr__(built, name, item)
+    return built
 
 
 def _hints(kind: type) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def init_arguments(
     saved = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
     if hparams_file is not None:
         saved = _read_file(hparams_file)
-    saved = without_notes(cls, saved, given)
+    saved = without_cli_keys(cls, saved, given)
     whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     parameters = inspect.signature(cls.__init__).parameters
     if whole in parameters and whole != "kwargs":  # __init__ took one dict or Namespace that held them all

@@ -78,14 +78,14 @@ class _HashingWriter:
         self._last = b""  # the last two bytes are held back: the length of the comment will stand there
 
     def write(self, data: memoryview) -> int:
-        written, kept = len(data), len(_NO_COMMENT)
+        written, held_back = len(data), len(_NO_COMMENT)
         if self.error is None:
-            if written < kept:
+            if written < held_back:
                 data = memoryview(self._last + bytes(data))
             else:
                 self._pass_on(self._last)
-            self._pass_on(data[:-kept])
-            self._last = bytes(data[-kept:])
+            self._pass_on(data[:-held_back])
+            self._last = bytes(data[-held_back:])
         return written
 
     def _pass_on(self, data: memoryview | bytes) -> None:

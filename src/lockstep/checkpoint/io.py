@@ -315,8 +315,8 @@ class AsyncCheckpointIO(CheckpointIO):
         own = ("_changed", "_queue", "_thread", "_is_working", "_error")  # of one process
         return {name: value for name, value in vars(self).items() if name not in own}
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        vars(self).update(kept)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._begin()
 
 

@@ -39,7 +39,7 @@ from lockstep.trainer import Trainer
 # -- objects made from what was parsed -----------------------------------------------------------------------
 
 
-NOTE = "lockstep.cli.instantiate_module"
+INSTANTIATOR = "lockstep.cli.instantiate_module"
 """What hyperparameters of the command line have under ``_instantiator``: who makes a module from them."""
 
 
@@ -96,14 +96,14 @@ def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> 
     for name, value in links.items():
         if name.startswith(f"{key}."):
             *parents, last = name.removeprefix(f"{key}.").removeprefix("init_args.").split(".")
-            place = found
+            inner = found
             for parent in parents:
-                place = place[parent]
-            place[last] = value
-    return {**found, "_instantiator": NOTE}
+                inner = inner[parent]
+            inner[last] = value
+    return {**found, "_instantiator": INSTANTIATOR}
 
 
-class Noting:
+class RecordsHyperparameters:
     """Makes the objects of one class of the config for jsonargparse, their hyperparameters being what was parsed.
 
     Args:
@@ -116,8 +116,8 @@ class Noting:
         self.key = key
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        noted = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
-        token = given_hyperparameters.set(noted)
+        recorded = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
+        token = given_hyperparameters.set(recorded)
         try:
             return class_type(*args, **kwargs)
         finally:
@@ -296,7 +296,7 @@ class LightningCLI:
         self.subcommand: str | None = self.config["subcommand"] if run else None
         self._set_seed()
         if load_from_checkpoint_support:
-            self._note_hyperparameters()
+            self._record_hyperparameters()
         self.before_instantiate_classes()
         self.instantiate_classes()
         self.after_instantiate_classes()
@@ -461,12 +461,12 @@ class LightningCLI:
 
     # -- the objects ---------------------------------------------------------------------------------------
 
-    def _note_hyperparameters(self) -> None:
+    def _record_hyperparameters(self) -> None:
         for key, builder, subclasses in (
             ("model", self._model_class, self.subclass_mode_model),
             ("data", self._datamodule_class, self.subclass_mode_data),
         ):
-            self._instantiators.append((Noting(self, key), class_of(builder), subclasses))
+            self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
 
     def before_instantiate_classes(self) -> None:
         """Override it to run code before the objects are made."""
@@ -544,9 +544,9 @@ class LightningCLI:
         if schedulers:
             asked = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
             scheduler = instantiate_class(optimizer, asked) if asked else None
-        made = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
-        update_wrapper(made, self.configure_optimizers)
-        self.model.configure_optimizers = MethodType(made, self.model)
+        factory = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
+        update_wrapper(factory, self.configure_optimizers)
+        self.model.configure_optimizers = MethodType(factory, self.model)
 
     # -- the call ------------------------------------------------------------------------------------------
 

@@ -274,5 +274,5 @@ def make_profiler(flag: Profiler | str | None) -> Profiler | None:
             + ("; lockstep does not run on TPUs." if flag == "xla" else ".")
         )
     file, name = _PROFILERS[flag.lower()].split(":")
-    made: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()  # late: torch.profiler costs
-    return made
+    profiler: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()  # late: torch.profiler costs
+    return profiler

@@ -57,8 +57,8 @@ class ExperimentWriter:
         number = 1
         while earlier.with_suffix(f".{number}.csv").exists():
             number += 1
-        kept = earlier.rename(earlier.with_suffix(f".{number}.csv"))
-        rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {kept.name!r}.")
+        aside = earlier.rename(earlier.with_suffix(f".{number}.csv"))
+        rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {aside.name!r}.")
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
         """Add `params` to the hyperparameters known, and write all to ``hparams.yaml``."""

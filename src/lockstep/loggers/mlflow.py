@@ -220,12 +220,12 @@ class MLFlowLogger(Logger):
 
     def _upload(self, uploads: list[Upload]) -> None:
         for upload in uploads:
-            place = Path(upload.path).stem
-            self.experiment.log_artifact(self.run_id, upload.path, place)
+            folder_there = Path(upload.path).stem
+            self.experiment.log_artifact(self.run_id, upload.path, folder_there)
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "metadata.yaml").write_text(as_yaml(upload.metadata("Checkpoint")), encoding="utf-8")
                 Path(folder, "aliases.txt").write_text(str(upload.aliases), encoding="utf-8")
-                self.experiment.log_artifacts(self.run_id, folder, place)
+                self.experiment.log_artifacts(self.run_id, folder, folder_there)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process logs to the same run, by a connection of its own.

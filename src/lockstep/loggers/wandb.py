@@ -246,7 +246,7 @@ class WandbLogger(Logger):
         import wandb
 
         make = getattr(wandb, kind)
-        each = [{name: values[place] for name, values in kwargs.items()} for place in range(len(items))]
+        each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(items))]
         self.log_metrics({key: [make(item, **options) for item, options in zip(items, each, strict=True)]}, step)
 
     def after_save_checkpoint(self, checkpoint_callback: SavesCheckpoints) -> None:

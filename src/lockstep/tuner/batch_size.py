@@ -20,7 +20,7 @@ from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner.lr_finder import limited
 from lockstep.tuner.trial import (
-    Kept,
+    Snapshot,
     alone,
     configure_again,
     evaluate,
@@ -148,12 +148,12 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
         return None
     batch_arg_name = settings.batch_arg_name
     check_data(trainer, batch_arg_name)
-    before, kept, samples = values_of(trainer, batch_arg_name), Kept(trainer), [0]
+    before, snapshot, samples = values_of(trainer, batch_arg_name), Snapshot(trainer), [0]
 
     def fits(size: int) -> bool:
         set_everywhere(trainer, batch_arg_name, size)
         try:
-            samples[0] = _try(trainer, kept, settings.steps_per_trial)
+            samples[0] = _try(trainer, snapshot, settings.steps_per_trial)
         except (RuntimeError, MemoryError) as error:
             if not is_oom_error(error):
                 raise
@@ -183,18 +183,18 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
     return found
 
 
-def _try(trainer: Trainer, kept: Kept, steps: int) -> int:
+def _try(trainer: Trainer, snapshot: Snapshot, steps: int) -> int:
     """One trial; gives the number of samples that there are, 0 where it is not known."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
-        with trial(trainer, kept, [], **flags):
+        with trial(trainer, snapshot, [], **flags):
             return _samples(evaluate(trainer).given)
     most, counters = -1, [_Counter(steps)]
     if trainer.lightning_module.automatic_optimization:
         most, counters = trainer.fit_loop.progress.global_step + steps, []
     flags = {"max_steps": most, "limit_train_batches": 1.0}
     flags["limit_val_batches"] = limited(trainer.config.limit_val_batches, steps)
-    with trial(trainer, kept, [*counters], **flags):
+    with trial(trainer, snapshot, [*counters], **flags):
         train(trainer)
         return _samples(trainer.fit_loop.given)
 

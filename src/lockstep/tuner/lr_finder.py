@@ -18,7 +18,7 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
-from lockstep.tuner.trial import Kept, alone, configure_again, has_begun, places_of, set_everywhere, train, trial
+from lockstep.tuner.trial import Snapshot, alone, configure_again, has_begun, places_of, set_everywhere, train, trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -252,7 +252,7 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
     recorder = _Recorder(finder, settings.early_stop_threshold, bar)
     flags = {"max_steps": most, "limit_val_batches": limited(trainer.config.limit_val_batches, num_training)}
     try:
-        with trial(trainer, Kept(trainer), [recorder], **flags):
+        with trial(trainer, Snapshot(trainer), [recorder], **flags):
             rising = LRSchedulerConfig(_Rising(optimizers[0], finder), interval="step")
             trainer.strategy.lr_scheduler_configs = [rising]
             train(trainer)
