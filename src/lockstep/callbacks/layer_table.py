@@ -238,38 +238,27 @@ class ModelSummary:
         return columns
 
     def __str__(self) -> str:
-        return format_table(
-            self._get_summary_data(),
+        totals = totals_of(
             self.total_parameters,
             self.trainable_parameters,
             self.model_size,
             self.total_training_modes,
             self.total_flops,
         )
+        return format_table(self._get_summary_data(), totals)
 
     __repr__ = __str__
 
 
-def format_table(
-    columns: Sequence[tuple[str, list[str]]],
-    total_parameters: int,
-    trainable_parameters: int,
-    model_size: float,
-    total_training_modes: Mapping[str, int],
-    total_flops: int,
-) -> str:
+def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[str, str]]) -> str:
     """The table and its totals as text.
 
     Args:
         columns: head and cells of each.
-        total_parameters, trainable_parameters: numbers of elements.
-        model_size: in units of 10^6 bytes.
-        total_training_modes: number of modules in "train" and "eval" mode.
-        total_flops: of one forward of the example.
+        totals: as of :func:`totals_of`.
     """
     rows = list(zip(*(cells for _, cells in columns), strict=True))
     table = _table([head.strip() for head, _ in columns], [[c.strip() for c in row] for row in rows]) if rows else []
-    totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
     return "\n".join(table + [f"{number:<10}{text}" for number, text in totals])
 
 

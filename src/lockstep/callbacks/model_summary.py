@@ -83,10 +83,8 @@ class ModelSummary(Callback):
             total_flops: floating point operations of one forward of the example; 0 without one.
             **summarize_kwargs: what the constructor was given.
         """
-        text = format_table(
-            summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, total_flops
-        )
-        rank_zero_info("\n%s", text)
+        totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        rank_zero_info("\n%s", format_table(summary_data, totals))
 
 
 NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")

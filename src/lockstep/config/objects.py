@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,8 +11,9 @@ from typing import Any
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
 from lockstep.callbacks.model_summary import ModelSummary, choose_model_summary
-from lockstep.callbacks.progress.base import ProgressBar
-from lockstep.callbacks.progress.plain import choose_progress_bar
+from lockstep.callbacks.progress.base import PlainProgressBar, ProgressBar, in_notebook, is_terminal
+from lockstep.callbacks.progress.rich import RichProgressBar
+from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.environments import DescribesRanks, LightningEnvironment, describes_ranks, environment_named
 from lockstep.config.run import RunConfig
@@ -217,6 +219,25 @@ def make_callbacks(
         if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
             callbacks.append(make())
     return checkpoints_last(callbacks)
+
+
+def choose_progress_bar() -> ProgressBar:
+    """The progress bar of a Trainer whose user named none.
+
+    Returns:
+        :class:`RichProgressBar` on a terminal that can move its cursor, if rich is installed;
+        :class:`TQDMProgressBar` on other terminals and in notebooks; :class:`PlainProgressBar`, which writes
+        a line now and then and never animates, where stdout is a file or a pipe.
+    """
+    if in_notebook():
+        return TQDMProgressBar()
+    if not is_terminal(sys.stdout):
+        return PlainProgressBar()
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return TQDMProgressBar()
+    return TQDMProgressBar() if Console().is_dumb_terminal else RichProgressBar()
 
 
 # -- loggers -------------------------------------------------------------------------------------------------

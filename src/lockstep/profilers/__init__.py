@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.profilers.base import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
-    from lockstep.profilers.pytorch import PyTorchProfiler
+    from lockstep.profilers.base import (
+        AdvancedProfiler as AdvancedProfiler,
+    )
+    from lockstep.profilers.base import (
+        PassThroughProfiler as PassThroughProfiler,
+    )
+    from lockstep.profilers.base import (
+        Profiler as Profiler,
+    )
+    from lockstep.profilers.base import (
+        SimpleProfiler as SimpleProfiler,
+    )
+    from lockstep.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
 
 _FILES = {
     "AdvancedProfiler": "base",
@@ -18,7 +29,7 @@ _FILES = {
     "SimpleProfiler": "base",
 }
 
-__all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
+__all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The base class of progress bars: what there is to show, how far a loop has come, and when to draw again."""
+"""The base classes of progress bars: what to show, how far a loop has come, when to draw; and the plain bar."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -140,11 +141,11 @@ class Screen:
 
     def open(self) -> None:
         """Stand in for the streams; does nothing if it does so already, or where stdout is no terminal."""
-        if self._streams or not _is_terminal(sys.stdout):
+        if self._streams or not is_terminal(sys.stdout):
             return
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if _is_terminal(stream):
+            if is_terminal(stream):
                 self._streams[name] = _Above(stream, self)
                 setattr(sys, name, self._streams[name])
 
@@ -164,7 +165,7 @@ class Screen:
             stream: where to; a stand-in stands for the stream behind it.
         """
         stream = behind(stream)
-        bars = self._bars() if _is_terminal(stream) or stream is behind(sys.stdout) else []
+        bars = self._bars() if is_terminal(stream) or stream is behind(sys.stdout) else []
         for bar in bars:
             bar.clear()
             bar.fp.flush()
@@ -213,7 +214,8 @@ def behind(stream: TextIO) -> Any:
     return stream.stream if isinstance(stream, _Above) else stream
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    # stdout is None under pythonw, and closed in some daemons
     return stream is not None and not stream.closed and bool(stream.isatty())
 
 
@@ -382,6 +384,63 @@ class ProgressBar(Callback):
     def _current(self, batches: list[int | float]) -> int | float:
         assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
         return batches[self._current_eval_dataloader_idx]
+
+
+class PlainProgressBar(ProgressBar):
+    """Writes a line to stderr at the end of an epoch, but not more often than once in a while.
+
+    It is what a Trainer takes where stdout is no terminal. The last epoch always gets its line, so a short
+    run writes just that one::
+
+        Epoch 9/9: step 1800, 0:03, train_loss=0.04127, val_acc=0.9778
+
+    It does nothing between the ends of epochs, and costs nothing there.
+
+    Args:
+        interval: least number of seconds between two lines; 0 writes one for each epoch.
+
+    Raises:
+        MisconfigurationException: ``interval`` is negative.
+    """
+
+    def __init__(self, interval: float = 30.0) -> None:
+        super().__init__()
+        if interval < 0:
+            raise MisconfigurationException(f"PlainProgressBar(interval={interval}): seconds, at least 0.")
+        self.interval = interval
+        self._epoch = ""
+        self._written: str | None = None
+        self._epoch_began = self._next = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first line is due one interval from now."""
+        self._written = None
+        self._epoch_began = monotonic()
+        self._next = self._epoch_began + self.interval
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the epoch."""
+        self._epoch = self.epoch_description
+        self._epoch_began = monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the line if it is time to."""
+        if monotonic() >= self._next:
+            self._write(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the line of the last epoch if it has none yet."""
+        if self._written != self._epoch:
+            self._write(trainer, pl_module)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.is_disabled:
+            return
+        self._written = self._epoch
+        self._next = monotonic() + self.interval
+        shown = [f"step {trainer.global_step}", clock(monotonic() - self._epoch_began)]
+        shown += [f"{name}={number(value)}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)
 
 
 class DrawnProgressBar(ProgressBar):
