@@ -62,7 +62,6 @@ class DeviceStatsMonitor(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Write, in steps that log."""
         self._training(trainer, "on_train_batch_start")
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -71,7 +70,6 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Write, in steps that log."""
         self._training(trainer, "on_train_batch_end")
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -87,7 +85,6 @@ class DeviceStatsMonitor(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_validation_batch_start", batch_idx)
 
     def on_validation_batch_end(
@@ -99,13 +96,11 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_start", batch_idx)
 
     def on_test_batch_end(
@@ -117,7 +112,6 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_end", batch_idx)
 
     def _evaluating(self, trainer: Trainer, hook: str, batch_idx: int) -> None:

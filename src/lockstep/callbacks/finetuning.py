@@ -117,7 +117,6 @@ class BaseFinetuning(Callback):
             own.update(_frozen(pl_module))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remember what was frozen."""
         own = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if trainer.state.fn == "fit" and "frozen" in own:
             self._loaded = {key: own[key] for key in ("frozen", "untracked")}
@@ -288,7 +287,6 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As of :class:`BaseFinetuning`."""
         _backbone(pl_module)
         super().on_fit_start(trainer, pl_module)
 
@@ -327,7 +325,6 @@ class BackboneFinetuning(BaseFinetuning):
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back."""
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
         super().load_state_dict(state_dict)
 

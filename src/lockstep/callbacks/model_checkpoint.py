@@ -380,8 +380,8 @@ class ModelCheckpoint(Checkpoint):
         if self.check_monitor_top_k(trainer, score):
             return self._save_scored(trainer, metrics, score)
         if self.verbose:
-            place = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
-            rank_zero_info(f"{place} is not among the best {self.save_top_k}.")
+            said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{said} is not among the best {self.save_top_k}.")
         return ""
 
     def _save_scored(self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor) -> str:
@@ -401,8 +401,8 @@ class ModelCheckpoint(Checkpoint):
         self.best_model_path = better(self.best_k_models, key=lambda name: self.best_k_models[name])
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose:
-            place = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
-            rank_zero_info(f"{place} (best {self.best_model_score:.5f}), saving to {path!r}.")
+            said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{said} (best {self.best_model_score:.5f}), saving to {path!r}.")
         self._write(trainer, path)
         return displaced
 
@@ -432,7 +432,7 @@ class ModelCheckpoint(Checkpoint):
                 logger.after_save_checkpoint(weakref.proxy(self))
 
     def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
-        """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
+        """Deletes a checkpoint of this run, unless it is the `latest` or the one that the run was resumed from."""
         if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
             return
         if not storage.is_remote(path):

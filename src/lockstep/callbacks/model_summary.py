@@ -43,7 +43,6 @@ class ModelSummary(Callback):
         self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the table."""
         if not self._max_depth:
             return
         # All ranks make it: with an example input that is a forward, in which a sharded model communicates.

@@ -293,7 +293,6 @@ class ModelPruning(Callback):
         self._originals.update({name: v for name, v in loaded["originals"].items() if name in self._originals})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune."""
         if self._prune_on_train_epoch_end:
             self._run(trainer)
 

@@ -58,7 +58,7 @@ class SpikeDetection(Callback):
             any other, and the running mean leaves it out.
 
     Attributes:
-        bad_batches: the batches that were written down, those of earlier lives of the run included.
+        bad_batches: the batches that were written down, those of earlier attempts at the run included.
 
     Raises:
         TrainingSpikeException: at a spike.

@@ -99,7 +99,6 @@ class ThroughputMonitor(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         self._start(trainer, RunningStage.TRAINING)
 
     def on_train_batch_end(
@@ -122,7 +121,6 @@ class ThroughputMonitor(Callback):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         if not trainer.sanity_checking:
             self._start(trainer, RunningStage.VALIDATING)
 
@@ -135,7 +133,6 @@ class ThroughputMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure and write."""
         if not trainer.sanity_checking:
             self._evaluated(trainer, pl_module, RunningStage.VALIDATING, batch, batch_idx)
 
@@ -148,7 +145,6 @@ class ThroughputMonitor(Callback):
         training.start = validation_end - training.throughput.seconds
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         self._start(trainer, RunningStage.TESTING)
 
     def on_test_batch_end(
@@ -160,11 +156,9 @@ class ThroughputMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure and write."""
         self._evaluated(trainer, pl_module, RunningStage.TESTING, batch, batch_idx)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         self._start(trainer, RunningStage.PREDICTING)
 
     def on_predict_batch_end(
@@ -176,7 +170,6 @@ class ThroughputMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure and write."""
         self._evaluated(trainer, pl_module, RunningStage.PREDICTING, batch, batch_idx)
 
     def _evaluated(

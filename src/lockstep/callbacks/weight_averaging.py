@@ -39,7 +39,7 @@ class WeightAveraging(Callback):
                 return epoch_idx is not None and epoch_idx >= 75
 
     Args:
-        device: where the average lives; the model's own device if None. ``"cpu"`` spares GPU memory.
+        device: where the average is kept; the model's own device if None. ``"cpu"`` spares GPU memory.
         use_buffers: average the buffers too (running statistics of BatchNorm); otherwise they are copied.
         **kwargs: for ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
 
@@ -231,7 +231,7 @@ class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights``.
 
     Args:
-        device: where the average lives; the model's own device if None.
+        device: where the average is kept; the model's own device if None.
         use_buffers: average the buffers too; otherwise they are copied.
         decay: the share of the old average, between 0 and 1.
         update_every_n_steps: update after the first and then every n-th optimizer step; 0: not by steps.

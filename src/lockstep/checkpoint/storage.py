@@ -111,7 +111,7 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Marks `file` as being written by a process that lives; the mark ends with the process."""
+    """Marks `file` as being written by a running process; the mark ends with the process."""
     with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
         import fcntl
 
@@ -125,8 +125,8 @@ def _remove_leftovers(target: Path) -> None:
         if not (name.startswith(stem) and name.endswith(UNFINISHED)):
             continue
         leftover = target.with_name(name)
-        with contextlib.suppress(ImportError, OSError):  # OSError: locked by a writer that lives, or gone
-            if leftover.is_symlink():  # cannot be locked; a process that lives makes its link again
+        with contextlib.suppress(ImportError, OSError):  # OSError: locked by a running writer, or gone
+            if leftover.is_symlink():  # cannot be locked; a running process makes its link again
                 leftover.unlink()
                 continue
             import fcntl

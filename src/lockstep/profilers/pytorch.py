@@ -129,7 +129,7 @@ class PyTorchProfiler(Profiler):
             label.__exit__(None, None, None)
         step = action_name.rpartition(".")[2]
         schedule = self._schedule
-        if step in STEPS and schedule is not None and schedule.heeds(step) and not self._is_sanity_check():
+        if step in STEPS and schedule is not None and schedule.counts_now(step) and not self._is_sanity_check():
             schedule.current = step
             if self._asked_schedule is None and self._steps_ahead(step) < DEFAULT_STEPS:
                 schedule.given = _always
@@ -232,7 +232,7 @@ class StepSchedule:
         self._busy: str | None = None  # the kind of step whose recording is under way
         self._last = ProfilerAction.NONE
 
-    def heeds(self, step: str) -> bool:
+    def counts_now(self, step: str) -> bool:
         """Whether a step of this kind counts now: none of another kind is being recorded."""
         return self._busy in (None, step)
 
