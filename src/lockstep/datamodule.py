@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -20,6 +20,8 @@ from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from torch.serialization import MAP_LOCATION
 
     from lockstep.trainer import Trainer
 
@@ -118,7 +120,7 @@ class LightningDataModule(HyperparametersMixin):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PathLike[str],
-        map_location: Any = None,
+        map_location: MAP_LOCATION = None,
         hparams_file: str | PathLike[str] | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
@@ -172,18 +174,18 @@ class LightningDataModule(HyperparametersMixin):
         taken = {name: value for name, value in sizes.items() if takes_any or name in parameters}
         datamodule = cls(**datamodule_kwargs, **taken)
 
-        def loaders_of(datasets: Any, shuffle: bool) -> Callable[[], Any]:
+        def loaders_of(datasets: Dataset[Any] | Iterable[Dataset[Any]], shuffle: bool) -> Callable[[], object]:
             def make(dataset: Dataset[Any]) -> DataLoader[Any]:
                 mixed = shuffle and not isinstance(dataset, IterableDataset)
                 pinned = torch.cuda.is_available()
                 return DataLoader(dataset, batch_size, shuffle=mixed, num_workers=num_workers, pin_memory=pinned)
 
-            def hook() -> Any:
+            def hook() -> object:
                 if isinstance(datasets, Mapping):
                     return {name: make(dataset) for name, dataset in datasets.items()}
                 if isinstance(datasets, list | tuple):
                     return [make(dataset) for dataset in datasets]
-                return make(datasets)
+                return make(cast("Dataset[Any]", datasets))
 
             return hook
 

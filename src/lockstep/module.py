@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments, load_weights, make, where_there_is_a_device
+from lockstep.checkpoint.arguments import init_arguments, make, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
 from lockstep.ground.classmethods import restricted_classmethod
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
-from lockstep.ground.rank import rank_zero_deprecation, warn_once
+from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_once
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerTypeUnion, OptimizerLRScheduler
 from lockstep.hooks import ModuleHooks
@@ -380,11 +380,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Step the optimizer; an override must run ``optimizer_closure`` (the forward and backward) itself or by it."""
         optimizer.step(closure=optimizer_closure)
@@ -442,7 +438,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         module: Self = make(cls, init_arguments(cls, checkpoint, hparams_file, kwargs), kwargs)
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
-        load_weights(module, checkpoint["state_dict"], strict)
+        _load_weights(module, checkpoint["state_dict"], strict)
         first = next((value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)), None)
         return module if first is None else module.to(first.device)
 
@@ -575,3 +571,21 @@ def check_weights(checkpoint: dict[str, Any], path: str | PathLike[str]) -> None
             f"{str(path)!r} is no checkpoint of lockstep or Lightning: it has no 'state_dict' (its keys: "
             f"{sorted(map(str, checkpoint))[:8]}). Load weights alone by `module.load_state_dict(torch.load(path))`."
         )
+
+
+def _load_weights(module: LightningModule, weights: dict[str, Any], strict: bool | None) -> None:
+    """Load a state dict; without ``strict`` (None: the module's ``strict_loading``) tell what is on one side only."""
+    if strict is not None and module._strict_loading not in (None, strict):
+        raise MisconfigurationException(
+            f"load_from_checkpoint(strict={strict}): {type(module).__name__} has set strict_loading = "
+            f"{module._strict_loading}; leave `strict` out, or set both to the same."
+        )
+    strict = module.strict_loading if strict is None else strict
+    keys = module.load_state_dict(weights, strict=strict)
+    if not strict and keys is not None:
+        for names, where in (
+            (keys.missing_keys, "in the module and not in the checkpoint, and stay as they were made"),
+            (keys.unexpected_keys, "in the checkpoint and not in the module, and are left out"),
+        ):
+            if names:
+                rank_zero_warn(f"{type(module).__name__}: weights that are {where}: {', '.join(names)}.")

@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.detect import Placement
-from lockstep.config.callbacks import make_callbacks, make_loggers
 from lockstep.config.devices import (
     announce,
     apply_to_process,
@@ -21,15 +20,23 @@ from lockstep.config.devices import (
     node_devices,
     nodes,
 )
+from lockstep.config.objects import (
+    check_constructed,
+    check_kind,
+    check_not_lightnings,
+    make_callbacks,
+    make_loggers,
+    make_profiler,
+    sort_plugins,
+)
 from lockstep.config.old_flags import old_flags_of, translate
-from lockstep.config.plugins import check_constructed, check_kind, check_not_lightnings, sort_plugins
 from lockstep.config.run import (
-    DEFAULTS,
     config_of,
+    defaults_of,
+    refuse_unknown_flags,
     refuse_what_is_not_there,
     strip,
     synchronizes_batchnorm,
-    unknown_flags,
 )
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.device import Accelerator, find_accelerator
@@ -50,7 +57,6 @@ from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
-from lockstep.profilers.choose import make_profiler
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.table import drives_all_devices, make_strategy
 
@@ -181,13 +187,13 @@ class Trainer(Attributes):
         **others: Any,
     ) -> None:
         variables = locals()
-        flags = {name: variables[name] for name in DEFAULTS}
-        flags.update(flags_of(flags, DEFAULTS))
+        flags = {name: variables[name] for name in FLAGS}
+        flags.update(flags_of(flags, FLAGS))
         old = old_flags_of(flags, others)
-        unknown_flags(others)
+        refuse_unknown_flags(others, FLAGS)
         callbacks, self._resume_from = flags["callbacks"], None
         if old:
-            today = translate(old, flags, DEFAULTS)
+            today = translate(old, flags, FLAGS)
             flags.update(today.flags)
             callbacks, self._resume_from = today.with_callbacks(callbacks), today.resume
         self.barebones = strip(flags)
@@ -447,3 +453,7 @@ class Trainer(Attributes):
     def __getstate__(self) -> dict[str, Any]:
         # how to launch is bound to this process, and in the other one there is nothing to be launched
         return {**self.__dict__, "_launch": directly, "_spawns": False}
+
+
+FLAGS = defaults_of(Trainer.__init__)
+"""Every flag in the order of the signature, and its default."""

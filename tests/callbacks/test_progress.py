@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.progress import base, plain
-from lockstep.callbacks.progress.base import Meter, ProgressBar, clock, number, speed
-from lockstep.callbacks.progress.plain import PlainProgressBar
+from lockstep.callbacks.progress import base
+from lockstep.callbacks.progress.base import Meter, PlainProgressBar, ProgressBar, clock, number, speed
 from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
+from lockstep.config import objects
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.states import TrainerFn, TrainerState
@@ -571,7 +571,7 @@ def test_the_theme_has_the_fields_of_lightnings(lightning: Any) -> None:
 
     from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme as Theirs
 
-    from lockstep.callbacks.progress.theme import RichProgressBarTheme
+    from lockstep.callbacks.progress.rich import RichProgressBarTheme
 
     assert {field.name for field in fields(RichProgressBarTheme)} == {field.name for field in fields(Theirs)}
 
@@ -606,12 +606,12 @@ def test_which_bar_is_chosen(
     monkeypatch.setenv("TERM", term)
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert type(plain.choose_progress_bar()) is kind
+    assert type(objects.choose_progress_bar()) is kind
 
 
 def test_a_notebook_gets_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", io)
-    assert type(plain.choose_progress_bar()) is TQDMProgressBar
+    assert type(objects.choose_progress_bar()) is TQDMProgressBar
 
 
 def test_rich_that_is_not_installed_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

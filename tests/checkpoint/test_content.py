@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.checkpoint.content import readable
+from lockstep.checkpoint.format import readable
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
 

@@ -22,10 +22,10 @@ from lockstep.launch.elastic_run import Plan, refuse_nested, start
 from lockstep.launch.environment import free_port
 from lockstep.testing.crash import Kill
 from lockstep.testing.pool import RankPool
-from tests.cli.kept import train
+from tests.cli.restarted import train
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("kept.py")
+SCRIPT = Path(__file__).with_name("restarted.py")
 COMMAND = [sys.executable, "-m", "lockstep", "run"]
 
 
@@ -210,7 +210,7 @@ def test_when_a_rank_is_killed_the_run_ends_with_the_bits_of_one_that_nobody_dis
     text = killed(tmp_path, [(2, Kill(rank=1, step=20))], restarts=1)
     assert "was killed by SIGKILL" in text
     assert "lockstep run, attempt 2: the fit has ended there, and is not run again" in text
-    assert re.search(r"attempt 2: the fit goes on from .*/lockstep-run-kept-\w+-\w+-fit-2.ckpt", text)
+    assert re.search(r"attempt 2: the fit goes on from .*/lockstep-run-restarted-\w+-\w+-fit-2.ckpt", text)
     assert digests(text) == undisturbed(ranks, tmp_path)
     left = {
         str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file() and "whole" not in str(path)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
 
 from lockstep import Trainer
-from lockstep.config.run import DEFAULTS, RunConfig
+from lockstep.config.run import RunConfig
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.trainer import FLAGS
 from tests.loop.pieces import QUIET, quiet
 
 
@@ -17,19 +19,19 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(function).parameters)
 
 
-def test_the_table_of_defaults_is_the_signature() -> None:
+def test_every_flag_is_documented_in_the_order_of_the_signature() -> None:
     signature = parameters(Trainer.__init__)
-    signature.pop("self")
-    assert signature.pop("others").kind is inspect.Parameter.VAR_KEYWORD
-    assert {name: parameter.default for name, parameter in signature.items()} == DEFAULTS
-    assert list(signature) == list(DEFAULTS)
-    assert RunConfig.__dataclass_fields__.keys() <= DEFAULTS.keys()
+    assert signature["others"].kind is inspect.Parameter.VAR_KEYWORD
+    assert [*FLAGS] == [name for name in signature if name not in ("self", "others")]
+    arguments = inspect.getdoc(Trainer).partition("Args:\n")[2].partition("\nRaises:")[0]
+    assert re.findall(r"^    (\w+):", arguments, re.M) == [*FLAGS]
+    assert RunConfig.__dataclass_fields__.keys() <= FLAGS.keys()
 
 
 def test_names_order_and_defaults_are_lightnings(lightning: Any) -> None:
     theirs = parameters(lightning.Trainer)
     own = ("order", "debug", "keep_global_batch", "hang_timeout", "hang_kill")
-    ours = {name: value for name, value in DEFAULTS.items() if name not in own}
+    ours = {name: value for name, value in FLAGS.items() if name not in own}
     assert list(ours) == list(theirs)
     assert ours == {name: parameter.default for name, parameter in theirs.items()}
     assert all(
@@ -43,9 +45,9 @@ def test_calls_take_what_lightnings_take(lightning: Any, call: str) -> None:
     assert [(name, p.default) for name, p in ours.items()] == [(name, p.default) for name, p in theirs.items()]
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", FLAGS)
 def test_every_flag_may_be_given_at_its_default(name: str) -> None:
-    Trainer(**{**QUIET, name: DEFAULTS[name]})
+    Trainer(**{**QUIET, name: FLAGS[name]})
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config.objects import make_profiler
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.profilers.advanced import AdvancedProfiler
-from lockstep.profilers.base import PassThroughProfiler, Profiler
-from lockstep.profilers.choose import make_profiler
+from lockstep.profilers.base import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
 from lockstep.profilers.pytorch import PyTorchProfiler, RegisterRecordFunction, StepSchedule
-from lockstep.profilers.simple import SimpleProfiler
 
 
 def busy() -> None:

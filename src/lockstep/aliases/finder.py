@@ -158,7 +158,7 @@ def resolve(row: Row, name: str, asked: str) -> Any:
     if isinstance(row, Refused):
         raise ImportError(f"{asked}: {row}", name=asked)
     home, _, attribute = row.partition(":")
-    return getattr(import_module(home if home.startswith("torch.") else f"{ROOT}.{home}"), attribute or name)
+    return getattr(import_module(home if home.startswith(("torch.", "rich.")) else f"{ROOT}.{home}"), attribute or name)
 
 
 def _has_children(name: str) -> bool:

@@ -99,9 +99,9 @@ CALLBACKS: dict[str, Rows | Refused] = {
     "callbacks.progress.progress_bar": _all("ProgressBar get_standard_metrics", "callbacks.progress.base"),
     "callbacks.progress.rich_progress": {
         "RichProgressBar": "callbacks.progress.rich",
-        "RichProgressBarTheme": "callbacks.progress.theme",
+        "RichProgressBarTheme": "callbacks.progress.rich",
         "BatchesProcessedColumn": "callbacks.progress.rich_columns:Batches",
-        "CustomBarColumn": "callbacks.progress.rich_columns:BarColumn",
+        "CustomBarColumn": "rich.progress:BarColumn",
         "CustomTimeColumn": "callbacks.progress.rich_columns:Times",
         "ProcessingSpeedColumn": "callbacks.progress.rich_columns:Speed",
         **_all(
@@ -124,19 +124,10 @@ CALLBACKS: dict[str, Rows | Refused] = {
 
 LOGGERS: dict[str, Rows | Refused] = {
     "loggers": {},
-    "loggers.comet": {
-        "CometLogger": "loggers",
-        **_all("FRAMEWORK_NAME comet_experiment", reasons.INNER),
-    },
-    "loggers.csv_logs": {
-        "CSVLogger": "loggers.csv",
-        "ExperimentWriter": "loggers.csv",
-    },
+    "loggers.comet": {"CometLogger": "loggers", **_all("FRAMEWORK_NAME comet_experiment", reasons.INNER)},
+    "loggers.csv_logs": {"CSVLogger": "loggers.csv", "ExperimentWriter": "loggers.csv"},
     "loggers.litlogger": {"LitLogger": "loggers"},
-    "loggers.logger": {
-        **_all("DummyLogger Logger rank_zero_experiment", "loggers.base"),
-        "merge_dicts": reasons.INNER,
-    },
+    "loggers.logger": {**_all("DummyLogger Logger rank_zero_experiment", "loggers.base"), "merge_dicts": reasons.INNER},
     "loggers.mlflow": {"MLFlowLogger": "loggers", "LOCAL_FILE_URI_PREFIX": reasons.INNER},
     "loggers.neptune": {"NeptuneLogger": "loggers"},
     "loggers.tensorboard": {},
@@ -154,22 +145,16 @@ ENGINES: dict[str, Rows | Refused] = {
         **_all("TPUAccelerator XLAAccelerator", reasons.TPU),
     },
     "accelerators.accelerator": {"Accelerator": "ground.device"},
-    "accelerators.cpu": {
-        "CPUAccelerator": "ground.device",
-        "get_cpu_stats": reasons.DEVICE_STATS,
-    },
-    "accelerators.cuda": {
-        "CUDAAccelerator": "ground.device",
-        "get_nvidia_gpu_stats": reasons.DEVICE_STATS,
-    },
+    "accelerators.cpu": {"CPUAccelerator": "ground.device", "get_cpu_stats": reasons.DEVICE_STATS},
+    "accelerators.cuda": {"CUDAAccelerator": "ground.device", "get_nvidia_gpu_stats": reasons.DEVICE_STATS},
     "accelerators.mps": reasons.MPS,
     "accelerators.xla": reasons.TPU,
     "profilers": {"XLAProfiler": reasons.TPU},
-    "profilers.advanced": {},
+    "profilers.advanced": {"AdvancedProfiler": "profilers.base"},
     "profilers.base": {},
     "profilers.profiler": {"Profiler": "profilers.base"},
     "profilers.pytorch": {"ScheduleWrapper": reasons.INNER},
-    "profilers.simple": {},
+    "profilers.simple": {"SimpleProfiler": "profilers.base"},
     "profilers.xla": {"XLAProfiler": reasons.TPU},
     "strategies": {
         "ParallelStrategy": reasons.PARALLEL_STRATEGY,
@@ -213,12 +198,7 @@ PLUGIN_IO: Rows = {
 LAYER_SYNC: Rows = _all("LayerSync TorchSyncBatchNorm", reasons.SYNC_BATCHNORM)
 
 PLUGINS: dict[str, Rows | Refused] = {
-    "plugins": {
-        **PLUGIN_PRECISION,
-        **PLUGIN_IO,
-        **LAYER_SYNC,
-        "ClusterEnvironment": "cluster.environments",
-    },
+    "plugins": {**PLUGIN_PRECISION, **PLUGIN_IO, **LAYER_SYNC, "ClusterEnvironment": "cluster.environments"},
     "plugins.environments": {
         **_all("ClusterEnvironment LightningEnvironment TorchElasticEnvironment", "cluster.environments"),
         **_all("KubeflowEnvironment LSFEnvironment MPIEnvironment SLURMEnvironment", "cluster.environments"),
@@ -301,9 +281,7 @@ UTILITIES: dict[str, Rows | Refused] = {
     "utilities.testing": reasons.INNER,
     "utilities.types": {"DistributedDataParallel": "torch.nn.parallel"},
     "utilities.upgrade_checkpoint": reasons.MIGRATION,
-    "utilities.warnings": {
-        "PossibleUserWarning": Refused("lockstep warns with Python's own UserWarning."),
-    },
+    "utilities.warnings": {"PossibleUserWarning": Refused("lockstep warns with Python's own UserWarning.")},
 }
 
 MODULES: dict[str, Rows | Refused] = {**FACE, **CALLBACKS, **LOGGERS, **ENGINES, **PLUGINS, **UTILITIES}

@@ -7,35 +7,55 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.callbacks.base import Callback
-    from lockstep.callbacks.device_stats_monitor import DeviceStatsMonitor
-    from lockstep.callbacks.early_stopping import EarlyStopping
-    from lockstep.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-    from lockstep.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-    from lockstep.callbacks.lambda_function import LambdaCallback
-    from lockstep.callbacks.lr_monitor import LearningRateMonitor
-    from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
-    from lockstep.callbacks.model_summary import ModelSummary, RichModelSummary
-    from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-    from lockstep.callbacks.prediction_writer import BasePredictionWriter
-    from lockstep.callbacks.progress.base import ProgressBar
-    from lockstep.callbacks.progress.plain import PlainProgressBar
-    from lockstep.callbacks.progress.rich import RichProgressBar
-    from lockstep.callbacks.progress.theme import RichProgressBarTheme
-    from lockstep.callbacks.progress.tqdm import TQDMProgressBar
-    from lockstep.callbacks.pruning import ModelPruning
-    from lockstep.callbacks.spike import SpikeDetection, TrainingSpikeException
-    from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
-    from lockstep.callbacks.throughput_monitor import ThroughputMonitor
-    from lockstep.callbacks.timer import Timer
-    from lockstep.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-    from lockstep.tuner.callbacks import BatchSizeFinder, LearningRateFinder
+    from lockstep.callbacks.base import Callback as Callback
+    from lockstep.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from lockstep.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from lockstep.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from lockstep.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from lockstep.callbacks.gradient_accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
+    from lockstep.callbacks.lambda_function import LambdaCallback as LambdaCallback
+    from lockstep.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from lockstep.callbacks.model_checkpoint import Checkpoint as Checkpoint
+    from lockstep.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from lockstep.callbacks.model_summary import ModelSummary as ModelSummary
+    from lockstep.callbacks.model_summary import RichModelSummary as RichModelSummary
+    from lockstep.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from lockstep.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
+    from lockstep.callbacks.progress.base import PlainProgressBar as PlainProgressBar
+    from lockstep.callbacks.progress.base import ProgressBar as ProgressBar
+    from lockstep.callbacks.progress.rich import (
+        RichProgressBar as RichProgressBar,
+    )
+    from lockstep.callbacks.progress.rich import (
+        RichProgressBarTheme as RichProgressBarTheme,
+    )
+    from lockstep.callbacks.progress.tqdm import TQDMProgressBar as TQDMProgressBar
+    from lockstep.callbacks.pruning import ModelPruning as ModelPruning
+    from lockstep.callbacks.spike import (
+        SpikeDetection as SpikeDetection,
+    )
+    from lockstep.callbacks.spike import (
+        TrainingSpikeException as TrainingSpikeException,
+    )
+    from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
+    from lockstep.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from lockstep.callbacks.timer import Timer as Timer
+    from lockstep.callbacks.weight_averaging import (
+        EMAWeightAveraging as EMAWeightAveraging,
+    )
+    from lockstep.callbacks.weight_averaging import (
+        WeightAveraging as WeightAveraging,
+    )
+    from lockstep.tuner.batch_size import BatchSizeFinder as BatchSizeFinder
+    from lockstep.tuner.lr_finder import LearningRateFinder as LearningRateFinder
 
 _FILES = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
-    "BatchSizeFinder": ".tuner.callbacks",  # of the floor above: a face may re-export from any
+    "BatchSizeFinder": ".tuner.batch_size",  # of the floor above: a face may re-export from any
     "Callback": "base",
     "Checkpoint": "model_checkpoint",
     "DeviceStatsMonitor": "device_stats_monitor",
@@ -43,17 +63,17 @@ _FILES = {
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_function",
-    "LearningRateFinder": ".tuner.callbacks",
+    "LearningRateFinder": ".tuner.lr_finder",
     "LearningRateMonitor": "lr_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
-    "PlainProgressBar": "progress.plain",
+    "PlainProgressBar": "progress.base",
     "ProgressBar": "progress.base",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich",
-    "RichProgressBarTheme": "progress.theme",
+    "RichProgressBarTheme": "progress.rich",
     "SpikeDetection": "spike",
     "StochasticWeightAveraging": "stochastic_weight_avg",
     "TQDMProgressBar": "progress.tqdm",
@@ -63,37 +83,7 @@ _FILES = {
     "WeightAveraging": "weight_averaging",
 }
 
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "Callback",
-    "Checkpoint",
-    "DeviceStatsMonitor",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "ModelCheckpoint",
-    "ModelPruning",
-    "ModelSummary",
-    "OnExceptionCheckpoint",
-    "PlainProgressBar",
-    "ProgressBar",
-    "RichModelSummary",
-    "RichProgressBar",
-    "RichProgressBarTheme",
-    "SpikeDetection",
-    "StochasticWeightAveraging",
-    "TQDMProgressBar",
-    "ThroughputMonitor",
-    "Timer",
-    "TrainingSpikeException",
-    "WeightAveraging",
-]
+__all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:

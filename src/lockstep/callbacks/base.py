@@ -112,12 +112,7 @@ class Callback:
         """Called after the last validation batch; ``pl_module.log`` may be used here."""
 
     def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before each ``validation_step``."""
 
@@ -147,12 +142,7 @@ class Callback:
         """Called after the last test batch; ``pl_module.log`` may be used here."""
 
     def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before each ``test_step``."""
 
@@ -182,12 +172,7 @@ class Callback:
         """Called after the last batch of prediction."""
 
     def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before each ``predict_step``."""
 

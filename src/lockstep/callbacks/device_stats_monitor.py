@@ -61,17 +61,15 @@ class DeviceStatsMonitor(Callback):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Write, in steps that log."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._training(trainer, "on_train_batch_start")
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._training(trainer, "on_train_batch_start")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Write, in steps that log."""
         self._training(trainer, "on_train_batch_end")
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -85,9 +83,8 @@ class DeviceStatsMonitor(Callback):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_validation_batch_start", batch_idx)
 
     def on_validation_batch_end(
@@ -95,17 +92,15 @@ class DeviceStatsMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_start", batch_idx)
 
     def on_test_batch_end(
@@ -113,11 +108,10 @@ class DeviceStatsMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write, in every n-th batch."""
         self._evaluating(trainer, "on_test_batch_end", batch_idx)
 
     def _evaluating(self, trainer: Trainer, hook: str, batch_idx: int) -> None:

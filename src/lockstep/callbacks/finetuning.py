@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -117,13 +117,14 @@ class BaseFinetuning(Callback):
             own.update(_frozen(pl_module))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Remember what was frozen."""
         own = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if trainer.state.fn == "fit" and "frozen" in own:
             self._loaded = {key: own[key] for key in ("frozen", "untracked")}
 
     @staticmethod
-    def _apply_mapping_to_param_groups(groups: list[dict[str, Any]], mapping: Any) -> list[dict[str, Any]]:
+    def _apply_mapping_to_param_groups(
+        groups: list[dict[str, Any]], mapping: Mapping[Any, Any]
+    ) -> list[dict[str, Any]]:
         return [{**group, "params": [mapping[parameter] for parameter in group["params"]]} for group in groups]
 
     def _store(self, pl_module: LightningModule, number: int, before: int, groups: list[dict[str, Any]]) -> None:
@@ -286,7 +287,6 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As of :class:`BaseFinetuning`."""
         _backbone(pl_module)
         super().on_fit_start(trainer, pl_module)
 
@@ -325,7 +325,6 @@ class BackboneFinetuning(BaseFinetuning):
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back."""
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
         super().load_state_dict(state_dict)
 

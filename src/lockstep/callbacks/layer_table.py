@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class LayerSummary:
         if not isinstance(module, torch.jit.ScriptModule):  # which take no hooks
             self._handle = module.register_forward_hook(self._watch, with_kwargs=True)
 
-    def _watch(self, _: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _watch(self, _: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any], output: object) -> None:
         given = (*args, *kwargs.values())
         self._in_size = parse_batch_shape(given[0] if len(given) == 1 else given)
         self._out_size = parse_batch_shape(output)
@@ -238,38 +238,27 @@ class ModelSummary:
         return columns
 
     def __str__(self) -> str:
-        return format_table(
-            self._get_summary_data(),
+        totals = totals_of(
             self.total_parameters,
             self.trainable_parameters,
             self.model_size,
             self.total_training_modes,
             self.total_flops,
         )
+        return format_table(self._get_summary_data(), totals)
 
     __repr__ = __str__
 
 
-def format_table(
-    columns: Sequence[tuple[str, list[str]]],
-    total_parameters: int,
-    trainable_parameters: int,
-    model_size: float,
-    total_training_modes: Mapping[str, int],
-    total_flops: int,
-) -> str:
+def format_table(columns: Sequence[tuple[str, list[str]]], totals: list[tuple[str, str]]) -> str:
     """The table and its totals as text.
 
     Args:
         columns: head and cells of each.
-        total_parameters, trainable_parameters: numbers of elements.
-        model_size: in units of 10^6 bytes.
-        total_training_modes: number of modules in "train" and "eval" mode.
-        total_flops: of one forward of the example.
+        totals: as of :func:`totals_of`.
     """
     rows = list(zip(*(cells for _, cells in columns), strict=True))
     table = _table([head.strip() for head, _ in columns], [[c.strip() for c in row] for row in rows]) if rows else []
-    totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
     return "\n".join(table + [f"{number:<10}{text}" for number, text in totals])
 
 
@@ -321,7 +310,7 @@ def readable_size(megabytes: float) -> str:
     return f"{megabytes:,.3f}"
 
 
-def parse_batch_shape(batch: Any) -> Any:
+def parse_batch_shape(batch: object) -> Any:
     """The shape of a tensor as a list, nested for lists and tuples of them; ``"?"`` for anything else."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
@@ -350,7 +339,7 @@ def _size(parameter: Tensor) -> int:
     return parameter.numel()
 
 
-def _count(parameters: Any) -> int:
+def _count(parameters: Iterable[Tensor]) -> int:
     return sum(map(_size, parameters))
 
 
@@ -378,7 +367,7 @@ def _run_example(model: nn.Module) -> dict[str, dict[Any, int]]:
     return {**found, "": found.get("Global", {})}
 
 
-def _prepared(model: nn.Module, example: Any) -> Any:
+def _prepared(model: nn.Module, example: object) -> Any:
     """The example where the model is, its floats in the model's own type."""
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:

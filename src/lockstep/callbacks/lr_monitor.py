@@ -75,7 +75,7 @@ class LearningRateMonitor(Callback):
                 category=RuntimeWarning,
             )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Write what goes by steps, once for each step that logs."""
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
@@ -127,11 +127,7 @@ def _named(trainer: Trainer) -> Iterator[tuple[Optimizer, list[str], str | None]
     for config in trainer.lr_scheduler_configs:
         optimizer = config.scheduler.optimizer
         seen.append(optimizer)
-        yield (
-            optimizer,
-            _group_names(optimizer, config.name or _numbered(optimizer, of_class)),
-            config.interval,
-        )
+        yield (optimizer, _group_names(optimizer, config.name or _numbered(optimizer, of_class)), config.interval)
     for wrapped in trainer.optimizers:
         optimizer = getattr(wrapped, "optimizer", wrapped)
         if not any(optimizer is other for other in seen):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import weakref
 from collections.abc import Mapping
 from copy import deepcopy
 from datetime import timedelta
@@ -19,7 +20,7 @@ from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
-from lockstep.loggers.base import announce, as_yaml
+from lockstep.loggers.hyperparameters import as_yaml
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -254,7 +255,7 @@ class ModelCheckpoint(Checkpoint):
         self._step_of_last_save = self._step_of_last_batch = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self._train_time_interval is not None:
@@ -305,7 +306,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._latest_path and trainer.strategy.checkpoint_io.writes_later:  # the loggers may have found no file
-            announce(self, trainer)
+            self._announce(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not self.save_on_exception or trainer.world_size > 1 or self._should_skip(trainer):
@@ -359,10 +360,10 @@ class ModelCheckpoint(Checkpoint):
         """One occasion: the ranked checkpoint, the last one, then the deletion of what they displaced."""
         self._is_waiting_for_metric = False
         outdated = self._save_ranked(trainer, metrics) if ranked and self.save_top_k != 0 else ""
-        kept = self._latest_path
+        latest = self._latest_path
         outdated_last = self._save_last(trainer, metrics)
         # Only now: last.ckpt may have been a link to what is deleted.
-        self._delete(trainer, outdated, kept)
+        self._delete(trainer, outdated, latest)
         self._delete(trainer, outdated_last, self.last_model_path)
 
     def _save_ranked(self, trainer: Trainer, metrics: dict[str, Tensor]) -> str:
@@ -379,8 +380,8 @@ class ModelCheckpoint(Checkpoint):
         if self.check_monitor_top_k(trainer, score):
             return self._save_scored(trainer, metrics, score)
         if self.verbose:
-            place = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
-            rank_zero_info(f"{place} is not among the best {self.save_top_k}.")
+            said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{said} is not among the best {self.save_top_k}.")
         return ""
 
     def _save_scored(self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor) -> str:
@@ -400,8 +401,8 @@ class ModelCheckpoint(Checkpoint):
         self.best_model_path = better(self.best_k_models, key=lambda name: self.best_k_models[name])
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose:
-            place = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
-            rank_zero_info(f"{place} (best {self.best_model_score:.5f}), saving to {path!r}.")
+            said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
+            rank_zero_info(f"{said} (best {self.best_model_score:.5f}), saving to {path!r}.")
         self._write(trainer, path)
         return displaced
 
@@ -423,11 +424,16 @@ class ModelCheckpoint(Checkpoint):
         trainer.save_checkpoint(path, self.save_weights_only)
         self._step_of_last_save = trainer.global_step
         self._latest_path = path
-        announce(self, trainer)
+        self._announce(trainer)
 
-    def _delete(self, trainer: Trainer, path: str, kept: str) -> None:
-        """Deletes a checkpoint of this run, unless it is `kept` or the one that the run was resumed from."""
-        if not path or path == kept or not trainer.is_global_zero or not self._is_ours(path):
+    def _announce(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(weakref.proxy(self))
+
+    def _delete(self, trainer: Trainer, path: str, latest: str) -> None:
+        """Deletes a checkpoint of this run, unless it is the `latest` or the one that the run was resumed from."""
+        if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
             return
         if not storage.is_remote(path):
             resumed = getattr(trainer, "ckpt_path", None)
@@ -493,11 +499,7 @@ class ModelCheckpoint(Checkpoint):
         return storage.absolute(os.path.join(root, str(logger.name), version, "checkpoints"))
 
     def format_checkpoint_name(
-        self,
-        metrics: dict[str, Any],
-        filename: str | None = None,
-        ver: int | None = None,
-        prefix: str | None = None,
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
         """The path for `metrics` by the template `filename` (default: that of the callback)."""
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"

@@ -43,7 +43,6 @@ class ModelSummary(Callback):
         self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the table."""
         if not self._max_depth:
             return
         # All ranks make it: with an example input that is a forward, in which a sharded model communicates.
@@ -83,10 +82,8 @@ class ModelSummary(Callback):
             total_flops: floating point operations of one forward of the example; 0 without one.
             **summarize_kwargs: what the constructor was given.
         """
-        text = format_table(
-            summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, total_flops
-        )
-        rank_zero_info("\n%s", text)
+        totals = totals_of(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        rank_zero_info("\n%s", format_table(summary_data, totals))
 
 
 NUMBERS = ("Params", "FLOPs", "In sizes", "Out sizes")

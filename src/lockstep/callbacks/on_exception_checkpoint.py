@@ -91,7 +91,7 @@ class OnExceptionCheckpoint(Checkpoint):
         self._last_is_done = False
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Remember whether the epoch's last batch has come to its end."""
         self._last_is_done = trainer.is_last_batch

@@ -119,7 +119,6 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Hand over the batch's prediction, if asked to."""
         if self.interval.on_batch:
             indices = trainer.predict_loop.current_batch_indices
             if not indices:
@@ -127,7 +126,6 @@ class BasePredictionWriter(Callback):
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand over all predictions, if asked to."""
         if self.interval.on_epoch:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)

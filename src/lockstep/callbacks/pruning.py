@@ -38,7 +38,9 @@ METHODS: dict[str, Any] = {
 }
 
 
-def find_method(asked: Any, across: bool, dim: int | None, norm: int | None) -> tuple[Any, dict[str, Any]]:
+def find_method(
+    asked: str | Callable[..., Any], across: bool, dim: int | None, norm: int | None
+) -> tuple[Any, dict[str, Any]]:
     """What to prune by, and its arguments.
 
     Args:
@@ -55,8 +57,8 @@ def find_method(asked: Any, across: bool, dim: int | None, norm: int | None) -> 
         MisconfigurationException: they do not fit together.
     """
     names = [name for name, function in FUNCTIONS.items() if asked is function]
-    if isinstance(asked, str) or names:
-        return _method_by_name(names[0] if names else asked.lower(), across, dim, norm)
+    if names or isinstance(asked, str):
+        return _method_by_name(names[0] if names else str(asked).lower(), across, dim, norm)
     is_method = inspect.isclass(asked) and issubclass(asked, prune.BasePruningMethod)
     if is_method and not across:
         raise MisconfigurationException(
@@ -72,7 +74,7 @@ def find_method(asked: Any, across: bool, dim: int | None, norm: int | None) -> 
             "function `fn(module, name=..., amount=...)`."
         )
     if is_method:
-        _check_type(asked)
+        _check_type(cast("type[prune.BasePruningMethod]", asked))
     return asked, {}
 
 
@@ -96,7 +98,7 @@ def _method_by_name(name: str, across: bool, dim: int | None, norm: int | None) 
     return partial(FUNCTIONS[name], **options), {}
 
 
-def _check_type(method: Any) -> None:
+def _check_type(method: type[prune.BasePruningMethod]) -> None:
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
         raise MisconfigurationException(
@@ -277,12 +279,12 @@ class ModelPruning(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
-        places = dict(zip(self._names, self._parameters_to_prune, strict=True))
+        pairs = dict(zip(self._names, self._parameters_to_prune, strict=True))
         with torch.no_grad():
             for name, mask in loaded["masks"].items():
-                if name not in places:
+                if name not in pairs:
                     continue
-                part, own = places[name]
+                part, own = pairs[name]
                 parameter = getattr(part, own)
                 hidden = loaded["hidden"].get(name)
                 if hidden is not None:
@@ -291,7 +293,6 @@ class ModelPruning(Callback):
         self._originals.update({name: v for name, v in loaded["originals"].items() if name in self._originals})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune."""
         if self._prune_on_train_epoch_end:
             self._run(trainer)
 
@@ -439,7 +440,7 @@ class ModelPruning(Callback):
         if self._make_pruning_permanent:
             _merge(checkpoint["state_dict"], _pruned_names(pl_module))
 
-    def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _accept(self, resumes: bool, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         """Let the model load weights with masks and without: as products, or as what is behind the masks.
 
         The masks themselves are put back in :meth:`on_fit_start`, where the optimizers have the parameters.
@@ -461,7 +462,7 @@ def _holds(module: nn.Module, name: str) -> bool:
     return isinstance(module._parameters.get(name), nn.Parameter) or f"{name}_orig" in module._parameters
 
 
-def _label(pair: Any) -> str:
+def _label(pair: object) -> str:
     """What tells a pair ``(module, name)`` from others, as long as it has not been looked at."""
     if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
         return repr(pair)
@@ -476,8 +477,8 @@ def _names_of(module: nn.Module, pairs: ParameterList) -> list[str]:
 
 def _by_name(module: nn.Module, names: Sequence[str]) -> ParameterList:
     parts = dict(module.named_modules())
-    places = [name.rpartition(".") for name in names]
-    return [(parts[place], own) for place, _, own in places if place in parts]
+    split = [name.rpartition(".") for name in names]
+    return [(parts[owner], own) for owner, _, own in split if owner in parts]
 
 
 def _value(module: nn.Module, name: str) -> Tensor:

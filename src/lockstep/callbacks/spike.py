@@ -58,7 +58,7 @@ class SpikeDetection(Callback):
             any other, and the running mean leaves it out.
 
     Attributes:
-        bad_batches: the batches that were written down, those of earlier lives of the run included.
+        bad_batches: the batches that were written down, those of earlier attempts at the run included.
 
     Raises:
         TrainingSpikeException: at a spike.
@@ -97,7 +97,7 @@ class SpikeDetection(Callback):
 
     @torch.no_grad()
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Judge the batch's loss; all ranks come to the same end."""
         with trainer.strategy.with_all_ranks():

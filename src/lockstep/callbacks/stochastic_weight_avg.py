@@ -48,7 +48,7 @@ class StochasticWeightAveraging(Callback):
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: a function of (average, weights of now, number of weights in the average), tensors all three,
             that gives the new average of one parameter; default: the equal mean.
-        device: where the average lives; None: on the model's device.
+        device: where the average is kept; None: on the model's device.
 
     Attributes:
         n_averaged: number of weights in the average, a tensor; None before the fit has come to averaging.
@@ -201,7 +201,6 @@ class StochasticWeightAveraging(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
         self._latest_update_epoch = state_dict["latest_update_epoch"]
         self._scheduler_state = state_dict["scheduler_state"]
         if state_dict["n_averaged"]:
@@ -294,5 +293,5 @@ class StochasticWeightAveraging(Callback):
                 layer.num_batches_tracked.copy_(trainer.strategy.reduce(layer.num_batches_tracked, reduce_op="sum"))
 
 
-def _refused(argument: str, value: Any, way_out: str) -> MisconfigurationException:
+def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:
     return MisconfigurationException(f"StochasticWeightAveraging({argument}={value!r}): {way_out}.")

@@ -99,11 +99,10 @@ class ThroughputMonitor(Callback):
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         self._start(trainer, RunningStage.TRAINING)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Measure, and write at the ends of windows that log, when the optimizer's step is done too."""
         if not trainer.is_global_zero:
@@ -122,7 +121,6 @@ class ThroughputMonitor(Callback):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         if not trainer.sanity_checking:
             self._start(trainer, RunningStage.VALIDATING)
 
@@ -131,11 +129,10 @@ class ThroughputMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure and write."""
         if not trainer.sanity_checking:
             self._evaluated(trainer, pl_module, RunningStage.VALIDATING, batch, batch_idx)
 
@@ -148,7 +145,6 @@ class ThroughputMonitor(Callback):
         training.start = validation_end - training.throughput.seconds
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         self._start(trainer, RunningStage.TESTING)
 
     def on_test_batch_end(
@@ -156,31 +152,28 @@ class ThroughputMonitor(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Any,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure and write."""
         self._evaluated(trainer, pl_module, RunningStage.TESTING, batch, batch_idx)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock starts."""
         self._start(trainer, RunningStage.PREDICTING)
 
     def on_predict_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure and write."""
         self._evaluated(trainer, pl_module, RunningStage.PREDICTING, batch, batch_idx)
 
     def _evaluated(
-        self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object, batch_idx: int
     ) -> None:
         if not trainer.is_global_zero:
             return
@@ -199,7 +192,7 @@ class ThroughputMonitor(Callback):
             meter.start = time.perf_counter()
 
     @torch.no_grad()  # the user's functions may compute with what needs gradients
-    def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: Any) -> None:
+    def _update(self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object) -> None:
         device, meter = trainer.strategy.root_device, self._meters[stage]
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -23,7 +23,7 @@ _FORM = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 class Timer(Callback):
     """Measures training, validation, test and prediction, and stops training after a given time.
 
-    Training that was cut off and goes on from a checkpoint has used up the time of its earlier lives too. On
+    Training that was cut off and goes on from a checkpoint has used up the time of its earlier attempts too. On
     several ranks the clock of rank 0 decides, and all ranks stop together at the next step (some steps later
     where they are on several hosts), for which no message is sent. Nothing is stopped before
     ``Trainer(min_epochs=..., min_steps=...)`` are reached. With ``Trainer(max_time=...)`` besides, the
@@ -50,10 +50,7 @@ class Timer(Callback):
     """
 
     def __init__(
-        self,
-        duration: str | timedelta | dict[str, int] | None = None,
-        interval: str = "step",
-        verbose: bool = True,
+        self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         if interval not in ("step", "epoch"):
             raise MisconfigurationException(f'Timer(interval={interval!r}): choose "step" or "epoch".')
@@ -62,7 +59,7 @@ class Timer(Callback):
         self._verbose = verbose
         self._start: dict[RunningStage, float] = {}
         self._end: dict[RunningStage, float] = {}
-        self._offset = 0.0  # training time of the run's earlier lives
+        self._offset = 0.0  # training time of earlier attempts at the run
         self.stopping_reason_message: str | None = None
 
     # -- what users ask ------------------------------------------------------------------------------------
@@ -80,7 +77,7 @@ class Timer(Callback):
         return self._end.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
-        """Seconds that a stage has taken until now or until its end; training with its earlier lives."""
+        """Seconds that a stage has taken until now or until its end; training with its earlier attempts."""
         stage = RunningStage(stage)
         offset = self._offset if stage is RunningStage.TRAINING else 0.0
         start = self._start.get(stage)
@@ -102,13 +99,11 @@ class Timer(Callback):
         self._look(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training begins."""
         self._begin(RunningStage.TRAINING)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
-        """Look at the clock."""
         if self._interval == "step":
             self._look(trainer)
 
@@ -117,36 +112,28 @@ class Timer(Callback):
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the clock."""
         if self._interval == "epoch":
             self._look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training has ended."""
         self._end[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation begins."""
         self._begin(RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation has ended."""
         self._end[RunningStage.VALIDATING] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A test begins."""
         self._begin(RunningStage.TESTING)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A test has ended."""
         self._end[RunningStage.TESTING] = time.monotonic()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A prediction begins."""
         self._begin(RunningStage.PREDICTING)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A prediction has ended."""
         self._end[RunningStage.PREDICTING] = time.monotonic()
 
     # -- state ---------------------------------------------------------------------------------------------

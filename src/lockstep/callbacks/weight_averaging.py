@@ -39,7 +39,7 @@ class WeightAveraging(Callback):
                 return epoch_idx is not None and epoch_idx >= 75
 
     Args:
-        device: where the average lives; the model's own device if None. ``"cpu"`` spares GPU memory.
+        device: where the average is kept; the model's own device if None. ``"cpu"`` spares GPU memory.
         use_buffers: average the buffers too (running statistics of BatchNorm); otherwise they are copied.
         **kwargs: for ``torch.optim.swa_utils.AveragedModel``: ``avg_fn`` or ``multi_avg_fn``.
 
@@ -95,7 +95,7 @@ class WeightAveraging(Callback):
             self._loaded = None
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         """Update after an optimizer step; most micro-batches of a window bring none."""
         step = trainer.global_step
@@ -150,8 +150,8 @@ class WeightAveraging(Callback):
         """Put the average in ``"state_dict"`` and the current weights beside it."""
         if self._average is None:
             return
-        in_model, kept = checkpoint["state_dict"], self._by_name(pl_module)
-        here = {name: kept[name].detach() if name in kept else value for name, value in in_model.items()}
+        in_model, average = checkpoint["state_dict"], self._by_name(pl_module)
+        here = {name: average[name].detach() if name in average else value for name, value in in_model.items()}
         if not self._has_average():
             here = in_model
         average, current = (in_model, here) if self._shown else (here, in_model)
@@ -174,10 +174,7 @@ class WeightAveraging(Callback):
                 "from its weights."
             )
             return
-        self._loaded = {
-            "average": checkpoint["state_dict"],
-            "n_averaged": checkpoint["averaging_state"]["n_averaged"],
-        }
+        self._loaded = {"average": checkpoint["state_dict"], "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
         # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
         checkpoint["state_dict"] = checkpoint["current_model_state"]
         strict = getattr(pl_module, "strict_loading", True)
@@ -208,10 +205,10 @@ class WeightAveraging(Callback):
     def _swap(self, pl_module: LightningModule) -> None:
         """Exchange the values, not the tensors: optimizers and gradient buckets hold on to those."""
         assert self._average is not None
-        for kept, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
+        for averaged, shown in zip(_tensors(self._average.module), _tensors(pl_module), strict=True):
             before = shown.detach().clone()
-            shown.copy_(kept)
-            kept.copy_(before)
+            shown.copy_(averaged)
+            averaged.copy_(before)
 
     @torch.no_grad()
     def _take_buffers_of_rank_zero(self, trainer: Trainer) -> None:
@@ -225,16 +222,16 @@ class WeightAveraging(Callback):
         """What is kept here, under all names (tied weights have several) that it has in the model."""
         assert self._average is not None
         module = pl_module
-        kept = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
+        average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
         named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        return {name: kept[id(tensor)] for name, tensor in named}
+        return {name: average[id(tensor)] for name, tensor in named}
 
 
 class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average: ``average = decay * average + (1 - decay) * weights``.
 
     Args:
-        device: where the average lives; the model's own device if None.
+        device: where the average is kept; the model's own device if None.
         use_buffers: average the buffers too; otherwise they are copied.
         decay: the share of the old average, between 0 and 1.
         update_every_n_steps: update after the first and then every n-th optimizer step; 0: not by steps.

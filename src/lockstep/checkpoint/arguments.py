@@ -12,26 +12,35 @@ import sys
 import types
 import typing
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
-from lockstep.ground.rank import rank_zero_warn
+
+T = TypeVar("T")
+
+
+class HasHyperparameters(Protocol):
+    """A class whose hyperparameters are in checkpoints, under these keys."""
+
+    CHECKPOINT_HYPER_PARAMS_KEY: str
+    CHECKPOINT_HYPER_PARAMS_NAME: str
+
 
 # -- inner classes -------------------------------------------------------------------------------------------
 
 
-NOTES = ("_class_path", "_instantiator")
-"""What the command line notes among the hyperparameters: the class where it was chosen, and who made it."""
+CLI_KEYS = ("_class_path", "_instantiator")
+"""What the command line records among the hyperparameters: the class where it was chosen, and who made it."""
 
 
-def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def without_cli_keys(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Hyperparameters as arguments of ``cls``: as they are, or with objects in place of their descriptions.
 
     A checkpoint may name only classes that the program has imported, and each must be what the annotation of its
@@ -46,7 +55,7 @@ def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> di
         MisconfigurationException: the checkpoint is one of a subclass, or names a class that is not imported.
         ModuleNotFoundError: there are inner classes, and jsonargparse is not installed.
     """
-    if not any(note in saved for note in NOTES):
+    if not any(key in saved for key in CLI_KEYS):
         return saved
     kind = _imported(str(saved.get("_class_path", "")))
     if kind is not None and kind is not cls and issubclass(kind, cls):
@@ -54,7 +63,7 @@ def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> di
             f"{cls.__name__}.load_from_checkpoint: the checkpoint was made of a subclass; call "
             f"{kind.__name__}.load_from_checkpoint."
         )
-    saved = {key: value for key, value in saved.items() if key not in NOTES}
+    saved = {key: value for key, value in saved.items() if key not in CLI_KEYS}
     inner = {key: value for key, value in saved.items() if key not in given and any(_paths(value))}
     if not inner:
         return saved
@@ -72,20 +81,20 @@ def without_notes(cls: type, saved: dict[str, Any], given: dict[str, Any]) -> di
         ) from None
     parser = ArgumentParser(exit_on_error=False)
     others = {name for name in _parameters(cls) if name not in inner}
-    parser.add_class_arguments(cls, "made", fail_untyped=False, skip=others)
-    made = parser.instantiate(parser.parse_object({"made": inner}), instantiate_groups=False).made
-    return {**saved, **{key: made[key] for key in inner}}
+    parser.add_class_arguments(cls, "built", fail_untyped=False, skip=others)
+    built = parser.instantiate(parser.parse_object({"built": inner}), instantiate_groups=False).built
+    return {**saved, **{key: built[key] for key in inner}}
 
 
 def _parameters(cls: type) -> Iterator[str]:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
-    for key in parser.add_class_arguments(cls, "made", fail_untyped=False):
-        yield key.removeprefix("made.").split(".")[0]
+    for key in parser.add_class_arguments(cls, "built", fail_untyped=False):
+        yield key.removeprefix("built.").split(".")[0]
 
 
-def _paths(value: Any) -> Iterator[str]:
+def _paths(value: object) -> Iterator[str]:
     """The classes that a value describes, at any depth."""
     if isinstance(value, dict):
         if isinstance(value.get("class_path"), str):
@@ -128,7 +137,7 @@ def annotations_of(cls: type) -> dict[str, Any]:
     return {name: annotation for name, annotation in found.items() if annotation is not None}
 
 
-def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
+def _resolved(annotation: object, names: dict[str, Any]) -> Any:
     """What an annotation stands for; it may be a string, as under ``from __future__ import annotations``."""
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
     try:
@@ -137,7 +146,7 @@ def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
         return None
 
 
-def rebuilt(value: Any, annotation: Any) -> Any:
+def rebuilt(value: object, annotation: object) -> Any:
     """``value`` as ``annotation`` asks for it, if it is the plain form of that; as it is, if it is not.
 
     Dataclasses, ``Enum``, paths, named tuples, ``Namespace``, OmegaConf's containers, and lists, tuples, sets and dicts
@@ -156,23 +165,23 @@ def rebuilt(value: Any, annotation: Any) -> Any:
     if isinstance(value, Mapping) and len(inside) == 2 and origin is not None:
         return {rebuilt(key, inside[0]): rebuilt(item, inside[1]) for key, item in value.items()}
     kind = annotation if origin is None else origin
-    return _made(value, kind) if isinstance(kind, type) and type(value) is not kind else value
+    return _built(value, kind) if isinstance(kind, type) and type(value) is not kind else value
 
 
-def _of_union(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _of_union(value: object, kinds: tuple[Any, ...]) -> Any:
     if any(isinstance(kind, type) and type(value) is kind for kind in kinds):
         return value
     for kind in kinds:
         try:
-            made = rebuilt(value, kind)
+            built = rebuilt(value, kind)
         except (TypeError, ValueError):
             continue
-        if made is not value:
-            return made
+        if built is not value:
+            return built
     return value
 
 
-def _of_items(value: Any, origin: Any, inside: tuple[Any, ...]) -> Any:
+def _of_items(value: Collection[Any], origin: object, inside: tuple[Any, ...]) -> Any:
     if origin is tuple:
         kinds = [inside[0]] * len(value) if inside[-1] is ... else list(inside)
         return tuple(map(rebuilt, value, kinds)) if len(kinds) == len(value) else value
@@ -182,7 +191,7 @@ def _of_items(value: Any, origin: Any, inside: tuple[Any, ...]) -> Any:
     return items if origin in _SEQUENCES else value
 
 
-def _made(value: Any, kind: type) -> Any:
+def _built(value: object, kind: type) -> Any:
     """An object of a class, made of the plain form that it has had; the value itself where that is another one."""
     if isinstance(value, Mapping):
         if dataclasses.is_dataclass(kind):
@@ -210,11 +219,11 @@ def _dataclass(value: Mapping[str, Any], kind: type) -> Any:
     if unknown:
         raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
     values = {name: rebuilt(item, hints.get(name)) for name, item in value.items()}
-    made = kind(**{name: item for name, item in values.items() if fields[name].init})
+    built = kind(**{name: item for name, item in values.items() if fields[name].init})
     for name, item in values.items():
         if not fields[name].init:
-            object.__setattr__(made, name, item)
-    return made
+            object.__setattr__(built, name, item)
+    return built
 
 
 def _hints(kind: type) -> dict[str, Any]:
@@ -245,7 +254,10 @@ def rebuilt_arguments(cls: type, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def init_arguments(
-    cls: Any, checkpoint: dict[str, Any], hparams_file: str | PathLike[str] | None, given: dict[str, Any]
+    cls: type[HasHyperparameters],
+    checkpoint: dict[str, Any],
+    hparams_file: str | PathLike[str] | None,
+    given: dict[str, Any],
 ) -> dict[str, Any]:
     """The keyword arguments to make ``cls`` with.
 
@@ -262,7 +274,7 @@ def init_arguments(
     saved = dict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {})
     if hparams_file is not None:
         saved = _read_file(hparams_file)
-    saved = without_notes(cls, saved, given)
+    saved = without_cli_keys(cls, saved, given)
     whole = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     parameters = inspect.signature(cls.__init__).parameters
     if whole in parameters and whole != "kwargs":  # __init__ took one dict or Namespace that held them all
@@ -285,14 +297,15 @@ def init_arguments(
     return {**found, **rebuilt}
 
 
-def make(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
+def make(cls: type[T], arguments: dict[str, Any], given: dict[str, Any]) -> T:
     """``cls(**arguments)``; where that fails, an error that says which of them were given as their plain forms.
 
     Raises:
         MisconfigurationException: with what to give.
     """
+    build: Callable[..., T] = cls
     try:
-        return cls(**arguments)
+        return build(**arguments)
     except (AttributeError, TypeError, KeyError) as error:
         plain = [
             name for name, value in arguments.items() if isinstance(value, (dict, list, tuple)) and name not in given
@@ -307,7 +320,7 @@ def make(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
         ) from error
 
 
-def _check_complete(cls: Any, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:
+def _check_complete(cls: type, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     lacking = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
     lacking = [name for name in lacking if name not in found]
@@ -343,34 +356,6 @@ def _word(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def load_weights(module: Any, weights: dict[str, Any], strict: bool | None) -> None:
-    """Put `weights` into a LightningModule.
-
-    Args:
-        module: where to.
-        weights: a state dict.
-        strict: whether the names must match; None: as the module's ``strict_loading`` says. Without, what is only on
-            one side is told by a warning.
-
-    Raises:
-        MisconfigurationException: the module has set ``strict_loading`` to the contrary.
-    """
-    if strict is not None and module._strict_loading not in (None, strict):
-        raise MisconfigurationException(
-            f"load_from_checkpoint(strict={strict}): {type(module).__name__} has set strict_loading = "
-            f"{module._strict_loading}; leave `strict` out, or set both to the same."
-        )
-    strict = module.strict_loading if strict is None else strict
-    keys = module.load_state_dict(weights, strict=strict)
-    if not strict and keys is not None:
-        for names, where in (
-            (keys.missing_keys, "in the module and not in the checkpoint, and stay as they were made"),
-            (keys.unexpected_keys, "in the checkpoint and not in the module, and are left out"),
-        ):
-            if names:
-                rank_zero_warn(f"{type(module).__name__}: weights that are {where}: {', '.join(names)}.")
 
 
 def where_there_is_a_device(storage: Any, location: str) -> Any:

@@ -10,17 +10,25 @@ so that ``torch.load`` and whatever reads zip files can still read it. The dict 
 
 from __future__ import annotations
 
+import collections
+import copy
 import hashlib
+import json
 import pickle
 import struct
+import sys
 import zipfile
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from lockstep.checkpoint import storage
-from lockstep.checkpoint.content import readable
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+from lockstep.ground.hyperparameters import AttributeDict
+from lockstep.ground.plain import LEAVES, TENSORS, can_be_read_back, described
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
 
 #: Version of the keys and their meaning, in ``checkpoint["lockstep"]["format"]``.
 FORMAT = 1
@@ -70,14 +78,14 @@ class _HashingWriter:
         self._last = b""  # the last two bytes are held back: the length of the comment will stand there
 
     def write(self, data: memoryview) -> int:
-        written, kept = len(data), len(_NO_COMMENT)
+        written, held_back = len(data), len(_NO_COMMENT)
         if self.error is None:
-            if written < kept:
+            if written < held_back:
                 data = memoryview(self._last + bytes(data))
             else:
                 self._pass_on(self._last)
-            self._pass_on(data[:-kept])
-            self._last = bytes(data[-kept:])
+            self._pass_on(data[:-held_back])
+            self._last = bytes(data[-held_back:])
         return written
 
     def _pass_on(self, data: memoryview | bytes) -> None:
@@ -98,7 +106,7 @@ class _HashingWriter:
 
 
 def load(
-    path: storage.PathLike | IO[bytes], map_location: Any = None, weights_only: bool | None = None
+    path: storage.PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint of lockstep, or of Lightning 2.x, after checking that it is whole.
 
@@ -123,7 +131,7 @@ def load(
         raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from error
 
 
-def _load(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> dict[str, Any]:
+def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> dict[str, Any]:
     sealed = _check_seal(file, name)
     if not sealed:
         _check_archive(file, name)
@@ -145,7 +153,7 @@ def _load(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> 
         if not weights_only or "map_location" in str(error) or (isinstance(error, OSError) and error.errno):
             raise
         raise CorruptCheckpoint(
-            f"The file {name!r} is damaged or no checkpoint ({described(error)}): {_WAY_OUT}."
+            f"The file {name!r} is damaged or no checkpoint ({first_line(error)}): {_WAY_OUT}."
         ) from error
     if not isinstance(checkpoint, dict):
         raise CorruptCheckpoint(
@@ -200,7 +208,7 @@ def _check_archive(file: IO[bytes], name: str) -> None:
         if isinstance(error, OSError) and error.errno:
             raise
         raise CorruptCheckpoint(
-            f"The file {name!r} is truncated or damaged ({described(error)}): {_WAY_OUT}."
+            f"The file {name!r} is truncated or damaged ({first_line(error)}): {_WAY_OUT}."
         ) from error
     if not any(member.endswith("/data.pkl") for member in members):
         raise CorruptCheckpoint(f"The zip file {name!r} is no checkpoint: it has no data.pkl; check the path.")
@@ -215,7 +223,7 @@ def _check_sums(archive: zipfile.ZipFile) -> None:
                     pass
 
 
-def described(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its kind."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
@@ -245,3 +253,125 @@ _LIGHTNING_DICTS: list[Any] = [
         "pytorch_lightning.utilities.parsing",
     )
 ]
+
+
+# -- what a checkpoint may hold: decided by key, before anything is written ---------------------------------
+
+
+_DICTS: frozenset[Any] = frozenset((dict, collections.OrderedDict, AttributeDict))
+_SEQUENCES: frozenset[Any] = frozenset((list, tuple, set))
+
+#: The keys from the checkpoint to a value in it.
+Keys = tuple[Any, ...]
+
+
+def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """`checkpoint` itself, or a copy of its containers in which what has a plain equal is replaced by it.
+
+    A NumPy number becomes a Python number, an ``AttributeDict`` a dict. No tensor is copied or looked into.
+
+    Raises:
+        MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
+            message names its key, what it is, and the way out.
+    """
+    result = _readable(checkpoint, (), {})
+    assert isinstance(result, dict)
+    return result
+
+
+def _readable(value: object, keys: Keys, done: dict[int, tuple[Any, Any]]) -> Any:
+    """`value` in a form that can be read back.
+
+    `done` holds the containers met so far and their forms, by id: one that is there twice stays one, and one
+    that holds itself comes to an end.
+    """
+    kind = type(value)
+    if kind in LEAVES or (isinstance(value, int) and kind is int and value.bit_length() < 64):
+        return value
+    if kind in TENSORS:
+        if vars(value):  # a tensor takes its Python attributes along
+            _readable(vars(value), (*keys, "__dict__"), done)
+        return value
+    if kind not in _DICTS and kind not in _SEQUENCES:
+        return _readable_other(value, keys)
+    if id(value) not in done:
+        done[id(value)] = (value, value)
+        form = (
+            _mapping(value, keys, done) if isinstance(value, dict) else _sequence(cast("list[Any]", value), keys, done)
+        )
+        done[id(value)] = (value, form)
+    return done[id(value)][1]
+
+
+def _mapping(value: dict[Any, Any], keys: Keys, done: dict[int, tuple[Any, Any]]) -> dict[Any, Any]:
+    changed = {}
+    for key, item in value.items():
+        new_key = _readable(key, (*keys, key), done)
+        form = _readable(item, (*keys, key), done)
+        if form is not item or new_key is not key:
+            changed[key] = (new_key, form)
+    if isinstance(value, collections.OrderedDict) and vars(value):  # a state_dict has its _metadata there
+        _readable(vars(value), (*keys, "__dict__"), done)
+    if isinstance(value, AttributeDict):
+        value = dict(value)
+    if not changed:
+        return value
+    result = copy.copy(value)  # an OrderedDict keeps its attributes
+    result.clear()
+    for key, item in value.items():
+        new_key, form = changed.get(key, (key, item))
+        result[new_key] = form
+    return result
+
+
+def _sequence(value: list[Any], keys: Keys, done: dict[int, tuple[Any, Any]]) -> list[Any]:
+    """The same for a list, a tuple or a set."""
+    forms = [_readable(item, (*keys, index), done) for index, item in enumerate(value)]
+    unchanged = all(form is item for form, item in zip(forms, value, strict=True))
+    return value if unchanged else type(value)(forms)
+
+
+def _readable_other(value: object, keys: Keys) -> Any:
+    """The form of a value of an uncommon type, which is tried out if nothing is known of it."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        plain = value.item()
+        if type(plain) in LEAVES or type(plain) is int:  # dates and long doubles have no plain equal
+            return plain
+    if isinstance(value, torch.Tensor):  # of a subclass, whose data shall not be copied to try it
+        safe = torch.serialization.get_safe_globals()
+        if any(type(value) is (known[0] if isinstance(known, tuple) else known) for known in safe):
+            return value
+    elif (numpy is None or not isinstance(value, numpy.ndarray)) and can_be_read_back(value):
+        return value
+    raise _refused(value, keys)
+
+
+def _refused(value: object, keys: Keys) -> MisconfigurationException:
+    """The error for `value`, which is at `keys` (or a key there)."""
+    where = "".join(f"[{json.dumps(key)}]" if isinstance(key, str) else f"[{key!r}]" for key in keys)
+    return MisconfigurationException(
+        f"checkpoint{where} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code and are "
+        f"read with weights_only=True. Instead, {' or '.join(_ways_out(value, keys))}."
+    )
+
+
+def _ways_out(value: object, keys: Keys) -> list[str]:
+    ways = []
+    if hasattr(value, "__fspath__"):
+        ways.append("make it a string by str(...)")
+    elif hasattr(value, "__array__") and hasattr(value, "tolist"):
+        ways.append("make it a tensor by torch.as_tensor(...), or a list by .tolist()")
+    elif isinstance(value, dict):
+        ways.append("make it a plain dict by dict(...)")
+    elif isinstance(value, (list, tuple, frozenset)):
+        ways.append("make it a plain list or tuple")
+    elif callable(value):
+        ways.append("keep its name, a string")
+    if len(keys) > 1 and keys[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
+        ways.append(f"leave it out by save_hyperparameters(ignore=[{keys[1]!r}])")
+    cls = value if isinstance(value, type) else type(value)
+    if cls.__module__ != "builtins":
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        ways.append(f"allow its class by torch.serialization.add_safe_globals([{name}])")
+    return ways or ["keep tensors, numbers, strings, and dicts, lists or tuples of them"]

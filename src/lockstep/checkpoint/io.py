@@ -33,7 +33,7 @@ def snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(checkpoint, copies)
 
 
-def _copy_tensors(checkpoint: Any, copies: dict[int, Any]) -> None:
+def _copy_tensors(checkpoint: object, copies: dict[int, Any]) -> None:
     """Put a copy of each tensor in dicts, lists and tuples where ``deepcopy`` looks for what it has copied."""
     storages: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [checkpoint], set()
@@ -61,7 +61,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    source = tensor.untyped_storage()
+    source: Any = tensor.untyped_storage()  # torch leaves the types of its methods out
     if source._cdata not in storages:
         # to the CPU: a second copy of model and optimizer may be more than a GPU holds
         storages[source._cdata] = source.clone() if source.device.type == "cpu" else source.cpu()
@@ -315,8 +315,8 @@ class AsyncCheckpointIO(CheckpointIO):
         own = ("_changed", "_queue", "_thread", "_is_working", "_error")  # of one process
         return {name: value for name, value in vars(self).items() if name not in own}
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        vars(self).update(kept)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._begin()
 
 

@@ -111,7 +111,7 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Marks `file` as being written by a process that lives; the mark ends with the process."""
+    """Marks `file` as being written by a running process; the mark ends with the process."""
     with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
         import fcntl
 
@@ -125,8 +125,8 @@ def _remove_leftovers(target: Path) -> None:
         if not (name.startswith(stem) and name.endswith(UNFINISHED)):
             continue
         leftover = target.with_name(name)
-        with contextlib.suppress(ImportError, OSError):  # OSError: locked by a writer that lives, or gone
-            if leftover.is_symlink():  # cannot be locked; a process that lives makes its link again
+        with contextlib.suppress(ImportError, OSError):  # OSError: locked by a running writer, or gone
+            if leftover.is_symlink():  # cannot be locked; a running process makes its link again
                 leftover.unlink()
                 continue
             import fcntl
@@ -147,16 +147,16 @@ def _sync_folder(folder: Path) -> None:
 
 def _explained(error: OSError, target: Path) -> OSError:
     """`error` as one sentence about the file that was not written."""
-    kept = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
+    standing = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
-            kept = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {kept}"
-        reason = f"there is no room ({os.strerror(error.errno)}; {kept}): make room, or choose another folder"
+            standing = f"{shutil.disk_usage(target.parent).free / 2**20:.0f} MiB are free; {standing}"
+        reason = f"there is no room ({os.strerror(error.errno)}; {standing}): make room, or choose another folder"
     elif target.is_dir():
         reason = "there is a folder of this name: choose another name, or move it away"
     else:
         cause = error.strerror or str(error)
-        reason = f"its folder cannot be written ({cause}; {kept}): choose another folder, or change its rights"
+        reason = f"its folder cannot be written ({cause}; {standing}): choose another folder, or change its rights"
     return type(error)(error.errno or errno.EIO, f"could not write {str(target)!r}: {reason}")
 
 
@@ -235,10 +235,10 @@ def lies_in(path: PathLike, folder: PathLike) -> bool:
     if is_remote(path) or is_remote(folder):
         parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
         return len(parts) > len(outer) and parts[: len(outer)] == outer and not {"..", ".", ""} & {*parts[len(outer) :]}
-    place = _local(path)
-    if place.name in ("", ".."):
+    local = _local(path)
+    if local.name in ("", ".."):
         return False
-    return Path(os.path.realpath(folder)) in (Path(os.path.realpath(place.parent)) / place.name).parents
+    return Path(os.path.realpath(folder)) in (Path(os.path.realpath(local.parent)) / local.name).parents
 
 
 def link(path: PathLike, target: PathLike) -> None:
@@ -246,17 +246,17 @@ def link(path: PathLike, target: PathLike) -> None:
 
     What a killed process left under way is removed, as by :func:`replacing`.
     """
-    place, destination = _local(path).absolute(), _local(target).absolute()
-    beside, leads_to = _beside(place), os.path.relpath(destination, place.parent)
+    name, destination = _local(path).absolute(), _local(target).absolute()
+    beside, leads_to = _beside(name), os.path.relpath(destination, name.parent)
     while True:
         beside.unlink(missing_ok=True)
         beside.symlink_to(leads_to)
         try:
-            os.replace(beside, place)
+            os.replace(beside, name)
         except FileNotFoundError:  # another writer of the same name took it for a leftover
             continue
         break
-    _remove_leftovers(place)
+    _remove_leftovers(name)
 
 
 def check_writable(folder: PathLike) -> None:
@@ -267,16 +267,16 @@ def check_writable(folder: PathLike) -> None:
     """
     if is_remote(folder):
         return
-    place = _local(folder).absolute()
-    ancestor = place
+    wanted = _local(folder).absolute()
+    ancestor = wanted
     while not ancestor.exists() and ancestor != ancestor.parent:
         ancestor = ancestor.parent
     if not ancestor.is_dir():
         raise NotADirectoryError(
-            errno.ENOTDIR, f"the folder {str(place)!r} cannot be made, since {str(ancestor)!r} is a file"
+            errno.ENOTDIR, f"the folder {str(wanted)!r} cannot be made, since {str(ancestor)!r} is a file"
         )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise PermissionError(
             errno.EACCES,
-            f"the folder {str(place)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose another",
+            f"the folder {str(wanted)!r} cannot be written, for want of rights in {str(ancestor)!r}: choose another",
         )

@@ -7,16 +7,41 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.cli.lightning import LightningCLI, SaveConfigCallback, instantiate_class, instantiate_module
+    from lockstep.cli.lightning import (
+        LightningCLI as LightningCLI,
+    )
+    from lockstep.cli.lightning import (
+        SaveConfigCallback as SaveConfigCallback,
+    )
+    from lockstep.cli.lightning import (
+        instantiate_class as instantiate_class,
+    )
+    from lockstep.cli.lightning import (
+        instantiate_module as instantiate_module,
+    )
     from lockstep.cli.parser import (
-        ArgsType,
-        LightningArgumentParser,
-        LRSchedulerCallable,
-        LRSchedulerType,
-        LRSchedulerTypeTuple,
-        LRSchedulerTypeUnion,
-        OptimizerCallable,
-        ReduceLROnPlateau,
+        ArgsType as ArgsType,
+    )
+    from lockstep.cli.parser import (
+        LightningArgumentParser as LightningArgumentParser,
+    )
+    from lockstep.cli.parser import (
+        LRSchedulerCallable as LRSchedulerCallable,
+    )
+    from lockstep.cli.parser import (
+        LRSchedulerType as LRSchedulerType,
+    )
+    from lockstep.cli.parser import (
+        LRSchedulerTypeTuple as LRSchedulerTypeTuple,
+    )
+    from lockstep.cli.parser import (
+        LRSchedulerTypeUnion as LRSchedulerTypeUnion,
+    )
+    from lockstep.cli.parser import (
+        OptimizerCallable as OptimizerCallable,
+    )
+    from lockstep.cli.parser import (
+        ReduceLROnPlateau as ReduceLROnPlateau,
     )
 
 # Imported when they are asked for: the command needs no extra.
@@ -35,20 +60,7 @@ _FILES = {
     "instantiate_module": "lightning",
 }
 
-__all__ = [
-    "ArgsType",
-    "LRSchedulerCallable",
-    "LRSchedulerType",
-    "LRSchedulerTypeTuple",
-    "LRSchedulerTypeUnion",
-    "LightningArgumentParser",
-    "LightningCLI",
-    "OptimizerCallable",
-    "ReduceLROnPlateau",
-    "SaveConfigCallback",
-    "instantiate_class",
-    "instantiate_module",
-]
+__all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.metadata import version
@@ -39,7 +39,7 @@ from lockstep.trainer import Trainer
 # -- objects made from what was parsed -----------------------------------------------------------------------
 
 
-NOTE = "lockstep.cli.instantiate_module"
+INSTANTIATOR = "lockstep.cli.instantiate_module"
 """What hyperparameters of the command line have under ``_instantiator``: who makes a module from them."""
 
 
@@ -74,7 +74,7 @@ def instantiate_module(class_type: type, config: dict[str, Any]) -> Any:
     return parser.instantiate(parser.parse_object({"module": values})).module
 
 
-def class_of(builder: Any) -> Any:
+def class_of(builder: Callable[..., Any]) -> Any:
     """A class, or what a function is annotated to return."""
     if isinstance(builder, type):
         return builder
@@ -96,14 +96,14 @@ def hyperparameters(dumped: dict[str, Any], links: dict[str, Any], key: str) -> 
     for name, value in links.items():
         if name.startswith(f"{key}."):
             *parents, last = name.removeprefix(f"{key}.").removeprefix("init_args.").split(".")
-            place = found
+            inner = found
             for parent in parents:
-                place = place[parent]
-            place[last] = value
-    return {**found, "_instantiator": NOTE}
+                inner = inner[parent]
+            inner[last] = value
+    return {**found, "_instantiator": INSTANTIATOR}
 
 
-class Noting:
+class RecordsHyperparameters:
     """Makes the objects of one class of the config for jsonargparse, their hyperparameters being what was parsed.
 
     Args:
@@ -111,13 +111,13 @@ class Noting:
         key: "model" or "data".
     """
 
-    def __init__(self, cli: Any, key: str) -> None:
+    def __init__(self, cli: LightningCLI, key: str) -> None:
         self.cli = cli
         self.key = key
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
-        noted = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
-        token = given_hyperparameters.set(noted)
+        recorded = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
+        token = given_hyperparameters.set(recorded)
         try:
             return class_type(*args, **kwargs)
         finally:
@@ -146,7 +146,7 @@ class SaveConfigCallback(Callback):
     def __init__(
         self,
         parser: LightningArgumentParser,
-        config: Any,
+        config: jsonargparse.Namespace,
         config_filename: str = "config.yaml",
         overwrite: bool = False,
         multifile: bool = False,
@@ -296,7 +296,7 @@ class LightningCLI:
         self.subcommand: str | None = self.config["subcommand"] if run else None
         self._set_seed()
         if load_from_checkpoint_support:
-            self._note_hyperparameters()
+            self._record_hyperparameters()
         self.before_instantiate_classes()
         self.instantiate_classes()
         self.after_instantiate_classes()
@@ -452,7 +452,7 @@ class LightningCLI:
             self._dumped = dumped[self.subcommand] if self.subcommand else dumped
         return self._dumped or {}
 
-    def _get(self, config: Any, key: str, default: Any = None) -> Any:
+    def _get(self, config: jsonargparse.Namespace, key: str, default: Any = None) -> Any:
         """A value of the config, which may be inside a subcommand."""
         return config.get(str(self.subcommand), config).get(key, default)
 
@@ -461,12 +461,12 @@ class LightningCLI:
 
     # -- the objects ---------------------------------------------------------------------------------------
 
-    def _note_hyperparameters(self) -> None:
+    def _record_hyperparameters(self) -> None:
         for key, builder, subclasses in (
             ("model", self._model_class, self.subclass_mode_model),
             ("data", self._datamodule_class, self.subclass_mode_data),
         ):
-            self._instantiators.append((Noting(self, key), class_of(builder), subclasses))
+            self._instantiators.append((RecordsHyperparameters(self, key), class_of(builder), subclasses))
 
     def before_instantiate_classes(self) -> None:
         """Override it to run code before the objects are made."""
@@ -544,9 +544,9 @@ class LightningCLI:
         if schedulers:
             asked = parser.class_and_arguments(schedulers[0], self._get(self.config_init, schedulers[0]))
             scheduler = instantiate_class(optimizer, asked) if asked else None
-        made = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
-        update_wrapper(made, self.configure_optimizers)
-        self.model.configure_optimizers = MethodType(made, self.model)
+        factory = partial(self.configure_optimizers, optimizer=optimizer, lr_scheduler=scheduler)
+        update_wrapper(factory, self.configure_optimizers)
+        self.model.configure_optimizers = MethodType(factory, self.model)
 
     # -- the call ------------------------------------------------------------------------------------------
 
@@ -569,5 +569,5 @@ class LightningCLI:
         return given
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def _listed(callbacks: Callback | Iterable[Callback] | None) -> list[Any]:
     return [] if callbacks is None else list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

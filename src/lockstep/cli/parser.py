@@ -92,7 +92,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         self._lr_schedulers: Registered = {}
 
     def add_lightning_class_args(
-        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+        self, lightning_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
         """Add the arguments of a Trainer, LightningModule, LightningDataModule or Callback as a group.
 
@@ -126,7 +126,10 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         )
 
     def add_optimizer_args(
-        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = "AUTOMATIC",
     ) -> None:
         """Add the arguments of an optimizer as a group.
 
@@ -141,7 +144,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 
     def add_lr_scheduler_args(
         self,
-        lr_scheduler_class: Any = LRSchedulerTypeTuple,
+        lr_scheduler_class: type | tuple[type, ...] = LRSchedulerTypeTuple,
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
@@ -149,7 +152,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         self._add(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
-    def _add(self, kind: Any, bases: tuple[type, ...], key: str, skip: set[str | int]) -> None:
+    def _add(self, kind: type | tuple[type, ...], bases: tuple[type, ...], key: str, skip: set[str | int]) -> None:
         for each in kind if isinstance(kind, tuple) else (kind,):
             if not (isinstance(each, type) and issubclass(each, bases)):
                 names = " or ".join(base.__name__ for base in bases)
@@ -189,7 +192,7 @@ def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
     return described
 
 
-def first_line(component: Any) -> str | None:
+def first_line(component: object) -> str | None:
     """The first line of a docstring without its markup, for ``--help``."""
     try:
         said = docstring_parser.parse(component.__doc__ or "").short_description

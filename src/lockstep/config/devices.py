@@ -9,7 +9,8 @@ import torch
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint.storage import is_remote
 from lockstep.cluster.torchelastic import sees_all_devices
-from lockstep.config.run import check_writable, whole
+from lockstep.config.run import RunConfig, check_writable, whole
+from lockstep.ground.device import Accelerator
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.launch.environment import fix_cublas_workspaces
@@ -17,7 +18,7 @@ from lockstep.launch.environment import fix_cublas_workspaces
 # -- where a run takes place ---------------------------------------------------------------------------------
 
 
-def nodes(value: Any) -> int:
+def nodes(value: object) -> int:
     """The number of machines.
 
     Raises:
@@ -27,7 +28,7 @@ def nodes(value: Any) -> int:
     return 1 if found is None else found
 
 
-def check_devices(devices: Any, cluster: str) -> None:
+def check_devices(devices: list[int] | str | int, cluster: str) -> None:
     """Refuse devices by name where a cluster has dealt them out.
 
     Args:
@@ -45,7 +46,9 @@ def check_devices(devices: Any, cluster: str) -> None:
         )
 
 
-def node_devices(accelerator: Any, devices: Any, dealt_out: bool) -> tuple[list[torch.device], int | None]:
+def node_devices(
+    accelerator: Accelerator, devices: list[int] | str | int, dealt_out: bool
+) -> tuple[list[torch.device], int | None]:
     """The devices that this process may have, and how many ranks on each node the flags ask for.
 
     Args:
@@ -89,7 +92,7 @@ def device_of(devices: list[torch.device], local_rank: int, local_size: int) -> 
     return devices[local_rank % len(devices)]
 
 
-def check_root(config: Any, logger: Any, callbacks: list[Any]) -> None:
+def check_root(config: RunConfig, logger: object, callbacks: list[Any]) -> None:
     """Refuse a ``default_root_dir`` that cannot be written to, where files are to go there.
 
     Args:
@@ -110,7 +113,7 @@ def check_root(config: Any, logger: Any, callbacks: list[Any]) -> None:
 # -- flags of the whole process ------------------------------------------------------------------------------
 
 
-def apply_to_process(config: Any, device_type: str) -> None:
+def apply_to_process(config: RunConfig, device_type: str) -> None:
     """Set what ``deterministic`` and ``benchmark`` ask for in this process; None leaves torch as it is.
 
     Args:
@@ -133,7 +136,7 @@ def apply_to_process(config: Any, device_type: str) -> None:
         fix_cublas_workspaces()
 
 
-def announce(config: Any) -> None:
+def announce(config: RunConfig) -> None:
     """Say what makes a run slow, in the process that the user has started."""
     if config.detect_anomaly:
         rank_zero_info(

@@ -51,7 +51,7 @@ class Translation:
     spelled: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def with_callbacks(self, given: Any) -> list[Any]:
+    def with_callbacks(self, given: Callback | list[Callback] | None) -> list[Any]:
         """The callbacks of the old flags before those of ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
@@ -70,21 +70,21 @@ def _no_effect(why: str) -> Row:
     return Row(today=lambda value: {}, why=why)
 
 
-def _refused(way_out: str, *idle: Any) -> Row:
+def _refused(way_out: str, *idle: object) -> Row:
     return Row(idle=idle, why=way_out)
 
 
-def _checkpoints(value: Any) -> Today:
+def _checkpoints(value: object) -> Today:
     return {"callbacks": value} if isinstance(value, Callback) else {"enable_checkpointing": bool(value)}
 
 
-def _early_stop(value: Any) -> Today:
+def _early_stop(value: object) -> Today:
     if value is False:
         return {}
     return {"callbacks": value if isinstance(value, Callback) else EarlyStopping("val_loss", patience=3)}
 
 
-def _summary(value: Any) -> Today:
+def _summary(value: object) -> Today:
     if value is None:
         return {"enable_model_summary": False}
     if value not in ("top", "full"):
@@ -92,7 +92,7 @@ def _summary(value: Any) -> Today:
     return {"callbacks": ModelSummary(max_depth=1 if value == "top" else -1)}
 
 
-def _refresh_rate(value: Any) -> Today:
+def _refresh_rate(value: int | None) -> Today:
     if value == 0:
         return {"enable_progress_bar": False}
     return {} if value is None else {"callbacks": TQDMProgressBar(refresh_rate=value)}
@@ -144,8 +144,7 @@ ROWS: dict[str, Row] = {
     ),
     "print_nan_grads": _refused("use detect_anomaly=True, which names the operation that made a NaN", False),
     "terminate_on_nan": Row(
-        today=lambda value: {"detect_anomaly": True} if value else {},
-        why="NaN ends the run where backward makes it",
+        today=lambda value: {"detect_anomaly": True} if value else {}, why="NaN ends the run where backward makes it"
     ),
     "auto_lr_find": _refused(
         "call `Tuner(trainer).lr_find(model)`, with Tuner from lockstep.tuner, before fit", False, None
@@ -215,40 +214,40 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
         MisconfigurationException: a flag that has no translation (with the way out), or one that contradicts a flag of
             today's that was given too.
     """
-    made = Translation()
-    _where(old, given, made)
-    _precision(old, made)
+    translation = Translation()
+    _where(old, given, translation)
+    _precision(old, translation)
     for name, value in old.items():
         if name in TOGETHER or any(value is off or value == off for off in ROWS[name].idle):
             continue
         if name == "resume_from_checkpoint":
             if value is not None:
-                made.resume = value
-                made.spelled.append(f"trainer.fit(..., ckpt_path={value!r})")
+                translation.resume = value
+                translation.spelled.append(f"trainer.fit(..., ckpt_path={value!r})")
             continue
         row = ROWS[name]
         if row.today is None:
             raise MisconfigurationException(f"Trainer({name}={value!r:.100}): this flag of old is gone; {row.why}.")
         today = row.today(value)
         if not today and row.why:
-            made.notes.append(f"`{name}` has no effect: {row.why}")
-        _add(made, name, today)
-    _check(made, old, given, defaults)
-    _warn(old, made)
-    return made
+            translation.notes.append(f"`{name}` has no effect: {row.why}")
+        _add(translation, name, today)
+    _check(translation, old, given, defaults)
+    _warn(old, translation)
+    return translation
 
 
-def _add(made: Translation, name: str, today: Today) -> None:
+def _add(translation: Translation, name: str, today: Today) -> None:
     for flag, value in today.items():
         if flag == "callbacks":
-            made.callbacks.append(value)
-            made.spelled.append(f"callbacks=[{type(value).__name__}(...)]")
+            translation.callbacks.append(value)
+            translation.spelled.append(f"callbacks=[{type(value).__name__}(...)]")
         else:
-            made.flags[flag] = value
-            made.spelled.append(f"{flag}={value!r}")
+            translation.flags[flag] = value
+            translation.spelled.append(f"{flag}={value!r}")
 
 
-def _where(old: Today, given: Today, made: Translation) -> None:
+def _where(old: Today, given: Today, translation: Translation) -> None:
     """Devices, nodes and strategy.
 
     Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
@@ -268,7 +267,7 @@ def _where(old: Today, given: Today, made: Translation) -> None:
             backend = None  # one device is as it is
     elif backend is not None and given["accelerator"] == given["devices"] == "auto" and "num_processes" not in old:
         today["accelerator"] = "cpu"
-        made.notes.append("without `gpus` a run was on the CPU")
+        translation.notes.append("without `gpus` a run was on the CPU")
         backend = None if backend == "dp" else backend
     processes = old.get("num_processes", 1)
     if processes is not None and (processes != 1 or backend == "ddp_cpu") and today.get("accelerator") != "gpu":
@@ -279,10 +278,10 @@ def _where(old: Today, given: Today, made: Translation) -> None:
         backend = "ddp"
     if backend is not None:
         today["strategy"] = backend
-    _add(made, "gpus", today)
+    _add(translation, "gpus", today)
 
 
-def _gpus(value: Any) -> tuple[Any, int]:
+def _gpus(value: object) -> tuple[Any, int]:
     """(``devices`` of today, how many) for a value of ``gpus``; ``"3"`` was the GPU of this number, as ``"0, 1"`` is.
 
     Raises:
@@ -312,7 +311,7 @@ def _gpus(value: Any) -> tuple[Any, int]:
     return list(value), len(value)
 
 
-def _precision(old: Today, made: Translation) -> None:
+def _precision(old: Today, translation: Translation) -> None:
     """16 bits; the levels were apex's, of which only O0 and O3 mean another thing than mixed precision."""
     level, amp = old.get("amp_level"), old.get("use_amp", False)
     if old.get("amp_backend", "native") not in ("native", None):
@@ -322,17 +321,17 @@ def _precision(old: Today, made: Translation) -> None:
         )
     if not amp:
         if level is not None and "use_amp" in old:
-            made.notes.append(f"`amp_level={level!r}` meant nothing without `use_amp=True`")
+            translation.notes.append(f"`amp_level={level!r}` meant nothing without `use_amp=True`")
         elif level is not None:
-            made.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
+            translation.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
         return
     if level is not None:
-        made.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
-    _add(made, "use_amp", {"precision": {"O0": "32-true", "O3": "16-true"}.get(str(level), "16-mixed")})
+        translation.notes.append(f"`amp_level={level!r}` was apex's; torch's own mixed precision has no levels")
+    _add(translation, "use_amp", {"precision": {"O0": "32-true", "O3": "16-true"}.get(str(level), "16-mixed")})
 
 
-def _check(made: Translation, old: Iterable[str], given: Today, defaults: Today) -> None:
-    for flag, value in made.flags.items():
+def _check(translation: Translation, old: Iterable[str], given: Today, defaults: Today) -> None:
+    for flag, value in translation.flags.items():
         if given[flag] != defaults[flag] and given[flag] != value:
             raise MisconfigurationException(
                 f"Trainer({flag}={given[flag]!r:.100}) and the flags of old {', '.join(sorted(old))}, which mean "
@@ -340,11 +339,11 @@ def _check(made: Translation, old: Iterable[str], given: Today, defaults: Today)
             )
 
 
-def _warn(old: Today, made: Translation) -> None:
+def _warn(old: Today, translation: Translation) -> None:
     given = ", ".join(f"{name}={value!r:.60}" for name, value in old.items())
-    today = ", ".join(dict.fromkeys(piece for piece in made.spelled if not piece.startswith("trainer.")))
-    beside = [piece for piece in made.spelled if piece.startswith("trainer.")]
-    notes = "".join(f" ({note})" for note in made.notes)
+    today = ", ".join(dict.fromkeys(piece for piece in translation.spelled if not piece.startswith("trainer.")))
+    beside = [piece for piece in translation.spelled if piece.startswith("trainer.")]
+    notes = "".join(f" ({note})" for note in translation.notes)
     rank_zero_deprecation(
         f"Trainer({given}) is an old spelling; today: {' and '.join([f'Trainer({today})', *beside])}{notes}.",
         stacklevel=4,  # the line that makes the Trainer

@@ -1,11 +1,16 @@
 """From the Trainer's flags to one frozen RunConfig: every check that needs no model, no data and no device."""
 
+# ruff: noqa: RUF009 - a field that is made by a call of `field` is what dataclasses want
+
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 from lockstep.ground.errors import MisconfigurationException
@@ -14,88 +19,29 @@ from lockstep.ground.rank import rank_zero_info
 # -- names of flags ------------------------------------------------------------------------------------------
 
 
-DEFAULTS: dict[str, Any] = {
-    "accelerator": "auto",
-    "strategy": "auto",
-    "devices": "auto",
-    "num_nodes": 1,
-    "precision": None,
-    "logger": None,
-    "callbacks": None,
-    "fast_dev_run": False,
-    "max_epochs": None,
-    "min_epochs": None,
-    "max_steps": -1,
-    "min_steps": None,
-    "max_time": None,
-    "limit_train_batches": None,
-    "limit_val_batches": None,
-    "limit_test_batches": None,
-    "limit_predict_batches": None,
-    "overfit_batches": 0.0,
-    "val_check_interval": None,
-    "check_val_every_n_epoch": 1,
-    "num_sanity_val_steps": None,
-    "log_every_n_steps": None,
-    "enable_checkpointing": None,
-    "enable_progress_bar": None,
-    "enable_model_summary": None,
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "gradient_clip_algorithm": None,
-    "deterministic": None,
-    "benchmark": None,
-    "inference_mode": True,
-    "use_distributed_sampler": True,
-    "profiler": None,
-    "detect_anomaly": False,
-    "barebones": False,
-    "plugins": None,
-    "sync_batchnorm": False,
-    "reload_dataloaders_every_n_epochs": 0,
-    "default_root_dir": None,
-    "enable_autolog_hparams": True,
-    "model_registry": None,
-    "order": "lockstep",
-    "debug": None,
-    "keep_global_batch": True,
-    "hang_timeout": 60.0,
-    "hang_kill": 1800.0,
-}
-"""Every flag of the Trainer, in the order of its signature, and its default."""
+def defaults_of(init: Callable[..., None]) -> dict[str, Any]:
+    """Every flag in the order of the Trainer's signature, and its default."""
+    parameters = inspect.signature(init).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
-def unknown_flags(flags: dict[str, Any]) -> None:
+def refuse_unknown_flags(given: dict[str, Any], flags: Collection[str]) -> None:
     """Refuse flags that the Trainer does not have, naming the nearest that it has.
 
+    Args:
+        given: what the Trainer was given beside its flags.
+        flags: their names.
+
     Raises:
-        MisconfigurationException: where ``flags`` is not empty.
+        MisconfigurationException: where anything was given.
     """
-    for name, value in flags.items():
-        near = difflib.get_close_matches(name, [*DEFAULTS], n=1, cutoff=0.5)
-        hint = f" Did you mean `{near[0]}`?" if near else f" The flags are: {', '.join(sorted(DEFAULTS))}."
+    for name, value in given.items():
+        near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
+        hint = f" Did you mean `{near[0]}`?" if near else f" The flags are: {', '.join(sorted(flags))}."
         raise MisconfigurationException(f"Trainer has no flag `{name}` (given {name}={value!r}).{hint}")
 
 
-def config_of(given: dict[str, Any]) -> RunConfig:
-    """The RunConfig of a Trainer's flags; those that it has no field for are left alone.
-
-    Raises:
-        MisconfigurationException: for a value, or a combination, that cannot work.
-    """
-    return resolve({name: given[name] for name in RunConfig.__dataclass_fields__})
-
-
-def set_flag(config: RunConfig, name: str, value: Any) -> RunConfig:
-    """The config with a flag that is set after construction, checked as it is there.
-
-    Raises:
-        MisconfigurationException: for a value, or a combination, that cannot work.
-    """
-    return changed(config, {flag: DEFAULTS[flag] for flag in RunConfig.__dataclass_fields__}, name, value)
-
-
-def synchronizes_batchnorm(given: Any, devices_of_a_process: int) -> bool:
+def synchronizes_batchnorm(given: object, devices_of_a_process: int) -> bool:
     """Whether BatchNorm is to take its statistics over all ranks.
 
     Raises:
@@ -109,7 +55,7 @@ def synchronizes_batchnorm(given: Any, devices_of_a_process: int) -> bool:
     return bool(given)
 
 
-def refuse_what_is_not_there(model_registry: Any) -> None:
+def refuse_what_is_not_there(model_registry: object) -> None:
     """Flags of Lightning's of which lockstep has only the default.
 
     Raises:
@@ -123,20 +69,22 @@ def refuse_what_is_not_there(model_registry: Any) -> None:
         )
 
 
-# -- values of flags -----------------------------------------------------------------------------------------
+# -- checks of values: each takes a flag's name and what was given for it ------------------------------------
 
 
-def switch(flag: str, value: Any) -> bool:
-    """True or False."""
+def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
+    """True or False; where it is ``optional``, None too."""
+    if value is None and optional:
+        return None
     if not isinstance(value, (bool, int)) or value not in (True, False):
         raise MisconfigurationException(f"Trainer({flag}={value!r}): give True or False.")
     return bool(value)
 
 
-def whole(flag: str, value: Any, *, at_least: int) -> int | None:
-    """A whole number, or None."""
+def whole(flag: str, value: object, *, at_least: int, default: int | None = None) -> int | None:
+    """A whole number; the default for None."""
     if value is None:
-        return None
+        return default
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         meaning = " (-1 means no limit)" if at_least == -1 else ""
         raise MisconfigurationException(
@@ -145,54 +93,71 @@ def whole(flag: str, value: Any, *, at_least: int) -> int | None:
     return value
 
 
-def fraction_or_count(flag: str, value: int | float | None, *, zero: bool = True) -> int | float:
+def batches_to_try(flag: str, value: object) -> int:
+    """How many batches a ``fast_dev_run`` has; 0 for none."""
+    if not isinstance(value, int) or value < 0:
+        raise MisconfigurationException(f"Trainer({flag}={value!r}): give True, False or the number of batches to try.")
+    return int(value)
+
+
+def fraction_or_count(flag: str, value: object, *, zero: bool = True, default: float = 1.0) -> int | float:
     """A number of batches (an int; a float above 1 without a fraction counts as one), or a part of them (a float)."""
     if value is None:
-        return 1.0
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-    if good and isinstance(value, float) and value > 1.0 and value.is_integer():
-        return int(value)
-    if not good or (isinstance(value, float) and value > 1.0) or (not zero and value == 0):
-        raise MisconfigurationException(
-            f"Trainer({flag}={value!r}): give a number of batches (an int) or a fraction of the loader "
-            "(a float between 0.0 and 1.0)."
-        )
-    return value
+        return default
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 and (zero or value):
+        if isinstance(value, int) or value <= 1.0:
+            return value
+        if value.is_integer():
+            return int(value)
+    raise MisconfigurationException(
+        f"Trainer({flag}={value!r}): give a number of batches (an int) or a fraction of the loader "
+        "(a float between 0.0 and 1.0)."
+    )
 
 
-def interval(flag: str, value: Any) -> int | float | timedelta:
+def interval(flag: str, value: object) -> int | float | timedelta:
     """A number of batches, a part of an epoch, or a time."""
     if isinstance(value, (str, dict, timedelta)):
-        found = duration(flag, value)
-        assert found is not None
-        return found
+        return duration(flag, value)
     return fraction_or_count(flag, value, zero=False)
 
 
-def choice(flag: str, value: Any, choices: tuple[Any, ...]) -> Any:
+def choice(flag: str, value: object, *, choices: tuple[object, ...]) -> object:
     """One of the choices."""
     if value not in choices:
         raise MisconfigurationException(f"Trainer({flag}={value!r}): choose one of {', '.join(map(repr, choices))}.")
     return value
 
 
-def accumulation(value: int | dict[int, int]) -> int | dict[int, int]:
+def accumulation(flag: str, value: int | dict[int, int]) -> int | dict[int, int]:
     """Micro-batches of a window, or a dict from the first epoch to that."""
     table = value if isinstance(value, dict) else {0: value}
     for epoch, batches in table.items():
         good = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, batches))
         if not good or epoch < 0 or batches < 1:
             raise MisconfigurationException(
-                f"Trainer(accumulate_grad_batches={value!r}): give an int of at least 1, or a dict from the first "
+                f"Trainer({flag}={value!r}): give an int of at least 1, or a dict from the first "
                 "epoch (counted from 0) to the micro-batches of a step from then on, such as {0: 8, 5: 4}."
             )
     return value
 
 
-def duration(flag: str, value: str | timedelta | dict[str, int] | None) -> timedelta | None:
-    """A length of time, or None."""
+def clip_bound(flag: str, value: object) -> float | None:
+    """A bound of gradients; 0 is no clipping, as in Lightning."""
     if value is None:
         return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise MisconfigurationException(f"Trainer({flag}={value!r}): give a number above 0, or None for no clipping.")
+    return float(value) or None
+
+
+def clip_algorithm(flag: str, value: object) -> object:
+    """The word in small letters; "norm" for None."""
+    return choice(flag, "norm" if value is None else str(value).lower(), choices=("norm", "value"))
+
+
+def duration(flag: str, value: str | timedelta | dict[str, int]) -> timedelta:
+    """A length of time."""
     try:
         if isinstance(value, timedelta):
             length = value
@@ -211,24 +176,32 @@ def duration(flag: str, value: str | timedelta | dict[str, int] | None) -> timed
     return length
 
 
-def seconds(flag: str, value: Any) -> float | None:
+def duration_in_seconds(flag: str, value: str | timedelta | dict[str, int] | None) -> float | None:
+    """A length of time, in seconds, or None."""
+    return None if value is None else duration(flag, value).total_seconds()
+
+
+def seconds(flag: str, value: object) -> float | None:
     """A length of time above 0, in seconds, or None for no limit."""
+    if value is None:
+        return None
     found = value.total_seconds() if isinstance(value, timedelta) else value
-    good = isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < float("inf")
-    if found is not None and not good:
-        raise MisconfigurationException(
-            f"Trainer({flag}={value!r}): give seconds above 0, a datetime.timedelta, or None for off."
-        )
-    return None if found is None else float(found)
+    if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found < float("inf"):
+        return float(found)
+    raise MisconfigurationException(
+        f"Trainer({flag}={value!r}): give seconds above 0, a datetime.timedelta, or None for off."
+    )
 
 
-def folder(flag: str, value: Any) -> str:
-    """The path of a folder, as text; it need not be there yet."""
-    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+def folder(flag: str, value: object) -> str:
+    """The path of a folder, as text; it need not be there yet. The working directory for None."""
+    if value is None:
+        return os.getcwd()
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str):
         raise MisconfigurationException(
             f"Trainer({flag}={value!r}): give the path of a folder, a str or a pathlib.Path; it is made when needed."
         )
-    path = os.fspath(value)
     if os.path.exists(path) and not os.path.isdir(path):
         raise MisconfigurationException(f"Trainer({flag}={path!r}): there is a file of this name; give a folder.")
     return path
@@ -292,6 +265,11 @@ def strip(given: dict[str, Any]) -> bool:
 # -- RunConfig -----------------------------------------------------------------------------------------------
 
 
+def _flag(check: Callable[..., Any], **options: Any) -> Any:
+    """A field of RunConfig, with the check that makes its value of what the user gave."""
+    return field(metadata={"check": partial(check, **options)})
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """What the user asked of the Trainer, checked and with its defaults filled in.
@@ -302,37 +280,37 @@ class RunConfig:
         MisconfigurationException: for a combination that cannot work.
     """
 
-    fast_dev_run: int
-    max_epochs: int  # -1: no limit
-    min_epochs: int
-    max_steps: int  # -1: no limit
-    min_steps: int
-    max_time: float | None  # seconds
-    limit_train_batches: int | float
-    limit_val_batches: int | float
-    limit_test_batches: int | float
-    limit_predict_batches: int | float
-    overfit_batches: int | float  # 0: off; else limit_train_batches and limit_val_batches are the same
-    val_check_interval: int | float | timedelta
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int  # -1: the whole loader
-    log_every_n_steps: int
-    accumulate_grad_batches: int | dict[int, int]
-    gradient_clip_val: float | None
-    gradient_clip_algorithm: Literal["norm", "value"]
-    deterministic: bool | Literal["warn"] | None
-    benchmark: bool | None
-    inference_mode: bool
-    use_distributed_sampler: bool
-    detect_anomaly: bool
-    reload_dataloaders_every_n_epochs: int  # 0: never
-    default_root_dir: str
-    enable_autolog_hparams: bool
-    order: Literal["lockstep", "torch"]
-    debug: Literal["collectives"] | None
-    keep_global_batch: bool
-    hang_timeout: float | None  # seconds
-    hang_kill: float | None  # seconds
+    fast_dev_run: int = _flag(batches_to_try)
+    max_epochs: int = _flag(whole, at_least=-1, default=1000)  # -1: no limit
+    min_epochs: int = _flag(whole, at_least=0, default=0)
+    max_steps: int = _flag(whole, at_least=-1, default=-1)  # -1: no limit
+    min_steps: int = _flag(whole, at_least=0, default=0)
+    max_time: float | None = _flag(duration_in_seconds)
+    limit_train_batches: int | float = _flag(fraction_or_count)
+    limit_val_batches: int | float = _flag(fraction_or_count)
+    limit_test_batches: int | float = _flag(fraction_or_count)
+    limit_predict_batches: int | float = _flag(fraction_or_count)
+    overfit_batches: int | float = _flag(fraction_or_count, default=0.0)  # 0: off
+    val_check_interval: int | float | timedelta = _flag(interval)
+    check_val_every_n_epoch: int | None = _flag(whole, at_least=1)
+    num_sanity_val_steps: int = _flag(whole, at_least=-1, default=2)  # -1: the whole loader
+    log_every_n_steps: int = _flag(whole, at_least=0, default=50)
+    accumulate_grad_batches: int | dict[int, int] = _flag(accumulation)
+    gradient_clip_val: float | None = _flag(clip_bound)
+    gradient_clip_algorithm: Literal["norm", "value"] = _flag(clip_algorithm)
+    deterministic: bool | Literal["warn"] | None = _flag(choice, choices=(True, False, None, "warn"))
+    benchmark: bool | None = _flag(switch, optional=True)
+    inference_mode: bool = _flag(switch)
+    use_distributed_sampler: bool = _flag(switch)
+    detect_anomaly: bool = _flag(switch)
+    reload_dataloaders_every_n_epochs: int = _flag(whole, at_least=0, default=0)  # 0: never
+    default_root_dir: str = _flag(folder)
+    enable_autolog_hparams: bool = _flag(switch)
+    order: Literal["lockstep", "torch"] = _flag(choice, choices=("lockstep", "torch"))
+    debug: Literal["collectives"] | None = _flag(choice, choices=(None, "collectives"))
+    keep_global_batch: bool = _flag(switch)
+    hang_timeout: float | None = _flag(seconds)
+    hang_kill: float | None = _flag(seconds)
 
     def __post_init__(self) -> None:
         for unit in ("epochs", "steps"):
@@ -355,143 +333,39 @@ class RunConfig:
         return self.accumulate_grad_batches[max(due)] if due else 1
 
 
-def resolve(flags: dict[str, Any]) -> RunConfig:
-    """Turn the Trainer's flags into a RunConfig.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {each.name: each.metadata["check"] for each in fields(RunConfig)}
 
-    Args:
-        flags: every flag that RunConfig has a field for, as it was given.
+
+def config_of(given: dict[str, Any]) -> RunConfig:
+    """The RunConfig of a Trainer's flags; those that it has no field for are left alone.
 
     Raises:
         MisconfigurationException: for a value, or a combination, that cannot work.
     """
-    flags = _fast(dict(flags))
-    switches: dict[str, Any] = {name: switch(name, flags[name]) for name in SWITCHES}
-    benchmark = flags["benchmark"] if flags["benchmark"] is None else switch("benchmark", flags["benchmark"])
-    limits: dict[str, Any] = {name: fraction_or_count(name, flags[name]) for name in BATCH_LIMITS}
-    overfit = fraction_or_count(
-        "overfit_batches", 0.0 if flags["overfit_batches"] is None else flags["overfit_batches"]
-    )
-    if overfit:
-        limits.update(limit_train_batches=overfit, limit_val_batches=overfit)
-    every_n = whole("log_every_n_steps", flags["log_every_n_steps"], at_least=0)
-    reload = whole("reload_dataloaders_every_n_epochs", flags["reload_dataloaders_every_n_epochs"], at_least=0)
-    root = flags["default_root_dir"]
-    return RunConfig(
-        fast_dev_run=flags["fast_dev_run"],
-        overfit_batches=overfit,
-        deterministic=choice("deterministic", flags["deterministic"], (True, False, None, "warn")),
-        benchmark=benchmark,
-        order=choice("order", flags["order"], ("lockstep", "torch")),
-        debug=choice("debug", flags["debug"], (None, "collectives")),
-        hang_timeout=seconds("hang_timeout", flags["hang_timeout"]),
-        hang_kill=seconds("hang_kill", flags["hang_kill"]),
-        **switches,
-        **limits,
-        **_length(flags),
-        **_validation(flags),
-        **_clipping(flags),
-        log_every_n_steps=50 if every_n is None else every_n,
-        accumulate_grad_batches=accumulation(flags["accumulate_grad_batches"]),
-        reload_dataloaders_every_n_epochs=reload or 0,
-        default_root_dir=folder("default_root_dir", root) if root is not None else os.getcwd(),
-    )
+    values = {name: check(name, given[name]) for name, check in _CHECKS.items()}
+    if given["max_epochs"] is None and (values["max_steps"] != -1 or values["max_time"] is not None):
+        values["max_epochs"] = -1
+    for name in ("fast_dev_run", "overfit_batches"):
+        values.update(_led_by(name, values[name]))
+    return RunConfig(**values)
 
 
-BATCH_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
-SWITCHES = (
-    "inference_mode",
-    "use_distributed_sampler",
-    "detect_anomaly",
-    "enable_autolog_hparams",
-    "keep_global_batch",
-)
-# Flags that decide others too, at construction and when they are set later.
-_LEADERS = ("fast_dev_run", "overfit_batches")
-
-
-def changed(config: RunConfig, defaults: dict[str, Any], name: str, value: Any) -> RunConfig:
-    """The config with one flag set anew, checked as at construction.
-
-    Args:
-        config: what held so far; stays as it is.
-        defaults: every flag of ``resolve`` at its default.
-        name: the flag.
-        value: as a user would give it to the Trainer.
+def set_flag(config: RunConfig, name: str, value: object) -> RunConfig:
+    """The config with a flag that is set after construction, checked as it is there.
 
     Raises:
-        MisconfigurationException: as :func:`resolve`.
+        MisconfigurationException: for a value, or a combination, that cannot work.
     """
-    untouched = resolve(defaults)
-    found = resolve({**defaults, name: value, **_company(name, value)})
-    wanted = {name: getattr(found, name)}
-    if name in _LEADERS:
-        wanted.update(
-            {
-                field.name: getattr(found, field.name)
-                for field in fields(found)
-                if getattr(found, field.name) != getattr(untouched, field.name)
-            }
-        )
-    return replace(config, **wanted)
+    checked = _CHECKS[name](name, value)
+    return replace(config, **{name: checked, **_led_by(name, checked)})
 
 
-def _company(name: str, value: Any) -> dict[str, Any]:
-    """What a flag needs beside it to be checked alone; how it goes with the others is the RunConfig's to say."""
-    if name == "check_val_every_n_epoch" and value is None:
-        return {"val_check_interval": 1}
-    return {f"max_{name[4:]}": -1} if name in ("min_epochs", "min_steps") else {}
-
-
-def _fast(flags: dict[str, Any]) -> dict[str, Any]:
-    """What ``fast_dev_run`` means for the other flags."""
-    batches = flags["fast_dev_run"]
-    if not isinstance(batches, int) or batches < 0:
-        raise MisconfigurationException(
-            f"Trainer(fast_dev_run={batches!r}): give True, False or the number of batches to try."
-        )
-    flags["fast_dev_run"] = int(batches)
-    if batches:
-        flags.update(dict.fromkeys(BATCH_LIMITS, int(batches)))
-        flags.update(max_epochs=1, min_epochs=None, max_steps=int(batches), min_steps=None, num_sanity_val_steps=0)
-        flags.update(val_check_interval=1.0, check_val_every_n_epoch=1)
-    return flags
-
-
-def _length(flags: dict[str, Any]) -> dict[str, Any]:
-    """How long the fit is, in epochs, steps and seconds."""
-    limit = duration("max_time", flags["max_time"])
-    epochs = whole("max_epochs", flags["max_epochs"], at_least=-1)
-    steps = whole("max_steps", flags["max_steps"], at_least=-1)
-    steps = -1 if steps is None else steps
-    if epochs is None:
-        epochs = -1 if steps != -1 or limit is not None else 1000
-    return {
-        "max_epochs": epochs,
-        "max_steps": steps,
-        "max_time": None if limit is None else limit.total_seconds(),
-        "min_epochs": whole("min_epochs", flags["min_epochs"], at_least=0) or 0,
-        "min_steps": whole("min_steps", flags["min_steps"], at_least=0) or 0,
-    }
-
-
-def _validation(flags: dict[str, Any]) -> dict[str, Any]:
-    """When to validate."""
-    given = flags["val_check_interval"]
-    sanity = whole("num_sanity_val_steps", flags["num_sanity_val_steps"], at_least=-1)
-    return {
-        "val_check_interval": interval("val_check_interval", 1.0 if given is None else given),
-        "check_val_every_n_epoch": whole("check_val_every_n_epoch", flags["check_val_every_n_epoch"], at_least=1),
-        "num_sanity_val_steps": 2 if sanity is None else sanity,
-    }
-
-
-def _clipping(flags: dict[str, Any]) -> dict[str, Any]:
-    """How gradients are clipped; 0 is no clipping, as in Lightning."""
-    value, algorithm = flags["gradient_clip_val"], flags["gradient_clip_algorithm"]
-    algorithm = "norm" if algorithm is None else str(algorithm).lower()
-    choice("gradient_clip_algorithm", algorithm, ("norm", "value"))
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-        raise MisconfigurationException(
-            f"Trainer(gradient_clip_val={value!r}): give a number above 0, or None for no clipping."
-        )
-    return {"gradient_clip_val": float(value) if value else None, "gradient_clip_algorithm": algorithm}
+def _led_by(name: str, value: Any) -> dict[str, Any]:
+    """What a flag decides for others."""
+    if name == "overfit_batches" and value:
+        return {"limit_train_batches": value, "limit_val_batches": value}
+    if name != "fast_dev_run" or not value:
+        return {}
+    limits = dict.fromkeys([name for name in _CHECKS if name.startswith("limit_")], value)
+    lengths = {"max_epochs": 1, "min_epochs": 0, "max_steps": value, "min_steps": 0}
+    return {**limits, **lengths, "num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}

@@ -13,7 +13,7 @@ def late(face: str, files: Mapping[str, str], name: str) -> Any:
 
     Args:
         face: the ``__name__`` of the face.
-        files: by name the file where it is written, as seen from the face: ``"base"``, or ``".tuner.callbacks"`` for
+        files: by name the file where it is written, as seen from the face: ``"base"``, or ``".tuner.lr_finder"`` for
             one beside the face.
         name: that is asked for.
 

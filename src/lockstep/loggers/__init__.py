@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.loggers.base import DummyLogger, Logger
-    from lockstep.loggers.csv import CSVLogger
-    from lockstep.loggers.mlflow import MLFlowLogger
-    from lockstep.loggers.tensorboard import TensorBoardLogger
-    from lockstep.loggers.wandb import WandbLogger
+    from lockstep.loggers.base import DummyLogger as DummyLogger
+    from lockstep.loggers.base import Logger as Logger
+    from lockstep.loggers.csv import CSVLogger as CSVLogger
+    from lockstep.loggers.mlflow import MLFlowLogger as MLFlowLogger
+    from lockstep.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from lockstep.loggers.wandb import WandbLogger as WandbLogger
 
 _FILES = {
     "CSVLogger": "csv",
@@ -31,7 +32,7 @@ _WAY_OUT = (
     "lockstep.loggers.Logger and pass it as Trainer(logger=...)"
 )
 
-__all__ = ["CSVLogger", "DummyLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+__all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,20 +1,17 @@
-"""The base classes of loggers, and what they share: versions, names of metrics, hyperparameters as text."""
+"""The base classes of loggers, and what they share: versions, names of metrics, uploads."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from weakref import proxy
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from torch.nn import Module
@@ -22,9 +19,7 @@ from torch.nn import Module
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
-
-if TYPE_CHECKING:
-    from lockstep.trainer import Trainer
+from lockstep.loggers.hyperparameters import write_hparams
 
 # -- the base class ------------------------------------------------------------------------------------------
 
@@ -86,6 +81,7 @@ class Logger(ABC):
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027, optional
         """Record the graph of `model`, as run on `input_array` or on its ``example_input_array``."""
 
+    # Any: overrides name the ModelCheckpoint, whose file names the module, whose file names this one.
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027, optional
         """Called on rank 0 after a ModelCheckpoint (that it is given) has saved a file."""
 
@@ -100,7 +96,7 @@ class Logger(ABC):
 class DummyExperiment:
     """Takes any call and any index, and does nothing: the experiment of ranks other than 0."""
 
-    def nop(self, *args: Any, **kwargs: Any) -> None:
+    def nop(self, *args: object, **kwargs: object) -> None:
         """Nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -108,17 +104,17 @@ class DummyExperiment:
             raise AttributeError(name)
         return self.nop
 
-    def __getitem__(self, index: Any) -> DummyExperiment:
+    def __getitem__(self, index: object) -> DummyExperiment:
         return self
 
-    def __setitem__(self, index: Any, value: Any) -> None: ...
+    def __setitem__(self, index: object, value: object) -> None: ...
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Decorator of an ``experiment`` getter: the real one on rank 0, a :class:`DummyExperiment` elsewhere."""
 
     @functools.wraps(fn)
-    def experiment(self: Any) -> Any:
+    def experiment(self: Logger) -> Any:
         return fn(self) if rank_zero_only.rank == 0 else DummyExperiment()
 
     return experiment
@@ -140,13 +136,13 @@ class DummyLogger(Logger):
         """Takes any call."""
         return DummyExperiment()
 
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+    def log_metrics(self, *args: object, **kwargs: object) -> None:
         """Nothing."""
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Nothing."""
 
-    def __getitem__(self, index: Any) -> DummyLogger:
+    def __getitem__(self, index: object) -> DummyLogger:
         return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -276,104 +272,6 @@ def prefixed(metrics: Mapping[str, Any], prefix: str, join: str) -> dict[str, An
     return {f"{prefix}{join}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
-# -- hyperparameters as text -------------------------------------------------------------------------------
-
-
-def as_dict(params: Any) -> dict[str, Any]:
-    """`params` (a mapping, Namespace or None) as a new dict."""
-    return dict(vars(params) if isinstance(params, Namespace) else params or {})
-
-
-def flattened(params: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
-    """A nested mapping as a flat one: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``; lists of mappings too."""
-    flat: dict[str, Any] = {}
-    for key, value in params.items():
-        name = f"{above}/{key}" if above else str(key)
-        inner = _nested(value)
-        if isinstance(inner, list) and inner and all(isinstance(item, Mapping) for item in inner):
-            inner = dict(enumerate(inner))
-        flat.update(flattened(inner, name) if isinstance(inner, Mapping) else {name: value})
-    return flat
-
-
-def _nested(value: Any) -> Any:
-    """Namespaces and dataclasses as dicts, all else as it is."""
-    if isinstance(value, Namespace):
-        return vars(value)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def as_json(value: Any) -> Any:
-    """`value` in JSON's words: numbers of NumPy and torch as numbers, functions and classes by name, else ``str``."""
-    inner = _nested(value)
-    if isinstance(inner, Mapping):
-        return {str(key): as_json(item) for key, item in inner.items()}
-    if isinstance(inner, (list, tuple, set, frozenset)):
-        return [as_json(item) for item in inner]
-    if getattr(inner, "ndim", None) == 0 and hasattr(inner, "item"):
-        inner = inner.item()
-    if inner is None or type(inner) in (bool, int, float, str):
-        return inner
-    if callable(inner) and hasattr(inner, "__name__"):
-        return inner.__name__
-    return str(inner)
-
-
-def write_hparams(folder: str, params: Mapping[Any, Any], name: str = FolderLogger.NAME_HPARAMS_FILE) -> None:
-    """Write `params` to the YAML file `name` in `folder`, which is made."""
-    os.makedirs(folder, exist_ok=True)
-    Path(folder, name).write_text(as_yaml(params), encoding="utf-8")
-
-
-def as_yaml(params: Mapping[Any, Any]) -> str:
-    """`params` as YAML; what YAML has no word for is written as ``str`` of it. PyYAML is not needed."""
-    return "".join(f"{line}\n" for line in _yaml_lines(params)) or "{}\n"
-
-
-def _yaml_lines(params: Mapping[Any, Any]) -> list[str]:
-    lines = []
-    for key, value in params.items():
-        inner = _nested(value)
-        if isinstance(inner, Mapping) and inner:
-            lines += [f"{_yaml_scalar(key)}:", *(f"  {line}" for line in _yaml_lines(inner))]
-        else:
-            lines.append(f"{_yaml_scalar(key)}: {_yaml_flow(inner)}")
-    return lines
-
-
-def _yaml_flow(value: Any) -> str:
-    inner = _nested(value)
-    if isinstance(inner, Mapping):
-        return "{" + ", ".join(f"{_yaml_scalar(key)}: {_yaml_flow(item)}" for key, item in inner.items()) + "}"
-    if isinstance(inner, (list, tuple, set, frozenset)):
-        return "[" + ", ".join(map(_yaml_flow, inner)) + "]"
-    return _yaml_scalar(inner)
-
-
-#: strings that need no quotes: they begin with a letter and are no other word of YAML's
-_PLAIN = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null|none)$)[A-Za-z_][\w./-]*", re.IGNORECASE | re.ASCII)
-
-
-def _yaml_scalar(value: Any) -> str:
-    if isinstance(value, Enum):
-        value = value.name
-    elif getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of NumPy or torch
-        value = value.item()
-    if value is None or isinstance(value, (bool, int)):
-        return json.dumps(value)
-    if isinstance(value, float):
-        text = repr(float(value))
-        if text in ("inf", "-inf", "nan"):
-            return text.replace("inf", ".inf").replace("nan", ".nan")
-        # to YAML 1.1, 1e-05 is a string
-        return text if "." in text else text.replace("e", ".0e")
-    text = value if isinstance(value, str) else str(value)
-    if _PLAIN.fullmatch(text):
-        return text
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
-
-
 # -- uploads of checkpoints ----------------------------------------------------------------------------------
 
 
@@ -387,13 +285,6 @@ _SETTINGS = (
     "_every_n_train_steps",
     "_every_n_epochs",
 )
-
-
-def announce(callback: Any, trainer: Trainer) -> None:
-    """Tell the loggers, on rank 0, that `callback` has saved a checkpoint."""
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.after_save_checkpoint(proxy(callback))
 
 
 @dataclass(frozen=True)
@@ -419,6 +310,18 @@ class Upload:
         return {"score": self.score, "original_filename": Path(self.path).name, kind: self.settings}
 
 
+class SavesCheckpoints(Protocol):
+    """What a logger reads of a ModelCheckpoint."""
+
+    dirpath: str | None
+    save_top_k: int
+    last_model_path: str
+    best_model_path: str
+    current_score: Tensor | None
+    best_model_score: Tensor | None
+    best_k_models: dict[str, Tensor]
+
+
 class Uploads:
     """What ``log_model`` means, and which files have been uploaded.
 
@@ -430,9 +333,9 @@ class Uploads:
     def __init__(self, when: Literal["all"] | bool) -> None:
         self.when = when
         self._done: dict[str, float] = {}  # path -> time of its last change: last.ckpt keeps its name
-        self._at_end: dict[int, Any] = {}
+        self._at_end: dict[int, SavesCheckpoints] = {}
 
-    def after_save(self, callback: Any) -> list[Upload]:
+    def after_save(self, callback: SavesCheckpoints) -> list[Upload]:
         """What to upload now that `callback` has saved a file."""
         if self.when == "all" or (self.when is True and callback.save_top_k == -1):
             return self.new(callback)
@@ -444,14 +347,14 @@ class Uploads:
         """What is left to upload when a run has ended."""
         return [upload for callback in self._at_end.values() for upload in self.new(callback)]
 
-    def new(self, callback: Any) -> list[Upload]:
+    def new(self, callback: SavesCheckpoints) -> list[Upload]:
         """The files of `callback` that have not been uploaded as they are now, oldest first; they then count so."""
         scores = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
         scores.update(callback.best_k_models)
         found = []
         for path, score in scores.items():
             # a path may come from a checkpoint, which anybody may have made: what lies elsewhere is not sent away
-            if not path or not Path(path).is_file() or not storage.lies_in(path, callback.dirpath):
+            if not (path and callback.dirpath and Path(path).is_file() and storage.lies_in(path, callback.dirpath)):
                 continue
             changed = Path(path).stat().st_mtime
             if self._done.get(path, float("-inf")) < changed:

@@ -14,7 +14,8 @@ from torch import Tensor
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment, write_hparams
+from lockstep.loggers.base import FolderLogger, rank_zero_experiment
+from lockstep.loggers.hyperparameters import as_dict, write_hparams
 
 
 class ExperimentWriter:
@@ -56,8 +57,8 @@ class ExperimentWriter:
         number = 1
         while earlier.with_suffix(f".{number}.csv").exists():
             number += 1
-        kept = earlier.rename(earlier.with_suffix(f".{number}.csv"))
-        rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {kept.name!r}.")
+        aside = earlier.rename(earlier.with_suffix(f".{number}.csv"))
+        rank_zero_warn(f"{self.log_dir!r} holds the metrics of an earlier run: they are kept as {aside.name!r}.")
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
         """Add `params` to the hyperparameters known, and write all to ``hparams.yaml``."""
@@ -157,7 +158,7 @@ class CSVLogger(FolderLogger):
             self._flushed = (step + 1) // self._flush_logs_every_n_steps
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, **_: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, **_: object) -> None:
         """Add `params` to those known, and write all to ``hparams.yaml``."""
         self.hparams.update(as_dict(params))
         with self._writing():

@@ -10,11 +10,16 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_only, warn_once
-from lockstep.loggers.base import Logger, Upload, Uploads, as_dict, as_yaml, flattened, prefixed, rank_zero_experiment
+from lockstep.loggers.base import Logger, SavesCheckpoints, Upload, Uploads, prefixed, rank_zero_experiment
+from lockstep.loggers.hyperparameters import as_dict, as_yaml, flattened
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
 
 _FILE = "file:"
 #: what MLflow takes at most in one message
@@ -122,7 +127,7 @@ class MLFlowLogger(Logger):
             self._client = client
         return self._client
 
-    def _begin(self, client: Any) -> str:
+    def _begin(self, client: MlflowClient) -> str:
         from mlflow.tracking.context.registry import resolve_tags
         from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
@@ -189,7 +194,7 @@ class MLFlowLogger(Logger):
             self._log_batch(metrics=found[start : start + _METRICS])
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
         """Record hyperparameters as text, nested ones as ``outer/inner``, cut where MLflow would refuse them."""
         from mlflow.entities import Param
         from mlflow.utils import validation
@@ -199,10 +204,10 @@ class MLFlowLogger(Logger):
         for start in range(0, len(found), _PARAMS):
             self._log_batch(params=found[start : start + _PARAMS])
 
-    def _log_batch(self, **content: Any) -> None:
+    def _log_batch(self, **content: list[Any]) -> None:
         self.experiment.log_batch(run_id=self.run_id, **content, **self._options)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: SavesCheckpoints) -> None:
         self._upload(self._uploads.after_save(checkpoint_callback))
 
     @rank_zero_only
@@ -215,12 +220,12 @@ class MLFlowLogger(Logger):
 
     def _upload(self, uploads: list[Upload]) -> None:
         for upload in uploads:
-            place = Path(upload.path).stem
-            self.experiment.log_artifact(self.run_id, upload.path, place)
+            folder_there = Path(upload.path).stem
+            self.experiment.log_artifact(self.run_id, upload.path, folder_there)
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "metadata.yaml").write_text(as_yaml(upload.metadata("Checkpoint")), encoding="utf-8")
                 Path(folder, "aliases.txt").write_text(str(upload.aliases), encoding="utf-8")
-                self.experiment.log_artifacts(self.run_id, folder, place)
+                self.experiment.log_artifacts(self.run_id, folder, folder_there)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process logs to the same run, by a connection of its own.

@@ -14,8 +14,9 @@ from torch.nn import Module
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import FolderLogger, Logger, as_dict, flattened, rank_zero_experiment
+from lockstep.loggers.base import FolderLogger, Logger, rank_zero_experiment
 from lockstep.loggers.csv import CSVLogger
+from lockstep.loggers.hyperparameters import as_dict, flattened
 
 
 def default_logger(root_dir: str | os.PathLike[str]) -> Logger:
@@ -108,10 +109,7 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_hyperparams(
-        self,
-        params: dict[str, Any] | Namespace,
-        metrics: dict[str, Any] | float | None = None,
-        step: int | None = None,
+        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
         """Record hyperparameters, with the `metrics` (by name, or one number) that they led to."""
         self.hparams.update(as_dict(params))
@@ -161,7 +159,7 @@ class TensorBoardLogger(FolderLogger):
             self._experiment = None
 
 
-def _shown(value: Any) -> bool | int | float | str:
+def _shown(value: object) -> bool | int | float | str:
     """`value` as TensorBoard takes it: a number, or text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()

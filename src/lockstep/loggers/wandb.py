@@ -6,13 +6,19 @@ import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import Module
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import Logger, Upload, Uploads, as_dict, as_json, prefixed, rank_zero_experiment
+from lockstep.loggers.base import Logger, SavesCheckpoints, Upload, Uploads, prefixed, rank_zero_experiment
+from lockstep.loggers.hyperparameters import as_dict, as_json
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
+    from wandb import Run
+
 
 #: the x axis of all metrics
 STEP = "trainer/global_step"
@@ -66,7 +72,7 @@ class WandbLogger(Logger):
         anonymous: bool | None = None,
         project: str | None = None,
         log_model: Literal["all"] | bool = False,
-        experiment: Any = None,
+        experiment: Run | None = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
@@ -167,7 +173,7 @@ class WandbLogger(Logger):
         self.experiment.log(row)
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: object, **kwargs: object) -> None:
         """Add `params` to the run's config; what JSON has no word for is written as its name."""
         self.experiment.config.update(as_json(as_dict(params)), allow_val_change=True)
 
@@ -194,7 +200,7 @@ class WandbLogger(Logger):
         key: str,
         columns: list[str] | None = None,
         data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
         """Record a table, whose cells may be media: from `columns` and rows of `data`, or from a `dataframe`."""
@@ -207,7 +213,7 @@ class WandbLogger(Logger):
         key: str,
         columns: list[str] | None = None,
         data: list[list[str]] | None = None,
-        dataframe: Any = None,
+        dataframe: pandas.DataFrame | None = None,
         step: int | None = None,
     ) -> None:
         """Record a table of text; arguments as of :meth:`log_table`."""
@@ -240,10 +246,10 @@ class WandbLogger(Logger):
         import wandb
 
         make = getattr(wandb, kind)
-        each = [{name: values[place] for name, values in kwargs.items()} for place in range(len(items))]
+        each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(items))]
         self.log_metrics({key: [make(item, **options) for item, options in zip(items, each, strict=True)]}, step)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: SavesCheckpoints) -> None:
         self._upload(self._uploads.after_save(checkpoint_callback))
 
     @rank_zero_only

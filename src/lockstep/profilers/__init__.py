@@ -7,26 +7,29 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.profilers.advanced import AdvancedProfiler
-    from lockstep.profilers.base import PassThroughProfiler, Profiler
-    from lockstep.profilers.pytorch import PyTorchProfiler
-    from lockstep.profilers.simple import SimpleProfiler
+    from lockstep.profilers.base import (
+        AdvancedProfiler as AdvancedProfiler,
+    )
+    from lockstep.profilers.base import (
+        PassThroughProfiler as PassThroughProfiler,
+    )
+    from lockstep.profilers.base import (
+        Profiler as Profiler,
+    )
+    from lockstep.profilers.base import (
+        SimpleProfiler as SimpleProfiler,
+    )
+    from lockstep.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
 
 _FILES = {
-    "AdvancedProfiler": "advanced",
+    "AdvancedProfiler": "base",
     "PassThroughProfiler": "base",
     "Profiler": "base",
     "PyTorchProfiler": "pytorch",
-    "SimpleProfiler": "simple",
+    "SimpleProfiler": "base",
 }
 
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-]
+__all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,16 +1,22 @@
-"""Profiler: what is told when a named action begins and ends, and reports in the end."""
+"""Profiler, what is told when a named action begins and ends; and those by the clock and by cProfile."""
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
+
+if TYPE_CHECKING:
+    import cProfile
 
 
 class Profiler(ABC):
@@ -129,9 +135,156 @@ class PassThroughProfiler(Profiler):
         """Nothing."""
 
 
-def unknown_profiler(flag: Any) -> MisconfigurationException:
-    """The error for a ``Trainer(profiler=...)`` that is no profiler."""
-    return MisconfigurationException(
-        f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler'
-        + ("; lockstep does not run on TPUs." if flag == "xla" else ".")
-    )
+# -- by the clock -------------------------------------------------------------------------------------------
+
+
+class SimpleProfiler(Profiler):
+    """Adds up wall-clock seconds by action.
+
+    On a GPU an action ends when its kernels are queued, not when they have run.
+
+    Args:
+        dirpath: see `Profiler`.
+        filename: see `Profiler`.
+        extended: also the number of calls, and the share of the whole time.
+    """
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        #: when the actions that are under way began, in seconds
+        self.current_actions: dict[str, float] = {}
+        #: seconds of each call, by action
+        self.recorded_durations: dict[str, list[float]] = {}
+        self.start_time = time.perf_counter()
+
+    def start(self, action_name: str) -> None:
+        """An action begins.
+
+        Raises:
+            ValueError: it is under way.
+        """
+        if action_name in self.current_actions:
+            raise ValueError(f"the action {action_name!r} has been started and not stopped: give this one another name")
+        self.current_actions[action_name] = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """An action has ended.
+
+        Raises:
+            ValueError: it has not begun.
+        """
+        now = time.perf_counter()
+        if action_name not in self.current_actions:
+            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) before")
+        began = self.current_actions.pop(action_name)
+        self.recorded_durations.setdefault(action_name, []).append(now - began)
+
+    def summary(self) -> str:
+        """A table of the actions, the longest in all first."""
+        whole = time.perf_counter() - self.start_time
+        totals = {action: math.fsum(seconds) for action, seconds in self.recorded_durations.items()}
+        rows: list[tuple[str, ...]] = [("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")]
+        calls = sum(map(len, self.recorded_durations.values()))
+        if self.extended:
+            rows.append(("Total", "-", str(calls), f"{whole:.5}", "100 %"))
+        for action in sorted(totals, key=lambda name: -totals[name]):
+            count, total = len(self.recorded_durations[action]), totals[action]
+            rows.append((action, f"{total / count:.5}", str(count), f"{total:.5}", f"{100 * total / whole:.5}"))
+        return self.report({}) + _table(rows if self.extended else [(row[0], row[1], row[3]) for row in rows])
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "-" * (sum(widths) + 3 * len(widths) + 1)
+    text = [line]
+    for number, row in enumerate(rows):
+        text.append("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        if number == 0 or row[0] == "Total":
+            text.append(line)
+    return "\n".join([*text, line, ""])
+
+
+# -- by cProfile --------------------------------------------------------------------------------------------
+
+
+class AdvancedProfiler(Profiler):
+    """Runs Python's cProfile in every action; where actions nest, the time counts for the innermost.
+
+    It slows Python down by a multiple: read it for where time goes, not for how much there is.
+
+    Args:
+        dirpath: see `Profiler`.
+        filename: see `Profiler`.
+        line_count_restriction: functions to list for each action: a number of lines, or a share from 0.0 to 1.0.
+        dump_stats: also write what was recorded to ``.prof`` files in ``dirpath``, for ``pstats`` and its like.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 1.0,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.line_count_restriction = line_count_restriction
+        self.dump_stats = dump_stats
+        #: what was recorded, by action
+        self.profiled_actions: dict[str, cProfile.Profile] = {}
+        self._under_way: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        """An action begins; the one around it pauses."""
+        if self._under_way:
+            self.profiled_actions[self._under_way[-1]].disable()
+        self._under_way.append(action_name)
+        if action_name not in self.profiled_actions:
+            import cProfile  # late: for runs that want it
+
+            self.profiled_actions[action_name] = cProfile.Profile()
+        self.profiled_actions[action_name].enable()
+
+    def stop(self, action_name: str) -> None:
+        """An action has ended; the one around it goes on.
+
+        Raises:
+            ValueError: it has not begun.
+        """
+        if action_name not in self._under_way:
+            raise ValueError(f"the action {action_name!r} was never started: call start({action_name!r}) before")
+        self.profiled_actions[self._under_way[-1]].disable()
+        self._under_way.remove(action_name)
+        if self._under_way:
+            self.profiled_actions[self._under_way[-1]].enable()
+
+    def summary(self) -> str:
+        """For each action its functions, those that take longest first, calls below them included."""
+        import pstats
+
+        for action in self._under_way:
+            self.profiled_actions[action].disable()
+        if self.dump_stats and self.dirpath is not None:
+            os.makedirs(self.dirpath, exist_ok=True)
+            for action, recorded in self.profiled_actions.items():
+                recorded.dump_stats(os.path.join(self.dirpath, self.file_name(action, ".prof")))
+        parts = {}
+        for action, recorded in self.profiled_actions.items():
+            text = io.StringIO()
+            pstats.Stats(recorded, stream=text).strip_dirs().sort_stats("cumulative").print_stats(
+                self.line_count_restriction
+            )
+            parts[action] = text.getvalue()
+        return self.report(parts)
+
+    def teardown(self, stage: str | None) -> None:
+        """Forget what was recorded."""
+        for action in self._under_way:
+            self.profiled_actions[action].disable()
+        self._under_way.clear()
+        self.profiled_actions.clear()
+
+    def __getstate__(self) -> dict[str, Any]:  # a cProfile.Profile cannot be pickled
+        return {**self.__dict__, "profiled_actions": {}, "_under_way": []}

@@ -129,7 +129,7 @@ class PyTorchProfiler(Profiler):
             label.__exit__(None, None, None)
         step = action_name.rpartition(".")[2]
         schedule = self._schedule
-        if step in STEPS and schedule is not None and schedule.heeds(step) and not self._is_sanity_check():
+        if step in STEPS and schedule is not None and schedule.counts_now(step) and not self._is_sanity_check():
             schedule.current = step
             if self._asked_schedule is None and self._steps_ahead(step) < DEFAULT_STEPS:
                 schedule.given = _always
@@ -167,7 +167,7 @@ class PyTorchProfiler(Profiler):
 
     # -- what was recorded ---------------------------------------------------------------------------------
 
-    def _ready(self, profiler: Any) -> None:
+    def _ready(self, profiler: torch.profiler.profile) -> None:
         """Torch's profiler has recorded the steps that the schedule wanted."""
         step = (self._schedule.current if self._schedule is not None else None) or "records"
         self.function_events = profiler.events()
@@ -232,7 +232,7 @@ class StepSchedule:
         self._busy: str | None = None  # the kind of step whose recording is under way
         self._last = ProfilerAction.NONE
 
-    def heeds(self, step: str) -> bool:
+    def counts_now(self, step: str) -> bool:
         """Whether a step of this kind counts now: none of another kind is being recorded."""
         return self._busy in (None, step)
 
@@ -274,18 +274,18 @@ class RegisterRecordFunction:
         return self
 
     def _hooks(self, label: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def before(module: nn.Module, inputs: Any) -> None:
+        def before(module: nn.Module, inputs: object) -> None:
             record = record_function(label)
             record.__enter__()
             self._open.append(record)
 
-        def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        def after(module: nn.Module, inputs: object, outputs: object) -> None:
             if self._open:
                 self._open.pop().__exit__(None, None, None)
 
         return before, after
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -18,9 +18,19 @@ from lockstep.ground.states import TrainerFn
 from lockstep.ground.types import STEP_OUTPUT
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
-from lockstep.tuner import attribute
 from lockstep.tuner.lr_finder import limited
-from lockstep.tuner.trial import Kept, alone, configure_again, evaluate, has_begun, train, trial
+from lockstep.tuner.trial import (
+    Snapshot,
+    alone,
+    configure_again,
+    evaluate,
+    has_begun,
+    places_of,
+    set_everywhere,
+    train,
+    trial,
+    values_of,
+)
 
 MODES = ("power", "binsearch")
 STAGES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -95,7 +105,7 @@ class _Counter(Callback):
         self._left = batches
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         self._left -= 1
         if self._left <= 0:
@@ -116,7 +126,7 @@ def check_data(trainer: Trainer, name: str) -> None:
             f"The batch size finder cannot change the batch size of a loader that is given to trainer.{method}(): make "
             f"it in `{stage}_dataloader` of the module or of a data module, with `batch_size=self.{name}`."
         )
-    places = attribute.places(trainer, name)
+    places = places_of(trainer, name)
     if not places:
         raise MisconfigurationException(
             f"The batch size finder found no `{name}` in the model, the data module, or their hparams: set it there "
@@ -138,12 +148,12 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
         return None
     batch_arg_name = settings.batch_arg_name
     check_data(trainer, batch_arg_name)
-    before, kept, samples = attribute.get(trainer, batch_arg_name), Kept(trainer), [0]
+    before, snapshot, samples = values_of(trainer, batch_arg_name), Snapshot(trainer), [0]
 
     def fits(size: int) -> bool:
-        attribute.put(trainer, batch_arg_name, size)
+        set_everywhere(trainer, batch_arg_name, size)
         try:
-            samples[0] = _try(trainer, kept, settings.steps_per_trial)
+            samples[0] = _try(trainer, snapshot, settings.steps_per_trial)
         except (RuntimeError, MemoryError) as error:
             if not is_oom_error(error):
                 raise
@@ -165,31 +175,31 @@ def scale_batch_size(trainer: Trainer, settings: Search) -> int | None:
                 "smaller."
             )
     except BaseException:
-        attribute.put(trainer, batch_arg_name, before)
+        set_everywhere(trainer, batch_arg_name, before)
         raise
-    attribute.put(trainer, batch_arg_name, found)
+    set_everywhere(trainer, batch_arg_name, found)
     _make_loaders_again(trainer)
-    rank_zero_info(f"`{batch_arg_name}` is now {found} ({', '.join(attribute.places(trainer, batch_arg_name))}).")
+    rank_zero_info(f"`{batch_arg_name}` is now {found} ({', '.join(places_of(trainer, batch_arg_name))}).")
     return found
 
 
-def _try(trainer: Trainer, kept: Kept, steps: int) -> int:
+def _try(trainer: Trainer, snapshot: Snapshot, steps: int) -> int:
     """One trial; gives the number of samples that there are, 0 where it is not known."""
     if trainer.state.fn is not TrainerFn.FITTING:
         flags: dict[str, Any] = {f"limit_{STAGES[str(trainer.state.fn)]}_batches": steps}
-        with trial(trainer, kept, [], **flags):
+        with trial(trainer, snapshot, [], **flags):
             return _samples(evaluate(trainer).given)
     most, counters = -1, [_Counter(steps)]
     if trainer.lightning_module.automatic_optimization:
         most, counters = trainer.fit_loop.progress.global_step + steps, []
     flags = {"max_steps": most, "limit_train_batches": 1.0}
     flags["limit_val_batches"] = limited(trainer.config.limit_val_batches, steps)
-    with trial(trainer, kept, [*counters], **flags):
+    with trial(trainer, snapshot, [*counters], **flags):
         train(trainer)
         return _samples(trainer.fit_loop.given)
 
 
-def _samples(loaders: Any) -> int:
+def _samples(loaders: object) -> int:
     lengths = [length_of(getattr(loader, "dataset", None)) for loader in flatten(loaders)[0]]
     return max((int(length) for length in lengths if length is not None), default=0)
 
@@ -211,3 +221,69 @@ def _make_loaders_again(trainer: Trainer) -> None:
         loop.setup_data()
     elif asked_before:  # by `estimated_stepping_batches` in `configure_optimizers`
         configure_again(trainer)
+
+
+# -- as a callback ------------------------------------------------------------------------------------------
+
+
+class BatchSizeFinder(Callback):
+    """Finds the largest batch size that fits into memory when a call begins, and goes on with it.
+
+    The loaders must come from hooks of the module or of a data module that read the attribute.
+
+    Args:
+        mode: "power": double until memory is used up, and take the size before; "binsearch": then look between the
+            two for the largest that fits.
+        steps_per_trial: optimizer steps (batches, in an evaluation) that a size is tried for.
+        init_val: the first size.
+        max_trials: sizes that may fit before the search ends.
+        batch_arg_name: the attribute of the module, the data module, or their hparams.
+        margin: of "binsearch": the part of the size found that is taken off.
+        max_val: the largest size to try.
+
+    Attributes:
+        optimal_batch_size: what was found; ``init_val`` before.
+
+    Raises:
+        ValueError: for a setting that cannot work.
+
+    Example::
+
+        trainer = Trainer(callbacks=BatchSizeFinder(mode="binsearch"))
+        trainer.fit(model, datamodule=data)     # data.batch_size is set, and used
+    """
+
+    SUPPORTED_MODES = MODES
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        self._settings = Search(mode.lower(), steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        self.optimal_batch_size: int | None = init_val
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_data(trainer, self._settings.batch_arg_name)
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search now; everything but the batch size is afterwards what it was."""
+        self.optimal_batch_size = scale_batch_size(trainer, self._settings)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn is TrainerFn.VALIDATING:  # not the validation of a fit
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.scale_batch_size(trainer, pl_module)

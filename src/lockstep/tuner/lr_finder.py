@@ -18,11 +18,11 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
-from lockstep.tuner import attribute
-from lockstep.tuner.trial import Kept, alone, configure_again, has_begun, train, trial
+from lockstep.tuner.trial import Snapshot, alone, configure_again, has_begun, places_of, set_everywhere, train, trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from tqdm import tqdm
 
 MODES = ("linear", "exponential")
 NAMES = ("lr", "learning_rate")
@@ -136,7 +136,7 @@ class _Rising(LRScheduler):
 class _Recorder(Callback):
     """Notes rate and smoothed loss of each step, and stops a test that diverges."""
 
-    def __init__(self, finder: LRFinder, threshold: float | None, bar: Any) -> None:
+    def __init__(self, finder: LRFinder, threshold: float | None, bar: tqdm[Any] | None) -> None:
         self._results = finder.results
         self._threshold = threshold
         self._bar = bar
@@ -146,7 +146,7 @@ class _Recorder(Callback):
         self._before = 0
         self._rate = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._on_any_batch_start(trainer, pl_module, batch_idx)
 
     def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
@@ -154,7 +154,7 @@ class _Recorder(Callback):
         self._rate = float(trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
     ) -> None:
         if isinstance(outputs, Mapping) and outputs:  # training_step did not skip the batch
             self._window.append(float(outputs["loss"]))
@@ -212,7 +212,7 @@ class RangeTest:
 def _attribute_name(trainer: Trainer, asked: str) -> str:
     kind = type(trainer.lightning_module).__name__
     for name in (asked,) if asked else NAMES:
-        if attribute.places(trainer, name):
+        if places_of(trainer, name):
             return name
     if asked:
         raise AttributeError(
@@ -252,7 +252,7 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
     recorder = _Recorder(finder, settings.early_stop_threshold, bar)
     flags = {"max_steps": most, "limit_val_batches": limited(trainer.config.limit_val_batches, num_training)}
     try:
-        with trial(trainer, Kept(trainer), [recorder], **flags):
+        with trial(trainer, Snapshot(trainer), [recorder], **flags):
             rising = LRSchedulerConfig(_Rising(optimizers[0], finder), interval="step")
             trainer.strategy.lr_scheduler_configs = [rising]
             train(trainer)
@@ -269,8 +269,8 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
 
 def _take(trainer: Trainer, name: str, rate: float) -> None:
     """Let the fit go on with the rate."""
-    attribute.put(trainer, name, rate)
-    rank_zero_info(f"`{name}` is now {rate} ({', '.join(attribute.places(trainer, name))}).")
+    set_everywhere(trainer, name, rate)
+    rank_zero_info(f"`{name}` is now {rate} ({', '.join(places_of(trainer, name))}).")
     if not has_begun(trainer):
         configure_again(trainer)
         return
@@ -290,3 +290,61 @@ def _bar(steps: int) -> Any:
     from tqdm import tqdm
 
     return tqdm(desc="Finding a learning rate", total=steps)
+
+
+# -- as a callback ------------------------------------------------------------------------------------------
+
+
+class LearningRateFinder(Callback):
+    """Finds a learning rate by a range test when a fit begins, and goes on with it.
+
+    Args:
+        min_lr: the first rate.
+        max_lr: the rate that the test rises to.
+        num_training_steps: number of rates.
+        mode: "exponential" or "linear".
+        early_stop_threshold: stop once the smoothed loss is above this many times the best one; None: never.
+        update_attr: set the module's attribute to the suggestion, and make the optimizer with it.
+        attr_name: the attribute; default: `lr` or `learning_rate`.
+
+    Attributes:
+        optimal_lr: what :meth:`lr_find` found, with `results`, `suggestion()` and `plot()`.
+
+    Raises:
+        ValueError: for a setting that cannot work.
+
+    Example::
+
+        class AtMilestones(LearningRateFinder):     # a new rate when layers were unfrozen
+            def on_fit_start(self, trainer, pl_module):
+                pass
+
+            def on_train_epoch_start(self, trainer, pl_module):
+                if trainer.current_epoch in (0, 5):
+                    self.lr_find(trainer, pl_module)
+    """
+
+    SUPPORTED_MODES = MODES
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        self._settings = RangeTest(
+            min_lr, max_lr, num_training_steps, mode.lower(), early_stop_threshold, update_attr, attr_name
+        )
+        self.optimal_lr: LRFinder | None = None
+
+    def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Play the range test now; everything but the learning rate is afterwards what it was."""
+        show = trainer.progress_bar_callback is not None
+        self.optimal_lr = lr_find(trainer, self._settings, show_progress=show)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.lr_find(trainer, pl_module)

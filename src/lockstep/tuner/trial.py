@@ -19,7 +19,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.ground.tree import tree_map
-from lockstep.loggers.base import DummyLogger
+from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loop import state
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop
@@ -34,28 +34,28 @@ from lockstep.trainer import Trainer
 # -- what a trial may change ---------------------------------------------------------------------------------
 
 
-class _KeptTensor:
+class _TensorCopy:
     """A tensor and a copy of its values; on the CPU, so that a search for memory has the whole device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.values = tensor.detach().to("cpu", copy=True)
 
-    def put_back(self) -> Tensor:
+    def restore(self) -> Tensor:
         with torch.no_grad():
             self.tensor.copy_(self.values)
         return self.tensor
 
 
-def _keep(value: Any) -> Any:
-    return tree_map(_KeptTensor, value, Tensor)
+def _copied(value: Any) -> Any:
+    return tree_map(_TensorCopy, value, Tensor)
 
 
-def _given_back(value: Any) -> Any:
-    return tree_map(lambda kept: kept.put_back(), value, _KeptTensor)
+def _restored(value: Any) -> Any:
+    return tree_map(lambda copied: copied.restore(), value, _TensorCopy)
 
 
-class Kept:
+class Snapshot:
     """Weights, buffers, gradients, modes and metrics of the module, its optimizers and schedulers, the gradient
     scaler, all global random states, and what the user's own ``on_save_checkpoint`` hooks save.
 
@@ -73,7 +73,7 @@ class Kept:
         self._trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._metrics = [
-            (part, _keep({name: getattr(part, name) for name in part._defaults}), part._update_count, part._computed)
+            (part, _copied({name: getattr(part, name) for name in part._defaults}), part._update_count, part._computed)
             for part in module.modules()
             if is_metric(part)
         ]
@@ -85,32 +85,32 @@ class Kept:
         self._scaler = None if scaler is None else scaler.state_dict()
         self._random = random_states()
         self._generators = [(each, each.get_state()) for each in _generators(trainer.loaders.given)]
-        self._checkpoint = _keep(state.collect(trainer.session)) if _saves_more(trainer) else None
+        self._checkpoint = _copied(state.collect(trainer.session)) if _saves_more(trainer) else None
 
     def drop_gradients(self) -> None:
         """Leave the gradients that are there alone: a trial makes its own."""
         for parameter, _ in self._gradients:
             parameter.grad = None
 
-    def put_back(self) -> None:
-        """Make everything what it was when it was kept; may be called again."""
+    def restore(self) -> None:
+        """Make everything what it was when it was taken; may be called again."""
         trainer = self._trainer
         if self._checkpoint is not None:
-            checkpoint = _given_back(self._checkpoint)
+            checkpoint = _restored(self._checkpoint)
             saved = checkpoint.get(type(trainer.datamodule).__qualname__)
             if saved is not None and trainer.datamodule is not None:
                 trainer.datamodule.load_state_dict(saved)
             trainer.hooks.call("on_load_checkpoint", checkpoint)
         for part, training, (parameters, buffers) in self._parts:
             part.training = training
-            vars(part)["_parameters"] = _given_back(parameters)
-            vars(part)["_buffers"] = _given_back(buffers)
+            vars(part)["_parameters"] = _restored(parameters)
+            vars(part)["_buffers"] = _restored(buffers)
         for parameter, requires_grad in self._trainable:
             parameter.requires_grad_(requires_grad)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for metric, states, count, computed in self._metrics:
-            for name, value in _given_back(states).items():
+            for name, value in _restored(states).items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
         for optimizer, saved in self._optimizers:
@@ -126,20 +126,20 @@ class Kept:
 
 
 def _tensors(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _keep(dict(part._parameters)), _keep(dict(part._buffers))
+    return _copied(dict(part._parameters)), _copied(dict(part._buffers))
 
 
-def _optimizer_state(optimizer: Any) -> Any:
+def _optimizer_state(optimizer: Optimizer) -> Any:
     """Of torch's own optimizers their attributes, without a conversion; of others what they say is their state."""
     if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return _keep(copy.deepcopy(optimizer.state_dict()))
-    groups = [{**_keep({k: v for k, v in group.items() if k != "params"})} for group in optimizer.param_groups]
-    return dict(vars(optimizer)), groups, {parameter: _keep(value) for parameter, value in optimizer.state.items()}
+        return _copied(copy.deepcopy(optimizer.state_dict()))
+    groups = [{**_copied({k: v for k, v in group.items() if k != "params"})} for group in optimizer.param_groups]
+    return dict(vars(optimizer)), groups, {parameter: _copied(value) for parameter, value in optimizer.state.items()}
 
 
-def _restore_optimizer(optimizer: Any, saved: Any) -> None:
+def _restore_optimizer(optimizer: Optimizer, saved: Any) -> None:
     if isinstance(saved, dict):
-        optimizer.load_state_dict(_given_back(saved))
+        optimizer.load_state_dict(_restored(saved))
         return
     attributes, groups, states = saved
     vars(optimizer).clear()
@@ -147,10 +147,10 @@ def _restore_optimizer(optimizer: Any, saved: Any) -> None:
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         parameters = group["params"]
         group.clear()
-        group.update(params=parameters, **_given_back(values))
+        group.update(params=parameters, **_restored(values))
     optimizer.state.clear()
     for parameter, value in states.items():
-        optimizer.state[parameter] = _given_back(value)
+        optimizer.state[parameter] = _restored(value)
 
 
 def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
@@ -187,7 +187,7 @@ LOOPS = {
 class SilentLogger(DummyLogger):
     """Keeps nothing of a trial, and says of itself (name, folder) what the user's logger says."""
 
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger: Logger) -> None:
         super().__init__()
         self._logger = logger
 
@@ -232,14 +232,14 @@ def alone(trainer: Trainer, what: str) -> None:
 
 
 @contextmanager
-def trial(trainer: Trainer, kept: Kept, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
+def trial(trainer: Trainer, snapshot: Snapshot, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
     """The Trainer as if in a call of its own: ``callbacks`` and no others, nothing logged or saved.
 
-    Afterwards, also after an exception, everything is what it was when ``kept`` was made; a Ctrl-C is passed on.
+    Afterwards, also after an exception, everything is what it was when ``snapshot`` was taken; a Ctrl-C is passed on.
 
     Args:
         trainer: inside a call, set up by its session; the trial uses the same module, optimizers and loader hooks.
-        kept: what to put back.
+        snapshot: what to restore.
         callbacks: those of the trial.
         flags: fields of the trial's RunConfig.
     """
@@ -268,14 +268,14 @@ def trial(trainer: Trainer, kept: Kept, callbacks: list[Callback], **flags: Any)
         interruption=None,
         fit=FitState(progress=replace(progress, batch=0, last=False, phase=EPOCH_START)),
     )
-    kept.drop_gradients()
+    snapshot.drop_gradients()
     try:
         with in_session(trainer, inside):
             yield
     finally:
         vars(strategy).clear()
         vars(strategy).update(strategy_before)
-        kept.put_back()
+        snapshot.restore()
 
 
 @contextmanager
@@ -332,3 +332,37 @@ def configure_again(trainer: Trainer) -> None:
 def has_begun(trainer: Trainer) -> bool:
     """Whether the fit's training has begun, so that its optimizers have a past."""
     return trainer.state.fn is TrainerFn.FITTING and trainer.state.stage is not None
+
+
+# -- an attribute that a search reads and sets --------------------------------------------------------------
+
+
+def _holders(trainer: Trainer, name: str) -> Iterator[tuple[str, Any, bool]]:
+    """Where the attribute is: (the place in words, the object, whether it is an item of a mapping)."""
+    for word, owner in (("model", trainer.lightning_module), ("datamodule", trainer.datamodule)):
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            yield word, owner, False
+        if name in getattr(owner, "hparams", ()):
+            yield f"{word}.hparams", owner.hparams, True
+
+
+def places_of(trainer: Trainer, name: str) -> list[str]:
+    """Where the attribute is found, in words: "model", "model.hparams", "datamodule", "datamodule.hparams"."""
+    return [word for word, _, _ in _holders(trainer, name)]
+
+
+def values_of(trainer: Trainer, name: str) -> dict[str, Any]:
+    """The attribute's value in each of its places."""
+    return {word: holder[name] if item else getattr(holder, name) for word, holder, item in _holders(trainer, name)}
+
+
+def set_everywhere(trainer: Trainer, name: str, value: object) -> None:
+    """Set the attribute in all of its places; a dict from :func:`values_of` gives each place its own value."""
+    for word, holder, item in list(_holders(trainer, name)):
+        own = value[word] if isinstance(value, dict) else value
+        if item:
+            holder[name] = own
+        else:
+            setattr(holder, name, own)

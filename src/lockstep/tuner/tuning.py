@@ -19,8 +19,8 @@ from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner import batch_size, lr_finder
-from lockstep.tuner.callbacks import BatchSizeFinder, LearningRateFinder
-from lockstep.tuner.lr_finder import LRFinder
+from lockstep.tuner.batch_size import BatchSizeFinder
+from lockstep.tuner.lr_finder import LearningRateFinder, LRFinder
 from lockstep.tuner.trial import SilentLogger, alone, in_session
 
 Method = Literal["fit", "validate", "test", "predict"]
@@ -159,7 +159,7 @@ class Tuner:
             return batch_size.scale_batch_size(self._trainer, settings)
 
 
-def _check_loaders(search: str, method: str, train: Any, val: Any, others: Any) -> None:
+def _check_loaders(search: str, method: str, train: object, val: object, others: object) -> None:
     if method == "fit" and others is not None:
         raise MisconfigurationException(
             f"{search}(method='fit', dataloaders=...): give train_dataloaders= and val_dataloaders=, or datamodule=."
@@ -181,7 +181,7 @@ def _check_callbacks(trainer: Trainer, kind: type) -> None:
 class _OnlySetUp(Callback):
     """The user's callback as far as it prepares the module; it sees nothing of a search."""
 
-    def __init__(self, callback: Any) -> None:
+    def __init__(self, callback: Callback) -> None:
         self._callback = callback
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -193,7 +193,12 @@ class _OnlySetUp(Callback):
 
 @contextmanager
 def _prepared(
-    trainer: Trainer, fn: TrainerFn, model: LightningModule, given: dict[str, Any], datamodule: Any, what: str
+    trainer: Trainer,
+    fn: TrainerFn,
+    model: LightningModule,
+    given: dict[str, Any],
+    datamodule: LightningDataModule | None,
+    what: str,
 ) -> Iterator[None]:
     """A call of the Trainer up to where its loop would begin; the Trainer is afterwards as before.
 

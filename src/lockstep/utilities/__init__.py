@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any
 from lockstep.ground.lazy_imports import late
 
 if TYPE_CHECKING:
-    from lockstep.data.combined import CombinedLoader
-    from lockstep.ground.device import move_data_to_device
-    from lockstep.ground.gradients import grad_norm
-    from lockstep.ground.hyperparameters import AttributeDict
+    from lockstep.data.combined import CombinedLoader as CombinedLoader
+    from lockstep.ground.device import move_data_to_device as move_data_to_device
+    from lockstep.ground.gradients import grad_norm as grad_norm
+    from lockstep.ground.hyperparameters import AttributeDict as AttributeDict
     from lockstep.ground.rank import (
-        rank_zero_debug,
-        rank_zero_deprecation,
-        rank_zero_info,
-        rank_zero_only,
-        rank_zero_warn,
+        rank_zero_debug as rank_zero_debug,
+    )
+    from lockstep.ground.rank import (
+        rank_zero_deprecation as rank_zero_deprecation,
+    )
+    from lockstep.ground.rank import (
+        rank_zero_info as rank_zero_info,
+    )
+    from lockstep.ground.rank import (
+        rank_zero_only as rank_zero_only,
+    )
+    from lockstep.ground.rank import (
+        rank_zero_warn as rank_zero_warn,
     )
 
 _FILES = {
@@ -31,17 +39,7 @@ _FILES = {
     "rank_zero_warn": ".ground.rank",
 }
 
-__all__ = [
-    "AttributeDict",
-    "CombinedLoader",
-    "grad_norm",
-    "move_data_to_device",
-    "rank_zero_debug",
-    "rank_zero_deprecation",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-]
+__all__ = sorted(_FILES)
 
 
 def __getattr__(name: str) -> Any:

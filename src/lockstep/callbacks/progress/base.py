@@ -1,4 +1,4 @@
-"""The base class of progress bars: what there is to show, how far a loop has come, and when to draw again."""
+"""The base classes of progress bars: what to show, how far a loop has come, when to draw; and the plain bar."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
+from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
+    from lockstep.ground.types import STEP_OUTPUT
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
@@ -100,7 +102,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def number(value: Any, spec: str = "#.4g") -> str:
+def number(value: object, spec: str = "#.4g") -> str:
     """A metric; a float keeps its digits, zeros too, so that what stands beside it does not move.
 
     >>> number(0.5), number(1250.0), number(3), number("v1")
@@ -139,11 +141,11 @@ class Screen:
 
     def open(self) -> None:
         """Stand in for the streams; does nothing if it does so already, or where stdout is no terminal."""
-        if self._streams or not _is_terminal(sys.stdout):
+        if self._streams or not is_terminal(sys.stdout):
             return
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if _is_terminal(stream):
+            if is_terminal(stream):
                 self._streams[name] = _Above(stream, self)
                 setattr(sys, name, self._streams[name])
 
@@ -155,7 +157,7 @@ class Screen:
                 setattr(sys, name, stand_in.stream)
         self._streams = {}
 
-    def write(self, text: str, stream: Any) -> None:
+    def write(self, text: str, stream: TextIO) -> None:
         """Write text above the bars.
 
         Args:
@@ -163,7 +165,7 @@ class Screen:
             stream: where to; a stand-in stands for the stream behind it.
         """
         stream = behind(stream)
-        bars = self._bars() if _is_terminal(stream) or stream is behind(sys.stdout) else []
+        bars = self._bars() if is_terminal(stream) or stream is behind(sys.stdout) else []
         for bar in bars:
             bar.clear()
             bar.fp.flush()
@@ -176,7 +178,7 @@ class Screen:
 class _Above:
     """Stands in for a stream while bars are on the screen."""
 
-    def __init__(self, stream: Any, screen: Screen) -> None:
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
         self.stream = stream
         self._screen: Screen | None = screen
         self._process = os.getpid()
@@ -207,12 +209,13 @@ class _Above:
         return getattr(self.stream, name)
 
 
-def behind(stream: Any) -> Any:
+def behind(stream: TextIO) -> Any:
     """The stream that a stand-in stands for; any other stream as it is."""
     return stream.stream if isinstance(stream, _Above) else stream
 
 
-def _is_terminal(stream: Any) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    # stdout is None under pythonw, and closed in some daemons
     return stream is not None and not stream.closed and bool(stream.isatty())
 
 
@@ -381,6 +384,192 @@ class ProgressBar(Callback):
     def _current(self, batches: list[int | float]) -> int | float:
         assert self._current_eval_dataloader_idx is not None, "asked for a loader's total outside its batches"
         return batches[self._current_eval_dataloader_idx]
+
+
+class PlainProgressBar(ProgressBar):
+    """Writes a line to stderr at the end of an epoch, but not more often than once in a while.
+
+    It is what a Trainer takes where stdout is no terminal. The last epoch always gets its line, so a short
+    run writes just that one::
+
+        Epoch 9/9: step 1800, 0:03, train_loss=0.04127, val_acc=0.9778
+
+    It does nothing between the ends of epochs, and costs nothing there.
+
+    Args:
+        interval: least number of seconds between two lines; 0 writes one for each epoch.
+
+    Raises:
+        MisconfigurationException: ``interval`` is negative.
+    """
+
+    def __init__(self, interval: float = 30.0) -> None:
+        super().__init__()
+        if interval < 0:
+            raise MisconfigurationException(f"PlainProgressBar(interval={interval}): seconds, at least 0.")
+        self.interval = interval
+        self._epoch = ""
+        self._written: str | None = None
+        self._epoch_began = self._next = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The first line is due one interval from now."""
+        self._written = None
+        self._epoch_began = monotonic()
+        self._next = self._epoch_began + self.interval
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the epoch."""
+        self._epoch = self.epoch_description
+        self._epoch_began = monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the line if it is time to."""
+        if monotonic() >= self._next:
+            self._write(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the line of the last epoch if it has none yet."""
+        if self._written != self._epoch:
+            self._write(trainer, pl_module)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.is_disabled:
+            return
+        self._written = self._epoch
+        self._next = monotonic() + self.interval
+        shown = [f"step {trainer.global_step}", clock(monotonic() - self._epoch_began)]
+        shown += [f"{name}={number(value)}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        print(f"{self._epoch}: {', '.join(shown)}", file=sys.stderr, flush=True)
+
+
+class DrawnProgressBar(ProgressBar):
+    """Draws a bar of training, and one of the evaluation that runs now; a subclass says how.
+
+    The time and speed of training leave validation out. Nothing is drawn between batches, so there is no thread.
+
+    Args:
+        refresh_rate: 0 draws nothing.
+        every: draw at every n-th batch only.
+        interval: least number of seconds between two drawings.
+    """
+
+    def __init__(self, refresh_rate: float, every: int = 1, interval: float = 0.1) -> None:
+        super().__init__()
+        self._refresh_rate = refresh_rate
+        self._draws = False  # whether the bars that are there are drawn; decided where a loop starts
+        self._train_meter = Meter(every, interval)
+        self._eval_meter = Meter(every, interval)
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._enabled and self._refresh_rate > 0
+
+    def disable(self) -> None:
+        """Draw nothing from now on; what was drawn stays."""
+        super().disable()
+        self._draws = False
+
+    # -- what a subclass draws -----------------------------------------------------------------------------
+
+    def _begin_drawing(self) -> None:
+        self._draws = self.is_enabled
+
+    def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise NotImplementedError
+
+    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
+        raise NotImplementedError
+
+    def _draw_evaluation(self, done: int) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Leave the bars as they are, and give the terminal back."""
+        raise NotImplementedError
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
+    ) -> None:
+        if self._draws and self._train_meter.due(batch_idx + 1):
+            self._draw_training(trainer, pl_module)
+
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
+        if self._draws and self._train_meter.due(batch_idx + 1):
+            self._draw_training(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._draws:  # what was logged at the end of the epoch
+            self._draw_training(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    # -- evaluation ----------------------------------------------------------------------------------------
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._train_meter.pause()
+            self._begin_drawing()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin_drawing()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.sanity_checking:
+            self._look_at_loader(trainer, self.sanity_check_description, trainer.num_sanity_val_batches, dataloader_idx)
+        else:
+            self._look_at_loader(trainer, self.validation_description, trainer.num_val_batches, dataloader_idx)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._look_at_loader(trainer, self.test_description, trainer.num_test_batches, dataloader_idx)
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._look_at_loader(trainer, self.predict_description, trainer.num_predict_batches, dataloader_idx)
+
+    def _look_at_loader(self, trainer: Trainer, name: str, totals: list[int | float], dataloader_idx: int) -> None:
+        if self._draws and self.has_dataloader_changed(dataloader_idx):
+            of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
+            self._begin_loader(trainer, name + of_several, totals[dataloader_idx])
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._draws and self._eval_meter.due(batch_idx + 1):
+            self._draw_evaluation(batch_idx + 1)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
 
 
 def in_notebook() -> bool:

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lockstep.callbacks.progress.base import Meter, ProgressBar
-from lockstep.callbacks.progress.theme import RichProgressBarTheme
+from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, number
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 
 if TYPE_CHECKING:
-    from lockstep.ground.types import STEP_OUTPUT
+    from rich.progress import TaskID
+
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
 
-class RichProgressBar(ProgressBar):
+@dataclass
+class RichProgressBarTheme:
+    """Styles of the parts of the bar, in the words of https://rich.readthedocs.io/en/stable/style.html."""
+
+    description: str = ""  #: "Epoch 3/9", "Testing"
+    progress_bar: str = "cyan"  #: what is done
+    progress_bar_finished: str = "green"  #: all of it is done
+    progress_bar_pulse: str = "cyan"  #: nobody knows how much there is to do
+    batch_progress: str = ""  #: "40/100"
+    time: str = "dim"  #: time spent, time left
+    processing_speed: str = "dim"  #: "81.3it/s"
+    metrics: str = "italic"  #: the line of metrics
+    metrics_text_delimiter: str = "  "  #: between two of them
+    metrics_format: str = "#.4g"  #: of a number among them
+
+
+class RichProgressBar(DrawnProgressBar):
     """Draws bars with rich (extra ``rich``): training, and validation below it while that runs.
 
-    The time and speed of training leave validation out. Nothing is drawn between batches, so there is no
-    thread.
+    The time and speed of training leave validation out. Nothing is drawn between batches, so there is no thread.
 
     Args:
         refresh_rate: most drawings per second; 0 draws nothing.
@@ -44,7 +60,7 @@ class RichProgressBar(ProgressBar):
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(refresh_rate, interval=1 / refresh_rate if refresh_rate > 0 else math.inf)
         if find_spec("rich") is None:
             raise missing_extra("rich", "rich", "RichProgressBar")
         if refresh_rate < 0:
@@ -53,12 +69,8 @@ class RichProgressBar(ProgressBar):
             )
         self.theme = theme or RichProgressBarTheme()
         self.progress: Any = None
-        self._refresh_rate = refresh_rate
         self._leave = leave
         self._console_kwargs = console_kwargs or {}
-        self._interval = 1 / refresh_rate if refresh_rate else math.inf
-        self._train_meter = Meter(interval=self._interval)
-        self._eval_meter = Meter(interval=self._interval)
         self._train_task: Any = None
         self._eval_task: Any = None
 
@@ -71,15 +83,9 @@ class RichProgressBar(ProgressBar):
         """Most drawings per second."""
         return self._refresh_rate
 
-    @property
-    def is_enabled(self) -> bool:
-        """Whether anything is drawn."""
-        return self._enabled and self._refresh_rate > 0
-
     def disable(self) -> None:
-        """Draw nothing from now on; what was drawn stays."""
         super().disable()
-        self._stop()
+        self._close()
 
     # -- rich's own objects --------------------------------------------------------------------------------
 
@@ -107,10 +113,10 @@ class RichProgressBar(ProgressBar):
 
     val_sanity_check_bar = test_progress_bar = predict_progress_bar = val_progress_bar
 
-    def _task(self, number: Any) -> Any:
-        if self.progress is None or number is None:
+    def _task(self, task_id: TaskID | None) -> Any:
+        if self.progress is None or task_id is None:
             raise TypeError(f"{type(self).__name__}: there is no such bar now.")
-        return next(task for task in self.progress.tasks if task.id == number)
+        return next(task for task in self.progress.tasks if task.id == task_id)
 
     def refresh(self, hard: bool = False) -> None:
         """Draw now; ``hard`` is accepted for the signature."""
@@ -119,9 +125,31 @@ class RichProgressBar(ProgressBar):
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
         """The columns of a bar, as for ``rich.progress.Progress``; override it to show others."""
-        from lockstep.callbacks.progress.rich_columns import columns
+        from rich.progress import BarColumn, TextColumn
+        from rich.table import Column
 
-        return columns(self.theme)
+        from lockstep.callbacks.progress.rich_columns import Batches, Speed, Times
+
+        theme = self.theme
+        return [
+            TextColumn("{task.description}", style=theme.description or "none", markup=False),
+            BarColumn(
+                bar_width=None,
+                complete_style=theme.progress_bar,
+                finished_style=theme.progress_bar_finished,
+                pulse_style=theme.progress_bar_pulse,
+                # as wide as there is room for, within reason
+                table_column=Column(min_width=6, max_width=40),
+            ),
+            Batches(theme.batch_progress),
+            Times(theme.time),
+            Speed(theme.processing_speed),
+        ]
+
+    def _metrics_text(self, metrics: dict[str, Any]) -> tuple[str, str]:
+        """The line of metrics, and its style."""
+        shown = (f"{name}={number(value, self.theme.metrics_format)}" for name, value in metrics.items())
+        return self.theme.metrics_text_delimiter.join(shown), self.theme.metrics
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -130,7 +158,8 @@ class RichProgressBar(ProgressBar):
         if self.is_disabled:
             return
         if self._leave and self._train_task is not None:
-            self._stop()
+            self._close()
+        self._begin_drawing()
         self._start(trainer)
         if self._train_task is not None:
             self.progress.remove_task(self._train_task)
@@ -139,131 +168,46 @@ class RichProgressBar(ProgressBar):
         name = self.epoch_description.ljust(len(self.validation_description))
         self._train_task = self._add(name, self._train_meter)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
-        """Draw the bar if it is time to."""
-        if self._train_task is not None and self._train_meter.due(batch_idx + 1):
-            self._draw_training(trainer, pl_module)
-
-    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        if self._train_task is not None and self._train_meter.due(batch_idx + 1):
-            self._draw_training(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show what was logged at the end of the epoch."""
-        if self._train_task is not None:
-            self._draw_training(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the last bar on the screen."""
-        self._stop()
-
     def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.progress.metrics = self.get_metrics(trainer, pl_module)
-        self.progress.update(self._train_task, completed=self._train_meter.done, refresh=True)
+        if self._train_task is not None:  # a bar that is enabled in an epoch begins with the next one
+            self.progress.metrics = self.get_metrics(trainer, pl_module)
+            self.progress.update(self._train_task, completed=self._train_meter.done, refresh=True)
 
     # -- evaluation ----------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The time of training stands still."""
-        if self.is_enabled and not trainer.sanity_checking:
-            self._train_meter.pause()
-
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Open a bar for each loader."""
-        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
-            name = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-            totals = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-            self._begin_loader(trainer, name, totals, dataloader_idx)
-
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Open a bar for each loader."""
-        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
-            self._begin_loader(trainer, self.test_description, trainer.num_test_batches, dataloader_idx)
-
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Open a bar for each loader."""
-        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
-            self._begin_loader(trainer, self.predict_description, trainer.num_predict_batches, dataloader_idx)
-
-    def _begin_loader(self, trainer: Trainer, name: str, totals: list[int | float], dataloader_idx: int) -> None:
+    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
         self._start(trainer)
         if self._eval_task is not None and trainer.state.fn == "fit":
             self.progress.remove_task(self._eval_task)
         # a bar that stays on the screen keeps its time
         self._eval_meter.pause()
-        self._eval_meter = Meter(interval=self._interval)
-        self._eval_meter.begin(totals[dataloader_idx])
-        of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
-        self._eval_task = self._add(name + of_several, self._eval_meter)
+        self._eval_meter = Meter(interval=self._eval_meter.interval)
+        self._eval_meter.begin(total)
+        self._eval_task = self._add(name, self._eval_meter)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Draw the bar if it is time to."""
-        if self._eval_task is not None and self._eval_meter.due(batch_idx + 1):
-            self.progress.update(self._eval_task, completed=batch_idx + 1, refresh=True)
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    def _draw_evaluation(self, done: int) -> None:
+        if self._eval_task is not None:
+            self.progress.update(self._eval_task, completed=done, refresh=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """In a fit, take the bar of validation away and show its metrics."""
         self.reset_dataloader_idx_tracker()
         if self.progress is None or trainer.state.fn != "fit":
-            self._stop()
+            self._close()
             return
         if self._eval_task is not None:
             self.progress.remove_task(self._eval_task)
             self._eval_task = None
         self._train_meter.resume()
-        if self._train_task is not None:
-            self._draw_training(trainer, pl_module)
+        self._draw_training(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the bars of testing on the screen."""
-        self._stop()
+        self._close()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the bars of prediction on the screen."""
-        self._stop()
+        self._close()
 
-    # -- the end -------------------------------------------------------------------------------------------
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the bars as they are and give the terminal back."""
-        self._stop()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the terminal back."""
-        self._stop()
+    # -- the screen ----------------------------------------------------------------------------------------
 
     def print(self, *args: Any, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
         """Print above the bars."""
@@ -274,17 +218,16 @@ class RichProgressBar(ProgressBar):
             text = sep.join(map(str, args))
             self.progress.console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
 
-    # -- drawing -------------------------------------------------------------------------------------------
-
     def _start(self, trainer: Trainer) -> None:
         if self.progress is None:
             from lockstep.callbacks.progress.rich_columns import Bars
 
-            self.progress = Bars(self.configure_columns(trainer), self.theme, self._console_kwargs)
+            self.progress = Bars(self.configure_columns(trainer), self._metrics_text, self._console_kwargs)
             self.progress.start()
 
-    def _stop(self) -> None:
+    def _close(self) -> None:
         self.reset_dataloader_idx_tracker()
+        self._draws = False
         if self.progress is not None:
             self.progress.stop()
         self.progress = self._train_task = self._eval_task = None

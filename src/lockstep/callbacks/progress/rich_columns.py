@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import Progress, ProgressColumn, Task
 from rich.table import Column
 from rich.text import Text
 
-from lockstep.callbacks.progress.base import Meter, clock, number, speed
-from lockstep.callbacks.progress.theme import RichProgressBarTheme
+from lockstep.callbacks.progress.base import Meter, clock, speed
 
 
 class Batches(ProgressColumn):
@@ -59,33 +58,20 @@ class Bars(Progress):
         metrics: what that line shows.
     """
 
-    def __init__(self, columns: list[Any], theme: RichProgressBarTheme, console_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        columns: list[Any],
+        metrics_text: Callable[[dict[str, Any]], tuple[str, str]],
+        console_kwargs: dict[str, Any],
+    ) -> None:
         # rich asks for its renderables while it is being made
         self.metrics: dict[str, Any] = {}
-        self.theme = theme
+        self._metrics_text = metrics_text
         super().__init__(*columns, console=Console(**console_kwargs), auto_refresh=False)
 
     def get_renderables(self) -> Iterator[Any]:
         """The table of bars, then the metrics."""
         yield self.make_tasks_table(self.tasks)
         if self.metrics:
-            shown = (f"{k}={number(v, self.theme.metrics_format)}" for k, v in self.metrics.items())
-            yield Text(self.theme.metrics_text_delimiter.join(shown), style=self.theme.metrics)
-
-
-def columns(theme: RichProgressBarTheme) -> list[Any]:
-    """Description, bar, batches, times, speed, in the styles of the theme."""
-    return [
-        TextColumn("{task.description}", style=theme.description or "none", markup=False),
-        BarColumn(
-            bar_width=None,
-            complete_style=theme.progress_bar,
-            finished_style=theme.progress_bar_finished,
-            pulse_style=theme.progress_bar_pulse,
-            # as wide as there is room for, within reason
-            table_column=Column(min_width=6, max_width=40),
-        ),
-        Batches(theme.batch_progress),
-        Times(theme.time),
-        Speed(theme.processing_speed),
-    ]
+            text, style = self._metrics_text(self.metrics)
+            yield Text(text, style=style)

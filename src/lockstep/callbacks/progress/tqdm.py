@@ -7,18 +7,19 @@ import re
 import sys
 import threading
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.callbacks.progress.base import Meter, ProgressBar, Screen, behind, in_notebook, number
+from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, Screen, behind, in_notebook, number
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
-    from lockstep.ground.types import STEP_OUTPUT
+    from tqdm import tqdm
+
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
 
-class TQDMProgressBar(ProgressBar):
+class TQDMProgressBar(DrawnProgressBar):
     """Draws bars with tqdm on stdout: one for training, one below it for the validation in between.
 
     The time and speed of training leave validation out. Where the line is too narrow for all metrics, speed,
@@ -48,19 +49,15 @@ class TQDMProgressBar(ProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__()
+        super().__init__(refresh_rate, every=refresh_rate)
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             if value < 0:
                 raise MisconfigurationException(f"TQDMProgressBar({name}={value}): it must be at least 0.")
-        self._refresh_rate = refresh_rate
         self._process_position = process_position
         self._leave = leave
         self._train_bar: Any = None
         self._eval_bar: Any = None
-        self._draws = False  # whether the bars that are there are drawn
         self._screen = Screen(self._shown)
-        self._train_meter = Meter(refresh_rate)
-        self._eval_meter = Meter(refresh_rate)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: settings; a bar that is being drawn stays here."""
@@ -74,7 +71,7 @@ class TQDMProgressBar(ProgressBar):
     @property
     def refresh_rate(self) -> int:
         """Batches from one drawing to the next, at least."""
-        return self._refresh_rate
+        return int(self._refresh_rate)
 
     @property
     def process_position(self) -> int:
@@ -82,17 +79,12 @@ class TQDMProgressBar(ProgressBar):
         return self._process_position
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether anything is drawn."""
-        return self._enabled and self._refresh_rate > 0
-
-    @property
     def train_progress_bar(self) -> Any:
         """tqdm's bar of training, None outside a fit; it may be replaced by another one."""
         return self._train_bar
 
     @train_progress_bar.setter
-    def train_progress_bar(self, bar: Any) -> None:
+    def train_progress_bar(self, bar: tqdm[Any]) -> None:
         self._train_bar = bar
 
     @property
@@ -101,15 +93,13 @@ class TQDMProgressBar(ProgressBar):
         return self._eval_bar
 
     @val_progress_bar.setter
-    def val_progress_bar(self, bar: Any) -> None:
+    def val_progress_bar(self, bar: tqdm[Any]) -> None:
         self._eval_bar = bar
 
     test_progress_bar = predict_progress_bar = val_progress_bar
 
     def disable(self) -> None:
-        """Draw nothing from now on; what was drawn stays."""
         super().disable()
-        self._draws = False
         self._screen.close()
         for bar in (self._eval_bar, self._train_bar):
             if bar is not None:
@@ -153,9 +143,8 @@ class TQDMProgressBar(ProgressBar):
     # -- training ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of training."""
         self._train_bar = self.init_train_tqdm()
-        self._begin_drawing()
+        super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the bar anew."""
@@ -167,26 +156,6 @@ class TQDMProgressBar(ProgressBar):
         self._train_meter.begin(self.total_train_batches)
         _begin(self._train_bar, self._train_meter, self.epoch_description)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
-        """Draw the bar if it is time to."""
-        if self._draws and self._train_meter.due(batch_idx + 1):
-            self._draw_training(trainer, pl_module)
-
-    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
-        if self._draws and self._train_meter.due(batch_idx + 1):
-            self._draw_training(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show what was logged at the end of the epoch."""
-        if self._draws:
-            self._draw_training(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the last bar on the screen."""
-        self._close()
-
     def _draw_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._train_bar.initial = self._train_meter.first
         self._train_bar.n = self._train_meter.done
@@ -195,85 +164,29 @@ class TQDMProgressBar(ProgressBar):
     # -- evaluation ----------------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of the sanity check."""
         self._eval_bar = self.init_sanity_tqdm()
-        self._begin_drawing()
+        super().on_sanity_check_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of validation."""
         if not trainer.sanity_checking:
-            self._train_meter.pause()
             self._eval_bar = self.init_validation_tqdm()
-            self._begin_drawing()
+        super().on_validation_start(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of testing."""
         self._eval_bar = self.init_test_tqdm()
-        self._begin_drawing()
+        super().on_test_start(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of prediction."""
         self._eval_bar = self.init_predict_tqdm()
-        self._begin_drawing()
+        super().on_predict_start(trainer, pl_module)
 
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Begin the bar anew with each loader."""
-        if self._draws and self.has_dataloader_changed(dataloader_idx):
-            name = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-            totals = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-            self._begin_loader(name, totals, dataloader_idx)
+    def _begin_loader(self, trainer: Trainer, name: str, total: int | float) -> None:
+        self._eval_meter.begin(total)
+        _begin(self._eval_bar, self._eval_meter, name)
 
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Begin the bar anew with each loader."""
-        if self._draws and self.has_dataloader_changed(dataloader_idx):
-            self._begin_loader(self.test_description, trainer.num_test_batches, dataloader_idx)
-
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Begin the bar anew with each loader."""
-        if self._draws and self.has_dataloader_changed(dataloader_idx):
-            self._begin_loader(self.predict_description, trainer.num_predict_batches, dataloader_idx)
-
-    def _begin_loader(self, name: str, totals: list[int | float], dataloader_idx: int) -> None:
-        self._eval_meter.begin(totals[dataloader_idx])
-        of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
-        _begin(self._eval_bar, self._eval_meter, name + of_several)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Draw the bar if it is time to."""
-        if self._draws and self._eval_meter.due(batch_idx + 1):
-            self._eval_bar.n = batch_idx + 1
-            self._eval_bar.refresh()
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    def _draw_evaluation(self, done: int) -> None:
+        self._eval_bar.n = done
+        self._eval_bar.refresh()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar of validation and show its metrics beside that of training."""
@@ -288,28 +201,17 @@ class TQDMProgressBar(ProgressBar):
             self._draw_training(trainer, pl_module)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar of the sanity check."""
         self._close_evaluation()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the bar of testing on the screen."""
         self._close_evaluation()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the bar of prediction on the screen."""
         self._close_evaluation()
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the bars as they are and go to the next line."""
-        self._close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close what is still open."""
-        self._close()
-
-    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: Any = None, **kwargs: Any) -> None:
+    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
         """Print above the bars."""
         if self._shown():
             self._screen.write(sep.join(map(str, args)) + end, sys.stdout if file is None else file)
@@ -317,7 +219,7 @@ class TQDMProgressBar(ProgressBar):
             print(*args, sep=sep, end=end, file=file, **kwargs)
 
     def _begin_drawing(self) -> None:
-        self._draws = self.is_enabled
+        super()._begin_drawing()
         if self._draws and not in_notebook():
             self._screen.open()
 
@@ -355,7 +257,7 @@ _NARROWER = (
 _LEAST_BAR = 6  # characters; a shorter one shows nothing
 
 
-def _fit(bar: Any, shown: dict[str, Any]) -> None:
+def _fit(bar: tqdm[Any], shown: dict[str, Any]) -> None:
     """Choose the fullest of our formats of which nothing is cut off at the terminal's width.
 
     All but the first leave out the logger's version. Where even the briefest is too long, its end is cut off.
@@ -373,7 +275,7 @@ def convert_inf(x: int | float | None) -> int | float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-def _begin(bar: Any, meter: Meter, description: str) -> None:
+def _begin(bar: tqdm[Any], meter: Meter, description: str) -> None:
     bar.reset(total=convert_inf(meter.total))
     bar.total = convert_inf(meter.total)
     bar.initial = 0
@@ -395,7 +297,7 @@ def _tqdm() -> Any:
             _lock = threading.RLock()
 
             @staticmethod
-            def format_num(n: Any) -> str:
+            def format_num(n: float) -> str:
                 return number(n)
 
             def __str__(self) -> str:

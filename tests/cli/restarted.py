@@ -1,6 +1,6 @@
 """What the tests of ``lockstep run`` start: two fits and a test, in which ranks are killed.
 
-lockstep run --devices 2 --max-restarts 2 tests/cli/kept.py FOLDER --kill 1:rank=1,step=4 --kill 2:rank=0,step=9
+lockstep run --devices 2 --max-restarts 2 tests/cli/restarted.py FOLDER --kill 1:rank=1,step=4 --kill 2:rank=0,step=9
 """
 
 from __future__ import annotations

@@ -1,0 +1,299 @@
+"""Objects that users give a Trainer (plugins, callbacks, loggers, a profiler), and those that it has by default."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from lockstep.callbacks.base import Callback
+from lockstep.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
+from lockstep.callbacks.model_summary import ModelSummary, choose_model_summary
+from lockstep.callbacks.progress.base import PlainProgressBar, ProgressBar, in_notebook, is_terminal
+from lockstep.callbacks.progress.rich import RichProgressBar
+from lockstep.callbacks.progress.tqdm import TQDMProgressBar
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.environments import DescribesRanks, LightningEnvironment, describes_ranks, environment_named
+from lockstep.config.run import RunConfig
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loggers.base import DummyLogger, Logger
+from lockstep.loggers.tensorboard import default_logger
+from lockstep.loop.hooks import is_overridden
+from lockstep.loop.state import checkpoints_last
+from lockstep.precision.base import Precision
+from lockstep.profilers.base import Profiler
+
+# -- objects of an installed Lightning -----------------------------------------------------------------------
+
+
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def check_kind(where: str, thing: object, kind: type, name: str) -> None:
+    """Refuse what is no instance of ``kind``.
+
+    Args:
+        where: the call and its argument, for the message.
+        thing: what was given.
+        kind: lockstep's class.
+        name: how users import it from lockstep.
+
+    Raises:
+        MisconfigurationException: a class in place of an instance, an object of Lightning's, or something else.
+    """
+    if isinstance(thing, type) and issubclass(thing, kind):
+        raise MisconfigurationException(f"{where}: {thing.__name__} is a class; give an instance, {thing.__name__}().")
+    if isinstance(thing, kind):
+        return
+    check_not_lightnings(where, thing)
+    shown = type(thing).__name__ if not isinstance(thing, type) else f"the class {thing.__name__}"
+    raise MisconfigurationException(f"{where}: give a lockstep.{name}, not {shown} ({thing!r:.100}).")
+
+
+def check_not_lightnings(where: str, thing: object) -> None:
+    """Refuse an object whose class derives from one of an installed Lightning.
+
+    Raises:
+        MisconfigurationException: with the import to change.
+    """
+    kind = thing if isinstance(thing, type) else type(thing)
+    base = next((base for base in kind.__mro__ if base.__module__.split(".")[0] in PACKAGES), None)
+    if base is not None:
+        root = base.__module__.split(".")[0]
+        package = "lightning.pytorch" if root == "lightning" else root
+        raise MisconfigurationException(
+            f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, and a Trainer of lockstep "
+            f"runs classes of lockstep: change its import from `{package}` to `lockstep`, or leave the script as it is "
+            "and start it by `lockstep run --lightning script.py`."
+        )
+
+
+def check_constructed(where: str, thing: object, attribute: str) -> None:
+    """Refuse an object whose class forgot to call the constructor of its base.
+
+    Args:
+        where: the call, for the message.
+        thing: a module or data module.
+        attribute: that the base's ``__init__`` sets.
+
+    Raises:
+        MisconfigurationException: with the line to add.
+    """
+    if attribute not in vars(thing):
+        name = type(thing).__name__
+        raise MisconfigurationException(
+            f"{where}: {name}.__init__ does not call `super().__init__()`; make it its first line."
+        )
+
+
+# -- plugins -------------------------------------------------------------------------------------------------
+
+
+# Lightning's other kinds of plugins, by the name of a class that an object's class derives from, and why lockstep has
+# no place for them.
+REFUSED = {
+    "CheckpointIO": "its class derives from Lightning's CheckpointIO; import that from lockstep.plugins.io, where the "
+    "methods are the same",
+    "LayerSync": "lockstep synchronizes BatchNorm itself; use Trainer(sync_batchnorm=True)",
+    "Precision": "a precision of Lightning's works in Lightning's loops; name one by Trainer(precision=...), or derive "
+    "it from lockstep's Precision",
+}
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """The plugins of a Trainer, sorted."""
+
+    precision: Precision | None = None
+    cluster: DescribesRanks | None = None
+    checkpoint_io: CheckpointIO | None = None
+
+
+def sort_plugins(given: object, precision_flag: str | int | None, carried: Iterable[Any] = ()) -> Plugins:
+    """Tell a Trainer's plugins apart.
+
+    Args:
+        given: as in ``Trainer(plugins=...)``: None, one, or several.
+        precision_flag: as in ``Trainer(precision=...)``, which must not name another precision.
+        carried: plugins that were given to the strategy.
+
+    Raises:
+        MisconfigurationException: a plugin that lockstep has no place for, or two of one kind.
+    """
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    named = (environment_named(plugin) if isinstance(plugin, str) else plugin for plugin in carried)
+    several = [*(several if given is not None else ()), *named]
+    found: dict[str, Any] = {}
+    for plugin in several:
+        kind = _kind(plugin)
+        if kind is None:
+            raise MisconfigurationException(f"Trainer(plugins={plugin!r:.100}): {_reason(plugin)}.")
+        if kind in found:
+            raise MisconfigurationException(
+                f"Trainer(plugins=[{type(found[kind]).__name__}(), {type(plugin).__name__}()]): there is one {kind}; "
+                "give one of them."
+            )
+        found[kind] = plugin
+    if "precision" in found and precision_flag is not None:
+        raise MisconfigurationException(
+            f"Trainer(precision={precision_flag!r}, plugins={type(found['precision']).__name__}()): both choose the "
+            "precision; leave one out."
+        )
+    cluster = found.get("cluster")
+    if cluster is not None and not cluster.creates_processes_externally:
+        if type(cluster).__name__ != "LightningEnvironment":  # that one describes what lockstep does by itself
+            raise MisconfigurationException(
+                f"Trainer(plugins={type(cluster).__name__}()): its creates_processes_externally is False, and lockstep "
+                'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'
+            )
+        found["cluster"] = LightningEnvironment()
+    return Plugins(**found)
+
+
+def _kind(plugin: object) -> str | None:
+    if isinstance(plugin, Precision):
+        return "precision"
+    if isinstance(plugin, CheckpointIO):
+        return "checkpoint_io"
+    return "cluster" if describes_ranks(plugin) else None
+
+
+def _reason(plugin: object) -> str:
+    if isinstance(plugin, str):
+        return "plugins are no longer given by name; choose by `strategy=` and `precision=`"
+    names = [base.__name__ for base in (plugin if isinstance(plugin, type) else type(plugin)).__mro__]
+    if isinstance(plugin, type):
+        return f"this is a class; give an instance, {plugin.__name__}(...)"
+    reason = next((why for name, why in REFUSED.items() if name in names), None)
+    return reason or "lockstep takes a lockstep Precision, a ClusterEnvironment or a CheckpointIO here"
+
+
+# -- callbacks -----------------------------------------------------------------------------------------------
+
+
+def make_callbacks(
+    given: Callback | list[Callback] | None,
+    checkpointing: bool | None,
+    bar: bool | None,
+    summary: bool | None,
+    config: RunConfig,
+) -> list[Any]:
+    """The callbacks of a Trainer, those that write checkpoints last.
+
+    Args:
+        given: as in ``Trainer(callbacks=...)``.
+        checkpointing: as in ``Trainer(enable_checkpointing=...)``.
+        bar: as in ``Trainer(enable_progress_bar=...)``.
+        summary: as in ``Trainer(enable_model_summary=...)``.
+        config: the RunConfig.
+
+    Raises:
+        MisconfigurationException: no callback, two that a checkpoint could not tell apart, a flag and a callback that
+            contradict each other.
+    """
+    callbacks = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for callback in callbacks:
+        check_kind("Trainer(callbacks=...)", callback, Callback, "Callback")
+    keys = [callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback)]
+    twice = {key for key in keys if keys.count(key) > 1}
+    if twice:
+        raise MisconfigurationException(
+            f"Trainer(callbacks=...): {len(keys)} callbacks share the state_key {sorted(twice)}, so a checkpoint could "
+            "keep only one: give their classes a `state_key` property that tells them apart."
+        )
+    defaults: list[tuple[str, bool | None, type[Callback], Callable[[], Callback]]] = [
+        ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
+        ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
+        ("enable_model_summary", summary, ModelSummary, lambda: choose_model_summary(callbacks)),
+    ]
+    for flag, asked, kind, make in defaults:
+        if asked not in (True, False, None):
+            raise MisconfigurationException(f"Trainer({flag}={asked!r}): give True or False.")
+        there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+        if there and asked is False:
+            raise MisconfigurationException(
+                f"Trainer({flag}=False, callbacks=[{', '.join(there)}(...)]): leave out the flag or the callback."
+            )
+        if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
+            callbacks.append(make())
+    return checkpoints_last(callbacks)
+
+
+def choose_progress_bar() -> ProgressBar:
+    """The progress bar of a Trainer whose user named none.
+
+    Returns:
+        :class:`RichProgressBar` on a terminal that can move its cursor, if rich is installed;
+        :class:`TQDMProgressBar` on other terminals and in notebooks; :class:`PlainProgressBar`, which writes
+        a line now and then and never animates, where stdout is a file or a pipe.
+    """
+    if in_notebook():
+        return TQDMProgressBar()
+    if not is_terminal(sys.stdout):
+        return PlainProgressBar()
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return TQDMProgressBar()
+    return TQDMProgressBar() if Console().is_dumb_terminal else RichProgressBar()
+
+
+# -- loggers -------------------------------------------------------------------------------------------------
+
+
+def make_loggers(asked: Logger | Iterable[Logger] | bool | None, config: RunConfig) -> list[Any]:
+    """The loggers of a Trainer.
+
+    Args:
+        asked: True or None for the default one, False for none, a Logger or several.
+        config: the RunConfig.
+
+    Raises:
+        MisconfigurationException: something that cannot log.
+    """
+    if asked is False:
+        return []
+    if asked is None or asked is True:
+        loggers = [default_logger(config.default_root_dir)] if not config.fast_dev_run else [DummyLogger()]
+    else:
+        loggers = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
+    for logger in loggers:
+        if isinstance(logger, type) or not callable(getattr(logger, "log_metrics", None)):
+            check_not_lightnings("Trainer(logger=...)", logger)
+            raise MisconfigurationException(
+                f"Trainer(logger={asked!r:.100}): give True, False, a Logger such as CSVLogger(folder), or several."
+            )
+    return [DummyLogger()] if config.fast_dev_run and loggers else loggers
+
+
+# -- profiler ------------------------------------------------------------------------------------------------
+
+
+_PROFILERS = {
+    "simple": "base:SimpleProfiler",
+    "advanced": "base:AdvancedProfiler",
+    "pytorch": "pytorch:PyTorchProfiler",
+}
+
+
+def make_profiler(flag: Profiler | str | None) -> Profiler | None:
+    """The profiler of a Trainer; None where nothing is to be recorded.
+
+    Args:
+        flag: None, "simple", "advanced", "pytorch" (in any case of letters), or a profiler.
+
+    Raises:
+        MisconfigurationException: anything else.
+    """
+    if flag is None or isinstance(flag, Profiler):
+        return flag
+    if not isinstance(flag, str) or flag.lower() not in _PROFILERS:
+        raise MisconfigurationException(
+            f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler'
+            + ("; lockstep does not run on TPUs." if flag == "xla" else ".")
+        )
+    file, name = _PROFILERS[flag.lower()].split(":")
+    profiler: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()  # late: torch.profiler costs
+    return profiler
