@@ -11,6 +11,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Plan
+from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.shared_memory import SharedReduction
 
 
@@ -79,7 +80,7 @@ def _sizes(plan: Plan, sizes: dict[str, int]) -> str:
     return ", ".join(str(sum(sizes.get(name, 0) for name in bucket)) for bucket in plan)
 
 
-def _unused(reducer: Any) -> int:
+def _unused(reducer: Reducer) -> int:
     """Bytes of the parameters that no rank used in the last round."""
     pairs = [pair for bucket in reducer._buckets for pair in zip(bucket.parameters, bucket.used, strict=True)]
     return sum(parameter.nbytes for parameter, used in pairs if not used)

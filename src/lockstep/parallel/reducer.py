@@ -145,7 +145,7 @@ class Reducer:
         self._idle = self._world == 1 and transport is None
         self._views = gradient_as_bucket_view
         self._static = static_graph
-        self._limits = (bucket_cap_mb * MIB, min(first_bucket_mb, bucket_cap_mb) * MIB)
+        self._caps = [min(first_bucket_mb, bucket_cap_mb) * MIB, bucket_cap_mb * MIB]
         self._parameters = distinct(named_parameters)
         self.lock = lock_of(self._parameters.values())
         self._sparse = frozenset(sparse)
@@ -179,7 +179,7 @@ class Reducer:
                 return shared
         return AllReduce(self._group)
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
         """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
 
         Args:
@@ -251,10 +251,10 @@ class Reducer:
         self.frozen = [p for name, p in self._parameters.items() if name not in awake]
         infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
         if self._wanted is None:
-            self._plan = plan_buckets(infos, *self._limits)
+            self._plan = plan_buckets(infos, self._caps)
         else:
             dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
-            self._plan = fit_plan(dense, infos, *self._limits, frozen=self._parameters)
+            self._plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
         self._plan += [[name] for name in awake if name in self._sparse]
         if self._idle:
             return
@@ -517,7 +517,7 @@ class Reducer:
         order = comm.broadcast_object(list(self._arrived), 0, self._group)
         present = {name for bucket in self._plan for name in bucket} - self._sparse
         infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
-        plan = plan_buckets(in_order_of_arrival(infos, order), *self._limits)
+        plan = plan_buckets(in_order_of_arrival(infos, order), self._caps)
         plan += [bucket for bucket in self._plan if bucket[0] in self._sparse]
         self._wanted, self._layout_settled = plan, True
         if plan != self._plan:

@@ -84,6 +84,13 @@ class AllReduce:
         """Nothing to let go of."""
 
 
+def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
+    """Begin to fill ``flat`` with all ranks' ``part``, which may be a part of it; gives the work to wait for."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    # as bytes: gloo does not know every dtype
+    return call(flat.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
+
+
 # -- who used what -------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.error_feedback import Memory
 from lockstep.parallel.hooks.hook_transport import future_of, tensor_of
 from lockstep.parallel.hooks.ordering import completed, submit
+from lockstep.parallel.transport import all_gather
 
 # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -130,18 +131,12 @@ def coded_mean(flat: Tensor, code: Code, group: comm.Group, error: Tensor | None
         owed[rank] += (total - code.decode(message, numbers)).view(-1) * world
     if world > 1:
         arrived = message.new_empty((world, message.shape[1]))
-        _all_gather(arrived, message, group)
+        all_gather(arrived.view(-1), message.view(-1), group).wait()
     else:
         arrived = message
     flat.copy_(code.decode(arrived, numbers).reshape(-1)[:length])
     if error is not None and owed is not None:
         torch.where(flat.isfinite(), owed.view(-1)[:length], error, out=error)
-
-
-def _all_gather(gathered: Tensor, tensor: Tensor, group: comm.Group) -> None:
-    # the second name is deprecated where there is the first
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.view(-1), tensor.view(-1), group=group)
 
 
 def real(tensor: Tensor) -> Tensor:

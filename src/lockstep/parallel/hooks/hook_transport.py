@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +27,20 @@ TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _TORCH_WRAPPERS = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
 
 
-def innermost(hook: Any) -> Any:
+def innermost(hook: object) -> Any:
     """The hook inside of fp16 and bf16 wrappers (torch's and lockstep's) and ``functools.partial``."""
     while True:
         inside = getattr(hook, "wrapped_hook", None)
         if inside is None and isinstance(hook, functools.partial):
             inside = hook.func
         if inside is None and torch_name(hook) in _TORCH_WRAPPERS:
-            names = hook.__code__.co_freevars
-            inside = hook.__closure__[names.index("hook")].cell_contents
+            inside = inspect.getclosurevars(hook).nonlocals["hook"]  # type: ignore[arg-type]
         if inside is None:
             return hook
         hook = inside
 
 
-def torch_name(thing: Any) -> str | None:
+def torch_name(thing: object) -> str | None:
     """The name of a hook, or of the class of a hook's state, of torch's; None if it is not torch's.
 
     Example:
@@ -56,7 +56,7 @@ def torch_name(thing: Any) -> str | None:
     return getattr(thing, "__name__", None) or type(thing).__name__
 
 
-def name_of(hook: Any) -> str:
+def name_of(hook: object) -> str:
     """What a hook is called in messages."""
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
@@ -67,7 +67,7 @@ EXAMPLE = (
 )
 
 
-def future_of(returned: Any, hook: Any) -> torch.futures.Future[Any]:
+def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
     """What ``hook`` returned, if it is a future.
 
     Raises:
@@ -81,7 +81,7 @@ def future_of(returned: Any, hook: Any) -> torch.futures.Future[Any]:
     )
 
 
-def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
+def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
     """The reduced gradients in a future's value, 1-D.
 
     Args:
@@ -108,7 +108,7 @@ def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
     return value.detach().reshape(-1)
 
 
-def _described(thing: Any) -> str:
+def _described(thing: object) -> str:
     if isinstance(thing, Tensor):
         return f"a tensor of {thing.numel()} elements ({thing.dtype} on {thing.device})"
     if isinstance(thing, (list, tuple)):
@@ -150,7 +150,7 @@ class CallbackErrors:
         finally:
             _current.errors = before
 
-    def wait(self, future: Any) -> Any:
+    def wait(self, future: torch.futures.Future[Any]) -> Any:
         """The value of ``future``, or the error of a callback, as it was raised there."""
         if self._may_stay_open:
             while self.error is None and not future.done():
@@ -172,7 +172,7 @@ class CallbackErrors:
         self._may_stay_open = self._may_stay_open or is_done_callback
 
         @wraps(callback)
-        def guarded(future: Any) -> Any:
+        def guarded(future: torch.futures.Future[Any]) -> Any:
             with self.heard():
                 try:
                     return callback(future)
@@ -196,7 +196,7 @@ def _listen() -> None:
 
 def _asking(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
     @wraps(own)
-    def register(future: Any, callback: Callback) -> Any:
+    def register(future: torch.futures.Future[Any], callback: Callback) -> Any:
         errors: CallbackErrors | None = getattr(_current, "errors", None)
         return own(future, callback if errors is None else errors.guard(callback, is_done_callback))
 
@@ -212,7 +212,7 @@ _ONE_MESSAGE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "p
 _OWN = "lockstep.parallel.hooks."
 
 
-def keeps_order(hook: Any) -> bool:
+def keeps_order(hook: object) -> bool:
     """Whether ``hook`` may be called for a bucket while what it does for the last one is under way.
 
     That is so where it hands over all of its messages before it returns, or keeps them in order by itself: lockstep's
@@ -309,7 +309,7 @@ class Hooked(AllReduce):
     def __init__(
         self,
         group: comm.Group,
-        state: Any,
+        state: object,
         hook: Callable[..., Any],
         buckets: Callable[[], Sequence[Bucket]],
         over: Callable[[], comm.Group | Literal[False]],

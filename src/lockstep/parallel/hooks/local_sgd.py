@@ -159,7 +159,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
     return completed(bucket.buffer())
 
 
-def marks_of(hook: Any, state: Any) -> Marks | None:
+def marks_of(hook: object, state: Any) -> Marks | None:
     """Over which group the ranks agree on the parameters that were used, where that changes with a hook's rounds.
 
     Args:
