@@ -81,7 +81,7 @@ def test_a_plan_fits_the_parameters_that_it_was_made_for(
     infos: list[ParameterInfo], cap: int, first: int, other: int
 ) -> None:
     plan = plan_buckets(infos, [first, cap])
-    assert fit_plan(plan, infos, other, other) == plan
+    assert fit_plan(plan, infos, [other]) == plan
 
 
 @given(parameters, sizes, st.randoms())
@@ -89,10 +89,10 @@ def test_a_plan_is_restored_when_a_parameter_thaws(infos: list[ParameterInfo], c
     plan = plan_buckets(infos, [cap])
     awake = [info for info in infos if chance.random() < 0.5]
     names = {info.name for info in awake}
-    fitted = fit_plan(plan, awake, cap, cap, frozen=[info.name for info in infos])
+    fitted = fit_plan(plan, awake, [cap], frozen=[info.name for info in infos])
     kept = [[name for name in bucket if name in names] for bucket in plan]
     assert fitted == [bucket for bucket in kept if bucket]
-    for bucket in fit_plan(fitted, infos, cap, cap)[: len(fitted)]:
+    for bucket in fit_plan(fitted, infos, [cap])[: len(fitted)]:
         assert bucket in fitted
 
 
@@ -107,11 +107,11 @@ def test_gradients_lie_apart_and_aligned(numels: list[int], itemsize: int) -> No
 def test_errors_name_the_parameter() -> None:
     infos = [ParameterInfo("a", 1, torch.float32, CPU), ParameterInfo("b", 1, torch.float64, CPU)]
     with pytest.raises(ValueError, match="no parameter 'c'"):
-        fit_plan([["a"], ["c"]], infos, 10, 10)
+        fit_plan([["a"], ["c"]], infos, [10])
     with pytest.raises(ValueError, match="'a' is in it twice"):
-        fit_plan([["a"], ["a"]], infos, 10, 10)
+        fit_plan([["a"], ["a"]], infos, [10])
     with pytest.raises(ValueError, match=r"\['a', 'b'\] have several dtypes"):
-        fit_plan([["a", "b"]], infos, 10, 10)
+        fit_plan([["a", "b"]], infos, [10])
 
 
 # -- the bucket layout ---------------------------------------------------------------------------------------

@@ -16,6 +16,14 @@ Words: a *bucket* is a flat buffer in which some gradients lie one after another
 where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
 round. A *round* is one reduction of all buckets; a `lockstep.parallel.transport.Transport` makes it.
 
+A gradient's path: autograd adds it to its view and calls the parameter's hook (`Reducer._make_hook`); the hook of
+a bucket's last parameter launches the bucket (`Reducer._launch`), which collects and scales what lies in it
+(`lockstep.parallel.bucket.Bucket.collect`); the transport sums it over the ranks: by an all-reduce
+(`lockstep.parallel.transport.AllReduce`), in memory that the ranks of a host share
+(`lockstep.parallel.shared_memory.SharedReduction`), or by a communication hook
+(`lockstep.parallel.hooks.hook_transport.Hooked`); `Reducer.finish` waits, and gives each parameter its mean
+(`lockstep.parallel.bucket.Bucket.give_back`).
+
 Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
 halves. For that, fresh buffers are filled with -0.0, which leaves every summand as it is (0.0 would turn -0.0
 into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
@@ -152,17 +160,21 @@ class Reducer:
         self._wanted = plan
         self._buckets: list[Bucket] = []
         self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
-        self._prepared = self._started = self._scales_early = False
+        self._prepared = False  # between `prepare` and `finish`
+        self._started = False  # a backward has been prepared before
+        self._scales_early = False  # in this backward, big gradients are scaled as they come
         self._scale = 1.0
         self._hooks: list[Any] = []
         self._hidden: list[tuple[Parameter, Tensor | None]] = []
         # What the first backwards teach.
-        self._overlap = self._nested = self._learned = False
-        self._layout_settled = plan is not None
-        self._arrived: dict[str, int] = {}  # how often, in the order of the last time in this backward
-        self._tasks: set[int] = set()
-        self._untouched: set[str] = set()
-        self._probes: list[Any] = []
+        self._nested = False  # a backward ran others inside
+        self._learned = False  # whether backwards nest is known for each bucket
+        self._overlap = False  # buckets may be launched before the backward has ended
+        self._layout_settled = plan is not None  # else the buckets are laid out anew after the first round
+        self._arrived: dict[str, int] = {}  # gradients of each parameter in this backward, in order of the last one
+        self._tasks: set[int] = set()  # the graph tasks from which they came
+        self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
+        self._probes: list[Any] = []  # autograd hooks that record this
         self._recorded: StaticGraph | None = None
         self._marks_group: MarksGroup = lambda: process_group
         self.round_group: comm.Group | Literal[False] = process_group
