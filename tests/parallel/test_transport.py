@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.ground import comm
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.hooks.hook_transport import Hooked
+from lockstep.parallel.hooks.hook_transport import HookTransport
 from lockstep.parallel.shared_memory import SharedReduction
 from lockstep.parallel.transport import AllReduce, UsedParameters
 from lockstep.testing.pool import RankPool
@@ -25,7 +25,7 @@ def test_a_hook_waits_for_the_last_one_on_gloo_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(comm, "world_size", lambda group: 2)
     monkeypatch.setattr(AllReduce, "buffers", lambda self, sizes: [])
-    hooked: Any = Hooked(None, None, lambda state, bucket: torch.futures.Future(), list, lambda: None)
+    hooked: Any = HookTransport(None, None, lambda state, bucket: torch.futures.Future(), list, lambda: None)
     hooked.buffers([(4, torch.float32, torch.device(device, 0))])
     hooked._last = torch.futures.Future()
     asked: list[bool] = []

@@ -244,7 +244,6 @@ class Bucket:
         return self.flat.nbytes
 
     def lay_out(self, flat: Tensor) -> None:
-        """Take ``flat`` for the buffer."""
         with torch.no_grad():
             self.flat = flat
             self.buffer = torch.view_as_complex(flat.view(-1, 2)) if self.dtype.is_complex else flat
@@ -435,7 +434,6 @@ class SparseBucket(Bucket):
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Nothing: there is no buffer."""
         return 0, self.dtype.to_real() if self.dtype.is_complex else self.dtype, self.device
 
     @property
@@ -444,7 +442,6 @@ class SparseBucket(Bucket):
         return self.flat._values().nbytes + self.flat._indices().nbytes
 
     def lay_out(self, flat: Tensor) -> None:
-        """There is no buffer."""
         self.flat = flat
 
     def arm(self, views: bool, early: bool) -> None:
@@ -534,7 +531,6 @@ class GradBucket:
         return [self._buffer[start : start + one.numel()].view(one.shape) for start, one in pairs]
 
     def parameters(self) -> list[Parameter]:
-        """The parameters that they belong to."""
         return self._parameters
 
     def is_last(self) -> bool:

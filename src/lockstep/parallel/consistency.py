@@ -32,10 +32,6 @@ def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
     """Make sure that ``module`` has the same parameters and buffers on every rank of ``group``, in the same
     order.
 
-    Args:
-        module: of this rank.
-        group: the ranks.
-
     Raises:
         ValueError: on every rank, naming the first difference.
     """
@@ -44,11 +40,6 @@ def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
 
 def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> None:
     """Make sure that all ranks of ``group`` give the same lines.
-
-    Args:
-        what: what they describe.
-        mine: of this rank.
-        group: the ranks.
 
     Raises:
         ValueError: on every rank, naming the first difference, or what another has raised in `raise_on_all`.
@@ -292,12 +283,7 @@ STAGES = {
 
 
 class DesyncCheck:
-    """Asks all ranks of a group for the same thing at the same time, and compares.
-
-    Args:
-        group: the ranks.
-        module: whose gradients are compared.
-    """
+    """Asks all ranks of a group for the same thing at the same time, and compares."""
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
@@ -322,10 +308,6 @@ class DesyncCheck:
 
     def compare(self, stage: str, missing: list[str]) -> None:
         """Say where this rank is, and hear where the others are.
-
-        Args:
-            stage: a key of `STAGES`.
-            missing: parameters whose gradients were not reduced on this rank.
 
         Raises:
             RuntimeError: on every rank, if they are not at the same stage, reductions were not issued, or gradients

@@ -76,7 +76,6 @@ class DataParallel(nn.Module):
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        """See :func:`replicate`; to be overridden."""
         return replicate(module, devices)
 
     def scatter(self, inputs: Any, devices: Sequence[torch.device]) -> list[Any]:

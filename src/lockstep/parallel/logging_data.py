@@ -20,11 +20,6 @@ def logging_data(container: Any, parameters: list[Parameter], names: dict[int, s
 
     Sizes are bytes, lists are text, flags are 0 or 1, as with torch's. What says how gradients travel is there once
     the first backwards have shown it; errors are those that the container raised itself.
-
-    Args:
-        container: whose they are.
-        parameters: those that it averages.
-        names: of them, by their place among the parameters.
     """
     group, reducer = container.process_group, container.reducer
     transport = getattr(reducer, "_transport", None)

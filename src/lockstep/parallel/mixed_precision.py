@@ -200,7 +200,6 @@ class _InPlace:
         self._before = _put(casts)
 
     def end(self) -> None:
-        """Put the parameters back."""
         _put(self._before)
         self._before = []
 

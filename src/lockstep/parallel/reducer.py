@@ -21,7 +21,7 @@ a bucket's last parameter launches the bucket (`Reducer._launch`), which collect
 (`lockstep.parallel.bucket.Bucket.collect`); the transport sums it over the ranks: by an all-reduce
 (`lockstep.parallel.transport.AllReduce`), in memory that the ranks of a host share
 (`lockstep.parallel.shared_memory.SharedReduction`), or by a communication hook
-(`lockstep.parallel.hooks.hook_transport.Hooked`); `Reducer.finish` waits, and gives each parameter its mean
+(`lockstep.parallel.hooks.hook_transport.HookTransport`); `Reducer.finish` waits, and gives each parameter its mean
 (`lockstep.parallel.bucket.Bucket.give_back`).
 
 Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
@@ -208,13 +208,14 @@ class Reducer:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
         if self._started:
             raise RuntimeError("register_comm_hook: register the hook before the first backward")
-        from lockstep.parallel.hooks.hook_transport import Hooked  # with all hooks behind it: most runs have none
+        # with all hooks behind it: most runs have none
+        from lockstep.parallel.hooks.hook_transport import HookTransport
 
         self._transport.close()
         self._idle = False
         if marks is not None:
             self._marks_group = marks
-        self._transport = Hooked(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
+        self._transport = HookTransport(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
         self._build()
 
     # -- layout
@@ -601,7 +602,6 @@ class PassingHook:
         self._handle = self._node.register_hook(lambda inputs, outputs: hook(parameter))
 
     def remove(self) -> None:
-        """Hear nothing any more."""
         self._handle.remove()
         self._node = None
 

@@ -46,11 +46,9 @@ class Halves:
         self._dtype = dtype
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Rounded to the 16-bit type."""
         return rows.to(self._dtype).contiguous().view(torch.uint8)
 
     def decode(self, message: Tensor, numbers: int) -> Tensor:
-        """Exact."""
         return message.view(self._dtype).to(torch.float32)
 
 
@@ -62,7 +60,6 @@ class Bytes:
     """
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Scales first, then the rounded multiples."""
         count, numbers = rows.shape
         chunks = _chunks(rows.float())
         scales = chunks.abs().amax(dim=2) / 127
@@ -71,7 +68,6 @@ class Bytes:
         return torch.cat([scales.view(torch.uint8), codes.contiguous().view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, numbers: int) -> Tensor:
-        """Multiples times scales."""
         count = message.shape[0]
         bytes_of_scales = -(-numbers // CHUNK) * 4
         scales = message[:, :bytes_of_scales].clone(memory_format=torch.contiguous_format).view(torch.float32)

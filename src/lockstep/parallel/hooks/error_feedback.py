@@ -179,10 +179,6 @@ def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dic
 
     With as many ranks each gets its own. With another number, each gets the mean of all errors, so that the errors'
     mean over ranks, which is owed to the gradients, stays what it was; all else is alike on all ranks.
-
-    Args:
-        saved: of `save_state`, by rank.
-        world: how many ranks there are now.
     """
     if len(saved) == world or not saved:
         return list(saved)

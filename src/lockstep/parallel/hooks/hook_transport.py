@@ -97,15 +97,15 @@ def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     buffer = bucket.buffer()
-    who = f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}"
-    wanted = f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{who}; {wanted}")
-    numbers = value.is_floating_point() or value.is_complex()
-    fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
-    if not fits or value.is_complex() != buffer.is_complex():
-        raise TypeError(f"{who}; {wanted}")
-    return value.detach().reshape(-1)
+    if isinstance(value, Tensor):
+        numbers = value.is_floating_point() or value.is_complex()
+        fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
+        if fits and value.is_complex() == buffer.is_complex():
+            return value.detach().reshape(-1)
+    raise TypeError(
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}; "
+        f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
+    )
 
 
 def _described(thing: object) -> str:
@@ -226,12 +226,7 @@ def keeps_order(hook: object) -> bool:
 
 
 def in_order(hook: Hook, group: comm.Group = None) -> Hook:
-    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward.
-
-    Args:
-        hook: a communication hook of anybody.
-        group: the ranks, where ``hook``'s state does not name them.
-    """
+    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward."""
     if isinstance(hook, _InQueue) or torch_name(innermost(hook)) != "powerSGD_hook":
         return hook
     return _InQueue(hook, group)
@@ -286,7 +281,7 @@ def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
 # -- the transport -------------------------------------------------------------------------------------------
 
 
-class Hooked(AllReduce):
+class HookTransport(AllReduce):
     """A communication hook in place of the all-reduce: it gets the gradients as they are, and divides itself.
 
     On gloo, what a hook does in a future's callback runs in a thread of its own, at a moment of chance; a hook that
@@ -323,7 +318,6 @@ class Hooked(AllReduce):
         self._callbacks = CallbackErrors()
 
     def buffers(self, sizes: list[Size]) -> list[Tensor]:
-        """Tensors of this process."""
         several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
         self._one_by_one = several and any(carrier(self._group, device) == "gloo" for _, _, device in sizes)
         return super().buffers(sizes)

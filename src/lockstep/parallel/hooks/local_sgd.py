@@ -123,11 +123,9 @@ class PostLocalSGDState:
         return {**vars(self), **made}
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress."""
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
         self.iteration = state["iteration"]
 
 

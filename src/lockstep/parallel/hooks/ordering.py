@@ -81,7 +81,6 @@ class OrderedQueue:
     """Runs jobs at once, over the group itself."""
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """A future of ``job``'s result."""
         future = _future(device)
         _settle(future, job, group)
         return future
@@ -120,7 +119,6 @@ class ThreadQueue(StreamQueue):
         self._runs = False
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """A future of ``job``'s result."""
         future = _future(device)
         with self._lock:
             self._waiting.append((future, job, self._beside(device)))

@@ -148,7 +148,6 @@ class Scatter:
         bucket.work.wait()
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._spare.clear()
 
     def _exchange(self, flat: Tensor) -> _Exchange:
@@ -176,7 +175,6 @@ class _Exchange:
         )
 
     def is_there(self) -> bool:
-        """Whether all slices have come."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
@@ -240,10 +238,6 @@ class SharedBuffer:
         """A shared_buffer for ``group``, or None, on all its ranks alike, where they cannot have memory in common.
 
         A collective.
-
-        Args:
-            group: the ranks.
-            seconds: how long to wait for a rank at most.
         """
         semaphores = Semaphores.open_on_one_host(group)
         return None if semaphores is None else cls(group, semaphores, seconds)

@@ -98,7 +98,6 @@ class SlicedGradient(Tensor):
         raise RuntimeError(UNREADABLE)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Without values."""
         return f"SlicedGradient(shape={tuple(self.shard.parameter.shape)})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -548,7 +547,6 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
         return parameter
 
     def get(self, name: str, default: object = None) -> Any:
-        """The parameter, when it is there."""
         return self[name] if name in self else default  # noqa: SIM401  # its own `__getitem__` waits
 
     def items(self) -> Any:
@@ -557,12 +555,10 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
         return dict.items(self)
 
     def values(self) -> Any:
-        """The parameters, when all are there."""
         self._arrive(dict.values(self))
         return dict.values(self)
 
     def copy(self) -> dict[str, Parameter | None]:
-        """A plain dict."""
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: object) -> Any:

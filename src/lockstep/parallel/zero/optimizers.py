@@ -248,12 +248,7 @@ class ShardedOptimizers:
     # -- layout --------------------------------------------------------------------------------------------
 
     def lay_out(self, buckets: Iterable[Bucket], padded: Sequence[Tensor]) -> None:
-        """Take the parameters into buffers as ``buckets`` are, with what there is of state. A collective.
-
-        Args:
-            buckets: laid out, the same on all ranks.
-            padded: their buffers with the padding.
-        """
+        """Take the parameters into buffers as ``buckets`` are, with what there is of state. A collective."""
         self.wait()
         if self._arrivals is not None:
             self._arrivals.remove()

@@ -103,7 +103,6 @@ class ShardedReducer(Reducer):
             super().detach()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: object = None) -> None:
-        """Refused: a hook reduces whole buckets."""
         raise RuntimeError(
             "register_comm_hook: a communication hook reduces whole buckets, and with a sharded optimizer "
             "(shard_optimizer) each rank reduces its slice: use one of them"
