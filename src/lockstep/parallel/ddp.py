@@ -571,7 +571,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if cast and self._low is not None:
             return self._low.run(partial(self._run, cast=False), inputs, kwargs)
         module = self.module
-        call = module._alone if isinstance(module, DistributedDataParallel) else module
+        # another container, by its class's attribute: `isinstance` asks an abstract class in Python
+        call: Any = module._run_within if hasattr(type(module), "_run_within") else module
         if not self._devices:
             return call(*inputs, **kwargs)
         if len(self._devices) == 1 and type(self).scatter is DistributedDataParallel.scatter:
@@ -586,7 +587,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         replicas = data_parallel.replicate(self.module, self._devices[: len(parts)])
         return self.gather(self.parallel_apply(replicas, parts, named), output_device)
 
-    def _alone(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _run_within(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._run(inputs, kwargs)  # inside of another container's forward, which averages in this one's place
 
     # -- copies
