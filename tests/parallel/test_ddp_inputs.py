@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lockstep.parallel.bucket import plan_by_caps
+from lockstep.parallel.bucket import distinct, infos_of, plan_buckets
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.pool import RankPool
 
@@ -125,7 +125,7 @@ def test_bucket_sizes_one_by_one() -> None:
     named = [("a", shared), ("b", nn.Parameter(torch.zeros(10))), ("b2", shared), ("c", nn.Parameter(torch.zeros(10)))]
     named.insert(2, ("half", nn.Parameter(torch.zeros(10).half())))
     named.append(("d", nn.Parameter(torch.zeros(30))))
-    assert plan_by_caps(named, [40, 80]) == [["d"], ["half"], ["c", "b"], ["a"]]
+    assert plan_buckets(infos_of(distinct(named).items()), [40, 80]) == [["d"], ["half"], ["c", "b"], ["a"]]
 
 
 def _changed(how: str) -> str:

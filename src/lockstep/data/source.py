@@ -37,22 +37,12 @@ _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 # -- what sources are made with ------------------------------------------------------------------------------
 
 
-class Place(Protocol):
-    """Where this process stands among the ranks."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Replicas:
     """The replicas of a model, which see different samples, and the one that this rank belongs to.
 
     Ranks that share a tensor or a pipeline are one replica: they draw the same batches. Where no strategy splits the
-    model, each rank is a replica: :meth:`of`.
+    model, each rank is a replica.
     """
 
     index: int = 0
@@ -61,11 +51,6 @@ class Replicas:
     gather: Gather | None = None
     """Stacks the tensors of all replicas by index, each from one of its ranks; a collective. None: the default process
     group's, in which each rank is a replica."""
-
-    @classmethod
-    def of(cls, world: Place) -> Replicas:
-        """Each rank is a replica."""
-        return cls(world.rank, world.size)
 
     def agreed_gather(self) -> Gather | None:
         """The gather over the replicas; None where there is but one, and none was given."""

@@ -146,11 +146,9 @@ class ParameterAverager:
         self.agreed = comm.world_size(group) == self._world
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of steps."""
         return {"steps": self.steps, "agreed": self.agreed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
         self.steps = state["steps"]
         self.agreed = state["agreed"]
         if self._torchs is not None:

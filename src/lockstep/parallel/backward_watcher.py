@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import autograd, rpc
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -130,26 +130,34 @@ DEPTH = 3
 
 
 class Container(Protocol):
-    """What a `Watch` asks of whoever owns it."""
+    """What a `BackwardWatcher` asks of whoever owns it."""
+
+    module: nn.Module
+    _reducer: Reducer | None
+    _watch: BackwardWatcher
+    _has_skipped: bool
+
+    @property
+    def _distributed_rank(self) -> int: ...
 
     def _backward_begins(self) -> None:
         """Inside a backward, before a synchronised one is prepared."""
         ...
 
     def _prepare(self) -> None:
-        """To begin the round."""
+        """Begins the round."""
         ...
 
     def _backward_ended(self) -> None:
-        """To finish the round."""
+        """Finishes the round."""
         ...
 
     def skip_backward(self) -> None:
-        """To make a round of what parameters have in ``.grad``."""
+        """Makes a round of what parameters have in ``.grad``."""
         ...
 
 
-class Watch:
+class BackwardWatcher:
     """Has `Reducer.prepare` and `Reducer.finish` called around the backwards of one container.
 
     Args:
@@ -196,7 +204,7 @@ class Watch:
         if self._stepped is None:
             self._stepped = take_over(self.parameters)
 
-    def outputs(self, outputs: Any, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
+    def outputs(self, outputs: object, sync: bool, zero_weight: bool = False, expected: bool = True) -> None:
         """After a forward with gradients: watch what it gave.
 
         Args:
@@ -208,9 +216,9 @@ class Watch:
         for hook in self._leaf_hooks:
             hook.remove()
         self._leaf_hooks = []
-        single = isinstance(outputs, Tensor)
-        context = current_context()
-        for output in (outputs,) if single else find_tensors(outputs):
+        only = (outputs,) if isinstance(outputs, Tensor) else None
+        context, single = current_context(), only is not None
+        for output in only or find_tensors(outputs):
             if output.requires_grad:
                 hook = output.register_hook(self._make_hook(weakref.ref(output), sync, single, context))
                 if output.is_leaf:  # a parameter, handed out as it is: it outlives this forward
@@ -265,7 +273,7 @@ class Watch:
             Variable._execution_engine.queue_callback(self._end)
         self._prepare(self._sync or self._wanted)
 
-    def reduce_next(self, outputs: Any = None) -> None:
+    def reduce_next(self, outputs: object = None) -> None:
         """Let the next backward reduce, whatever its forwards said: what others ask torch's reducer for."""
         self._wanted = True
 
@@ -326,7 +334,7 @@ class Watch:
         return None if output is None or output.grad_fn is None else not _is_part(output.grad_fn)
 
 
-def _is_part(start: Any) -> bool:
+def _is_part(start: Node) -> bool:
     """Whether the backward that runs now leaves out some of the graph behind ``start``, as `torch.autograd.grad`
     with respect to inputs does."""
     seen = {start}
@@ -344,12 +352,12 @@ def _is_part(start: Any) -> bool:
     return False
 
 
-def find_tensors(outputs: Any) -> Iterator[Tensor]:
+def find_tensors(outputs: object) -> Iterator[Tensor]:
     """Tensors in nested collections, dataclasses and the attributes of other objects."""
     yield from _find(outputs, DEPTH, set())
 
 
-def _find(item: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+def _find(item: object, depth: int, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         yield item
     elif item is None or isinstance(item, str | bytes | int | float | complex | type) or id(item) in seen:
@@ -368,18 +376,18 @@ def _find(item: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
             yield from _find(getattr(item, name, None), depth - 1, seen)
 
 
-def _attributes(item: Any) -> list[str]:
+def _attributes(item: object) -> list[str]:
     if isinstance(item, nn.Module):
         return []
     slots = [name for kind in type(item).__mro__ for name in _as_tuple(getattr(kind, "__slots__", ()))]
     return [*getattr(item, "__dict__", ()), *slots]
 
 
-def _as_tuple(slots: Any) -> tuple[str, ...]:
+def _as_tuple(slots: str | Iterable[str]) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-waiting_for_steps: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+waiting_for_steps: weakref.WeakValueDictionary[int, Container] = weakref.WeakValueDictionary()
 """Containers that are told before an optimizer steps, by id; in the order in which they came, the same on all ranks."""
 
 
@@ -390,12 +398,12 @@ def hear_steps() -> None:
     register_optimizer_step_pre_hook(_before_any_step)
 
 
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for container in list(waiting_for_steps.values()):
         _before_step(container, optimizer)
 
 
-def _before_step(container: Any, optimizer: Optimizer) -> None:
+def _before_step(container: Container, optimizer: Optimizer) -> None:
     """If a container waits for a backward whose gradients this optimizer would use."""
     if container._reducer is None or not container._watch.expected:
         return

@@ -56,57 +56,50 @@ def infos_of(parameters: Iterable[tuple[str, Parameter]]) -> list[ParameterInfo]
     return [ParameterInfo(name, p.numel(), p.dtype, p.device) for name, p in parameters]
 
 
-def plan_buckets(parameters: Sequence[ParameterInfo], cap_bytes: float, first_bytes: float) -> Plan:
+def plan_buckets(parameters: Sequence[ParameterInfo], caps: Sequence[float]) -> Plan:
     """Cut ``parameters`` into buckets for a backward that reaches them last to first.
 
-    A bucket holds parameters of one dtype and device, at most ``cap_bytes`` of them (a larger parameter has
-    one for itself). Buckets and the parameters in them stand in reverse order of registration, which is about
-    the order in which gradients come. The parameters that were registered first, whose gradients come last,
-    are in a bucket of at most ``first_bytes``: nothing is left to overlap its reduction with, so it had
-    better be short.
+    A bucket holds parameters of one dtype and device, up to its size (a larger parameter has one for itself).
+    Buckets and the parameters in them stand in reverse order of registration, which is about the order in which
+    gradients come. The bucket of the parameters that were registered first, whose gradients come last, had better be
+    short: nothing is left to overlap its reduction with.
 
     Args:
         parameters: in order of registration, with distinct names.
-        cap_bytes: the largest size of a bucket.
-        first_bytes: the largest size of the bucket of the first-registered parameters, of each dtype and
-            device.
+        caps: bytes of the buckets, that of the first-registered parameters in front, for each dtype and device; the
+            last one holds for all further ones.
 
     Example:
         >>> cpu = torch.device("cpu")
         >>> sizes = {"embed": 100, "layer.weight": 300, "layer.bias": 10, "head": 100}
         >>> infos = [ParameterInfo(name, numel, torch.float32, cpu) for name, numel in sizes.items()]
-        >>> plan_buckets(infos, cap_bytes=1600, first_bytes=400)
+        >>> plan_buckets(infos, caps=[400, 1600])
         [['head'], ['layer.bias', 'layer.weight'], ['embed']]
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    room: dict[tuple[torch.dtype, torch.device], float] = {}
+    last: dict[tuple[torch.dtype, torch.device], tuple[list[int], int, float]] = {}  # bucket, its number, its room
     buckets: list[list[int]] = []
     for index, parameter in enumerate(parameters):
         kind = (parameter.dtype, parameter.device)
-        bucket = open_buckets.get(kind)
-        if bucket is None or parameter.nbytes > room[kind]:
-            room[kind] = first_bytes if bucket is None else cap_bytes
-            bucket = open_buckets[kind] = []
+        bucket, number, room = last.get(kind, ([], -1, -1.0))
+        if number < 0 or parameter.nbytes > room:
+            bucket, number = [], number + 1
+            room = caps[min(number, len(caps) - 1)]
             buckets.append(bucket)
         bucket.append(index)
-        room[kind] -= parameter.nbytes
+        last[kind] = bucket, number, room - parameter.nbytes
     buckets.sort(key=lambda bucket: -bucket[0])  # a bucket is complete when its first-registered parameter is
     return [[parameters[index].name for index in reversed(bucket)] for bucket in buckets]
 
 
 def fit_plan(
-    plan: Plan,
-    parameters: Sequence[ParameterInfo],
-    cap_bytes: float,
-    first_bytes: float,
-    frozen: Iterable[str] = (),
+    plan: Plan, parameters: Sequence[ParameterInfo], caps: Sequence[float], frozen: Iterable[str] = ()
 ) -> Plan:
     """``plan`` for ``parameters``: without what is ``frozen`` now, with buckets for what it does not name.
 
     Args:
         plan: as another run made it, perhaps with parameters frozen or thawed that are not so now.
         parameters: those that will get gradients.
-        cap_bytes, first_bytes: of `plan_buckets`, for the parameters that ``plan`` does not name.
+        caps: of `plan_buckets`, for the parameters that ``plan`` does not name.
         frozen: names that ``plan`` may hold although they get no gradients.
 
     Raises:
@@ -134,7 +127,7 @@ def fit_plan(
         if awake:
             fitted.append(awake)
     rest = [parameter for parameter in parameters if parameter.name not in seen]
-    return fitted + plan_buckets(rest, cap_bytes, first_bytes)
+    return fitted + plan_buckets(rest, caps)
 
 
 def in_order_of_arrival(parameters: Sequence[ParameterInfo], arrived: Sequence[str]) -> list[ParameterInfo]:
@@ -178,41 +171,6 @@ def offsets(numels: Iterable[int], itemsize: int, alignment: int = ALIGNMENT) ->
         starts.append(end)
         end += -(-numel // step) * step
     return starts, end
-
-
-# -- plans from given sizes ----------------------------------------------------------------------------------
-
-
-def plan_by_caps(named_parameters: Sequence[tuple[str, Parameter]], caps: Sequence[float]) -> Plan:
-    """Cut parameters into buckets of given sizes.
-
-    Args:
-        named_parameters: in order of registration.
-        caps: bytes of the buckets, that of the first-registered parameters in front, for each dtype and device; the
-            last one holds for all further ones.
-
-    Example:
-        >>> named = [(name, Parameter(torch.zeros(10))) for name in "abcd"]
-        >>> plan_by_caps(named, [40, 80])
-        [['d'], ['c', 'b'], ['a']]
-    """
-    buckets: list[list[int]] = []
-    now: dict[tuple[torch.dtype, torch.device], tuple[list[int], int, float]] = {}
-    seen: set[int] = set()
-    for index, (_, parameter) in enumerate(named_parameters):
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        kind = (parameter.dtype, parameter.device)
-        bucket, number, room = now.get(kind, ([], -1, -1.0))
-        if number < 0 or parameter.nbytes > room:
-            bucket, number = [], number + 1
-            room = caps[min(number, len(caps) - 1)]
-            buckets.append(bucket)
-        bucket.append(index)
-        now[kind] = bucket, number, room - parameter.nbytes
-    buckets.sort(key=lambda bucket: -bucket[0])
-    return [[named_parameters[index][0] for index in reversed(bucket)] for bucket in buckets]
 
 
 # -- a bucket at work ----------------------------------------------------------------------------------------
@@ -286,7 +244,6 @@ class Bucket:
         return self.flat.nbytes
 
     def lay_out(self, flat: Tensor) -> None:
-        """Take ``flat`` for the buffer."""
         with torch.no_grad():
             self.flat = flat
             self.buffer = torch.view_as_complex(flat.view(-1, 2)) if self.dtype.is_complex else flat
@@ -477,7 +434,6 @@ class SparseBucket(Bucket):
 
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
-        """Nothing: there is no buffer."""
         return 0, self.dtype.to_real() if self.dtype.is_complex else self.dtype, self.device
 
     @property
@@ -486,7 +442,6 @@ class SparseBucket(Bucket):
         return self.flat._values().nbytes + self.flat._indices().nbytes
 
     def lay_out(self, flat: Tensor) -> None:
-        """There is no buffer."""
         self.flat = flat
 
     def arm(self, views: bool, early: bool) -> None:
@@ -576,7 +531,6 @@ class GradBucket:
         return [self._buffer[start : start + one.numel()].view(one.shape) for start, one in pairs]
 
     def parameters(self) -> list[Parameter]:
-        """The parameters that they belong to."""
         return self._parameters
 
     def is_last(self) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks start alike and stay alike: modules compared and sent at the start, and the roll of a step."""
+"""Ranks start alike and stay alike: modules compared and sent at the start, and are checked for it in each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # -- the start -----------------------------------------------------------------------------------------------
 
@@ -29,10 +32,6 @@ def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
     """Make sure that ``module`` has the same parameters and buffers on every rank of ``group``, in the same
     order.
 
-    Args:
-        module: of this rank.
-        group: the ranks.
-
     Raises:
         ValueError: on every rank, naming the first difference.
     """
@@ -42,13 +41,8 @@ def check_same_module(module: nn.Module, group: comm.Group = None) -> None:
 def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> None:
     """Make sure that all ranks of ``group`` give the same lines.
 
-    Args:
-        what: what they describe.
-        mine: of this rank.
-        group: the ranks.
-
     Raises:
-        ValueError: on every rank, naming the first difference, or what another has raised in `told_to_all`.
+        ValueError: on every rank, naming the first difference, or what another has raised in `raise_on_all`.
     """
     if comm.world_size(group) == 1:
         return
@@ -71,7 +65,7 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
 
 
 @contextlib.contextmanager
-def told_to_all(group: comm.Group) -> Iterator[None]:
+def raise_on_all(group: comm.Group) -> Iterator[None]:
     """Where this block raises, every rank of ``group`` does: the others in `check_alike`, which has to come next."""
     try:
         yield
@@ -116,7 +110,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype}, shape {tuple(tensor.shape)}{laid}"
 
 
-def find_group(group: comm.Group, mesh: Any, module: nn.Module) -> Any:
+def find_group(group: comm.Group, mesh: DeviceMesh | None, module: nn.Module) -> Any:
     """The process group of a container: the given one, that of the mesh, or the default one.
 
     Args:
@@ -208,10 +202,13 @@ def find_unusable(module: nn.Module, ignored: Collection[str] = (), group: comm.
     return None
 
 
-def _yields(container: Any, group: comm.Group) -> bool:
+def _yields(container: nn.Module, group: comm.Group) -> bool:
     """Whether this container can let another one of ``group`` do its work."""
-    ours = hasattr(container, "use_reducer") and container.process_group is group
-    return ours and not (container.parameters_to_ignore or (container.device_ids or ())[1:])
+    if not hasattr(container, "use_reducer"):
+        return False
+    settings = vars(container)
+    ours = settings["process_group"] is group
+    return ours and not (settings["parameters_to_ignore"] or (settings["device_ids"] or ())[1:])
 
 
 def state_tensors(module: nn.Module, ignored: Collection[str] = (), buffers: bool = True) -> list[Tensor]:
@@ -268,7 +265,7 @@ def buffers_in_forwards(forward_sync_buffers: bool | None, broadcast_buffers: bo
     return next(value for value in (forward_sync_buffers, broadcast_buffers, True) if value is not None)
 
 
-# -- who is where --------------------------------------------------------------------------------------------
+# -- desync check and absent ranks ---------------------------------------------------------------------------
 
 
 PATIENCE = 3.0
@@ -285,13 +282,8 @@ STAGES = {
 }
 
 
-class RollCall:
-    """Asks all ranks of a group for the same thing at the same time, and compares.
-
-    Args:
-        group: the ranks.
-        module: whose gradients are compared.
-    """
+class DesyncCheck:
+    """Asks all ranks of a group for the same thing at the same time, and compares."""
 
     def __init__(self, group: comm.Group, module: nn.Module) -> None:
         self._group = group
@@ -304,8 +296,8 @@ class RollCall:
         """Compare the gradients of these parameters from now on."""
         self._named = list(named_parameters)
 
-    def note(self, over: comm.Group | Literal[False] = None) -> None:
-        """Remember the gradients as they are now; the next `answer` compares them.
+    def remember(self, over: comm.Group | Literal[False] = None) -> None:
+        """Remember the gradients as they are now; the next `compare` compares them.
 
         Args:
             over: the group of the round. After one of fewer ranks (False: of none) they differ, and are left out.
@@ -314,12 +306,8 @@ class RollCall:
             return
         self._sums = {name: checksum(p.grad) for name, p in self._named if p.grad is not None}
 
-    def answer(self, stage: str, missing: list[str]) -> None:
+    def compare(self, stage: str, missing: list[str]) -> None:
         """Say where this rank is, and hear where the others are.
-
-        Args:
-            stage: a key of `STAGES`.
-            missing: parameters whose gradients were not reduced on this rank.
 
         Raises:
             RuntimeError: on every rank, if they are not at the same stage, reductions were not issued, or gradients
@@ -342,10 +330,10 @@ class RollCall:
                     f"check_reduction: rank {rank} did not reduce the gradient of parameter {names[0]!r} in the last "
                     f"backward ({len(names)} in all): it ended early (did it raise?)"
                 )
-        self._compare([sums for _, _, sums in found])
+        self._compare_gradients([sums for _, _, sums in found])
 
     @staticmethod
-    def _compare(sums: list[dict[str, int]]) -> None:
+    def _compare_gradients(sums: list[dict[str, int]]) -> None:
         names = list(dict.fromkeys(name for theirs in sums for name in theirs))
         for name in names:
             values = [theirs.get(name) for theirs in sums]
@@ -391,15 +379,15 @@ def named_failure(
     except Exception as error:
         lost = isinstance(error, dist.DistError) or LOST.search(QUOTED.sub("", str(error)))
         if not (lost and isinstance(error, RuntimeError)):
-            leave_word(group, number, error)
+            report_failure(group, number, error)
             noted(error)
             raise
-        absent = say_who_is_absent(group, f"{doing} of round {number}", number)
+        absent = describe_absent(group, f"{doing} of round {number}", number)
         said = f"rank {comm.rank(group)}, {doing} of round {number}: {absent}"
         raise noted(RuntimeError(said)) from error
 
 
-def leave_word(group: comm.Group, number: int, error: Exception) -> None:
+def report_failure(group: comm.Group, number: int, error: Exception) -> None:
     """Before this rank, perhaps alone, raises ``error``: for the ranks that will miss it in round ``number``."""
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
@@ -410,7 +398,7 @@ def _key(group: comm.Group, moment: object) -> str:
     return f"lockstep/failed/{getattr(group or dist.group.WORLD, 'group_name', '')}/{moment}/"
 
 
-def say_who_is_absent(group: comm.Group, moment: str, number: int) -> str:
+def describe_absent(group: comm.Group, moment: str, number: int) -> str:
     """After a collective has failed here: the ranks of ``group`` that do not report the same, in a sentence.
 
     Args:

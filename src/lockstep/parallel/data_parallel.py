@@ -76,7 +76,6 @@ class DataParallel(nn.Module):
         return self.gather(self.parallel_apply(replicas, parts), self.output_device)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        """See :func:`replicate`; to be overridden."""
         return replicate(module, devices)
 
     def scatter(self, inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
@@ -99,7 +98,7 @@ def as_device(device: int | str | torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if made.type == "cuda" and made.index is None else made
 
 
-def rows_of(batch: Any, dim: int = 0) -> int | None:
+def rows_of(batch: object, dim: int = 0) -> int | None:
     """Rows of the tensors in a nested batch; None where it has no tensor with rows.
 
     Raises:
@@ -306,7 +305,7 @@ def join(outputs: Sequence[Any], tensors: Callable[[list[Tensor]], Any]) -> Any:
     return first
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     try:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):  # an array's answer is an array

@@ -27,10 +27,10 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle_at_exit
 from lockstep.ground.rank import warn_once
 from lockstep.parallel import data_parallel
-from lockstep.parallel.backward_watcher import Watch, hear_steps, waiting_for_steps
-from lockstep.parallel.bucket import plan_by_caps
+from lockstep.parallel.backward_watcher import BackwardWatcher, hear_steps, waiting_for_steps
+from lockstep.parallel.bucket import infos_of, plan_buckets
 from lockstep.parallel.consistency import (
-    RollCall,
+    DesyncCheck,
     broadcast_buffers,
     broadcast_module_state,
     buffers_in_forwards,
@@ -38,10 +38,10 @@ from lockstep.parallel.consistency import (
     describe,
     find_group,
     find_unusable,
-    leave_word,
     named_failure,
+    raise_on_all,
+    report_failure,
     sparse_names,
-    told_to_all,
 )
 from lockstep.parallel.data_parallel import Device, as_device, as_id, choose_devices
 from lockstep.parallel.late_parameters import LateParameters, find_cast, find_changed
@@ -168,7 +168,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device_mesh = device_mesh
         protect_forks()  # of loader workers, beside the group's threads
         settle_at_exit()
-        with told_to_all(self.process_group):
+        with raise_on_all(self.process_group):
             if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
                 raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce: give both, or none")
             self.parameters_to_ignore = set(getattr(module, IGNORED, ()))
@@ -240,7 +240,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Make the reducer and what tells it when; on all ranks at the same time."""
         ignored = {*self.parameters_to_ignore, *self._frozen}
         named = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
-        plan = plan_by_caps(named, self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
+        plan = plan_buckets(infos_of(named), self.bucket_bytes_cap_list) if self.bucket_bytes_cap_list else None
         options = {"skip_unused": True} if self.skip_all_reduce_unused_params and self._make_reducer is Reducer else {}
         self._reducer = reducer = self._make_reducer(
             named,
@@ -257,9 +257,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             reducer.register_comm_hook(*self._comm_hook)
         self._first_plan = reducer.plan()
         self._world = comm.world_size(self.process_group)
-        self._checks = RollCall(self.process_group, self.module) if self.check_reduction and self._world > 1 else None
-        parameters = [parameter for _, parameter in named]
-        self._watch = Watch(reducer, parameters, self, self.static_graph)
+        checked = self.check_reduction and self._world > 1
+        self._checks = DesyncCheck(self.process_group, self.module) if checked else None
+        self._watch = BackwardWatcher(reducer, [p for _, p in named], self, self.static_graph)
         reducer.on_unprepared_grad = self._watch.unprepared_grad
         reducer.prepare_for_backward = self._watch.reduce_next  # type: ignore[attr-defined]  # torch's PipelineStage asks
         self._release = weakref.finalize(self, _let_go, reducer, os.getpid())
@@ -354,7 +354,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             return outputs
         except Exception as error:
             if self._reducer is not None and self._world > 1:
-                leave_word(self.process_group, self._reducer.rounds + 1, error)
+                report_failure(self.process_group, self._reducer.rounds + 1, error)
             raise
         finally:
             if profiled:
@@ -402,7 +402,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """With check_reduction: whether all ranks are at the same point, and how the last backward ended."""
         if self._checks is not None:
             with self._named_failure("comparing the ranks' places"):
-                self._checks.answer(stage, self.reducer.missing() if stage == "forward" else [])
+                self._checks.compare(stage, self.reducer.missing() if stage == "forward" else [])
 
     def _backward_begins(self) -> None:
         self._compare("backward")
@@ -422,7 +422,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.finish()
         self._await_buffers()
         if self._checks is not None and self.reducer.sync:
-            self._checks.note(self.reducer.round_group)
+            self._checks.remember(self.reducer.round_group)
         self._watch.step()
 
     def _named_failure(self, doing: str) -> contextlib.AbstractContextManager[None]:
@@ -478,7 +478,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self._weight = before
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: object) -> None:
         """As of any module; it is said that nothing overlaps then."""
         warn_once(WHOLE.format(name=type(self.module).__name__))
         super().compile(*args, **kwargs)
@@ -571,7 +571,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if cast and self._low is not None:
             return self._low.run(partial(self._run, cast=False), inputs, kwargs)
         module = self.module
-        call = module._alone if isinstance(module, DistributedDataParallel) else module
+        # another container, by its class's attribute: `isinstance` asks an abstract class in Python
+        call: Any = module._run_within if hasattr(type(module), "_run_within") else module
         if not self._devices:
             return call(*inputs, **kwargs)
         if len(self._devices) == 1 and type(self).scatter is DistributedDataParallel.scatter:
@@ -586,7 +587,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         replicas = data_parallel.replicate(self.module, self._devices[: len(parts)])
         return self.gather(self.parallel_apply(replicas, parts, named), output_device)
 
-    def _alone(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _run_within(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._run(inputs, kwargs)  # inside of another container's forward, which averages in this one's place
 
     # -- copies
@@ -594,7 +595,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _kept(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in MADE_ANEW}
 
-    def _restore(self, state: dict[str, Any], group: Any) -> None:
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         self.process_group, self._reducer = group, None
         super().__setstate__(state)
 
@@ -643,9 +644,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _register_buffer_comm_hook(
         self,
-        state: Any,
+        state: object,
         hook: Callable[..., Any],
-        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
         """Let ``hook(state, named_buffers)``, which may return futures, bring the buffers in line."""
         if not callable(hook):
@@ -689,7 +690,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Iterable[Parameter] | None = None, **kwargs: Any
+    ) -> None:
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
         try:
@@ -729,7 +732,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             error = f"the last backward ended before the gradient of parameter {names[0]!r} was reduced"
             raise self._noted(RuntimeError(error))
 
-    def _update_process_group(self, new_process_group: Any) -> None:
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         if dist.get_rank(new_process_group) >= 0:
             self._detach()
             self.process_group = new_process_group

@@ -55,7 +55,6 @@ class LateParameters:
         _watching.add(self)
 
     def close(self) -> None:
-        """Notice nothing any more."""
         _watching.discard(self)
 
     def renew(self, module: nn.Module) -> None:
@@ -194,9 +193,6 @@ class Rendezvous:
     sees how far another rank is; a rank that meets alone then waits as long as a collective of the group would.
 
     The constructor is collective.
-
-    Args:
-        group: the ranks; ``None`` is the default group.
     """
 
     def __init__(self, group: comm.Group = None) -> None:
@@ -225,9 +221,6 @@ class Rendezvous:
     def meet(self, found: str) -> None:
         """Wait at the next point until all ranks have come there to meet, then pass it.
 
-        Args:
-            found: what this rank has found, for the error.
-
         Raises:
             MisconfigurationException: another rank has passed the point, or did not come within the group's timeout.
         """
@@ -254,7 +247,6 @@ class Rendezvous:
             time.sleep(WAIT)
 
     def close(self) -> None:
-        """Let go of the memory."""
         if self._page is not None:
             self._cells.release()  # type: ignore[union-attr]
             self._page.close()
@@ -418,6 +410,5 @@ class LateTensors:
             self._known[parameter] = True
 
     def close(self) -> None:
-        """The run is over."""
         self._watch.close()
         self._points.close()

@@ -11,6 +11,7 @@ from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Plan
+from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.shared_memory import SharedReduction
 
 
@@ -19,11 +20,6 @@ def logging_data(container: Any, parameters: list[Parameter], names: dict[int, s
 
     Sizes are bytes, lists are text, flags are 0 or 1, as with torch's. What says how gradients travel is there once
     the first backwards have shown it; errors are those that the container raised itself.
-
-    Args:
-        container: whose they are.
-        parameters: those that it averages.
-        names: of them, by their place among the parameters.
     """
     group, reducer = container.process_group, container.reducer
     transport = getattr(reducer, "_transport", None)
@@ -79,7 +75,7 @@ def _sizes(plan: Plan, sizes: dict[str, int]) -> str:
     return ", ".join(str(sum(sizes.get(name, 0) for name in bucket)) for bucket in plan)
 
 
-def _unused(reducer: Any) -> int:
+def _unused(reducer: Reducer) -> int:
     """Bytes of the parameters that no rank used in the last round."""
     pairs = [pair for bucket in reducer._buckets for pair in zip(bucket.parameters, bucket.used, strict=True)]
     return sum(parameter.nbytes for parameter, used in pairs if not used)

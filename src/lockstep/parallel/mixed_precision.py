@@ -53,7 +53,7 @@ class LowPrecision:
             cannot travel, a module in TorchScript, or a BatchNorm layer whose statistics would have another dtype.
     """
 
-    def __init__(self, config: Any, module: nn.Module, ignored: Collection[str] = ()) -> None:
+    def __init__(self, config: object, module: nn.Module, ignored: Collection[str] = ()) -> None:
         if not isinstance(config, _MixedPrecision):
             raise MisconfigurationException(
                 f"mixed_precision={config!r}: give torch.nn.parallel.distributed._MixedPrecision(param_dtype=...), or "
@@ -169,7 +169,7 @@ class LowPrecision:
                 casts[id(parameter)] = parameter.to(low)
         return [(part, name, casts[id(parameter)]) for part, name, parameter in places]
 
-    def _await_backward(self, outputs: Any, casts: list[Place]) -> None:
+    def _await_backward(self, outputs: object, casts: list[Place]) -> None:
         """Have ``casts`` in their places while a backward from ``outputs`` runs."""
         if not casts:
             return
@@ -200,7 +200,6 @@ class _InPlace:
         self._before = _put(casts)
 
     def end(self) -> None:
-        """Put the parameters back."""
         _put(self._before)
         self._before = []
 

@@ -174,7 +174,6 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
         self.steps = state["steps"]
         if state["optimizer"] is None:
             self._begun, self.optimizer = [], None

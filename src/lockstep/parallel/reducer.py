@@ -16,6 +16,14 @@ Words: a *bucket* is a flat buffer in which some gradients lie one after another
 where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
 round. A *round* is one reduction of all buckets; a `lockstep.parallel.transport.Transport` makes it.
 
+A gradient's path: autograd adds it to its view and calls the parameter's hook (`Reducer._make_hook`); the hook of
+a bucket's last parameter launches the bucket (`Reducer._launch`), which collects and scales what lies in it
+(`lockstep.parallel.bucket.Bucket.collect`); the transport sums it over the ranks: by an all-reduce
+(`lockstep.parallel.transport.AllReduce`), in memory that the ranks of a host share
+(`lockstep.parallel.shared_memory.SharedReduction`), or by a communication hook
+(`lockstep.parallel.hooks.hook_transport.HookTransport`); `Reducer.finish` waits, and gives each parameter its mean
+(`lockstep.parallel.bucket.Bucket.give_back`).
+
 Bits: two ranks get those of torch's ``DistributedDataParallel``, and of one process that accumulates two
 halves. For that, fresh buffers are filled with -0.0, which leaves every summand as it is (0.0 would turn -0.0
 into 0.0), and gradients are multiplied by 1 / world size before they are summed. With three and more ranks gloo
@@ -145,24 +153,28 @@ class Reducer:
         self._idle = self._world == 1 and transport is None
         self._views = gradient_as_bucket_view
         self._static = static_graph
-        self._limits = (bucket_cap_mb * MIB, min(first_bucket_mb, bucket_cap_mb) * MIB)
+        self._caps = [min(first_bucket_mb, bucket_cap_mb) * MIB, bucket_cap_mb * MIB]
         self._parameters = distinct(named_parameters)
         self.lock = lock_of(self._parameters.values())
         self._sparse = frozenset(sparse)
         self._wanted = plan
         self._buckets: list[Bucket] = []
         self._next = 0  # buckets are launched in order, alike on every rank; this one comes next
-        self._prepared = self._started = self._scales_early = False
+        self._prepared = False  # between `prepare` and `finish`
+        self._started = False  # a backward has been prepared before
+        self._scales_early = False  # in this backward, big gradients are scaled as they come
         self._scale = 1.0
         self._hooks: list[Any] = []
         self._hidden: list[tuple[Parameter, Tensor | None]] = []
         # What the first backwards teach.
-        self._overlap = self._nested = self._learned = False
-        self._layout_settled = plan is not None
-        self._arrived: dict[str, int] = {}  # how often, in the order of the last time in this backward
-        self._tasks: set[int] = set()
-        self._untouched: set[str] = set()
-        self._probes: list[Any] = []
+        self._nested = False  # a backward ran others inside
+        self._learned = False  # whether backwards nest is known for each bucket
+        self._overlap = False  # buckets may be launched before the backward has ended
+        self._layout_settled = plan is not None  # else the buckets are laid out anew after the first round
+        self._arrived: dict[str, int] = {}  # gradients of each parameter in this backward, in order of the last one
+        self._tasks: set[int] = set()  # the graph tasks from which they came
+        self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
+        self._probes: list[Any] = []  # autograd hooks that record this
         self._recorded: StaticGraph | None = None
         self._marks_group: MarksGroup = lambda: process_group
         self.round_group: comm.Group | Literal[False] = process_group
@@ -179,7 +191,7 @@ class Reducer:
                 return shared
         return AllReduce(self._group)
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
         """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
 
         Args:
@@ -196,13 +208,14 @@ class Reducer:
             raise RuntimeError("register_comm_hook: there is a hook already; a reducer takes one, and only once")
         if self._started:
             raise RuntimeError("register_comm_hook: register the hook before the first backward")
-        from lockstep.parallel.hooks.hook_transport import Hooked  # with all hooks behind it: most runs have none
+        # with all hooks behind it: most runs have none
+        from lockstep.parallel.hooks.hook_transport import HookTransport
 
         self._transport.close()
         self._idle = False
         if marks is not None:
             self._marks_group = marks
-        self._transport = Hooked(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
+        self._transport = HookTransport(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
         self._build()
 
     # -- layout
@@ -251,10 +264,10 @@ class Reducer:
         self.frozen = [p for name, p in self._parameters.items() if name not in awake]
         infos = infos_of((name, p) for name, p in awake.items() if name not in self._sparse)
         if self._wanted is None:
-            self._plan = plan_buckets(infos, *self._limits)
+            self._plan = plan_buckets(infos, self._caps)
         else:
             dense = [[name for name in bucket if name not in self._sparse] for bucket in self._wanted]
-            self._plan = fit_plan(dense, infos, *self._limits, frozen=self._parameters)
+            self._plan = fit_plan(dense, infos, self._caps, frozen=self._parameters)
         self._plan += [[name] for name in awake if name in self._sparse]
         if self._idle:
             return
@@ -517,7 +530,7 @@ class Reducer:
         order = comm.broadcast_object(list(self._arrived), 0, self._group)
         present = {name for bucket in self._plan for name in bucket} - self._sparse
         infos = infos_of((name, p) for name, p in self._parameters.items() if name in present)
-        plan = plan_buckets(in_order_of_arrival(infos, order), *self._limits)
+        plan = plan_buckets(in_order_of_arrival(infos, order), self._caps)
         plan += [bucket for bucket in self._plan if bucket[0] in self._sparse]
         self._wanted, self._layout_settled = plan, True
         if plan != self._plan:
@@ -589,7 +602,6 @@ class PassingHook:
         self._handle = self._node.register_hook(lambda inputs, outputs: hook(parameter))
 
     def remove(self) -> None:
-        """Hear nothing any more."""
         self._handle.remove()
         self._node = None
 

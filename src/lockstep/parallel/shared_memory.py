@@ -89,6 +89,17 @@ class Semaphores:
             opened.close()
         return None
 
+    @classmethod
+    def open_on_one_host(cls, group: comm.Group) -> Semaphores | None:
+        """One for each of two messages between each pair of ranks, where they are processes of one Linux host.
+
+        A collective; None, on all ranks alike, where they cannot have memory in common.
+        """
+        ranks = comm.all_gather_object((host(), space(), os.getpid()), group)
+        if len({where for where, _, _ in ranks}) > 1 or len(set(ranks)) < len(ranks) or sys.platform != "linux":
+            return None  # several hosts; ranks that are threads of one process
+        return cls.open(group, 2 * len(ranks) ** 2)
+
     def __getitem__(self, index: int) -> ctypes.c_void_p:
         """The semaphore with this number: what `add`, `take` and `wait` are given."""
         return ctypes.c_void_p(self._begin + index * BYTES)
@@ -180,10 +191,7 @@ class SharedReduction(AllReduce):
         It can be on Linux, where all ranks are processes of one host that can have memory in common. A
         collective.
         """
-        ranks = comm.all_gather_object((host(), space(), os.getpid()), group)
-        if len({where for where, _, _ in ranks}) > 1 or len(set(ranks)) < len(ranks) or sys.platform != "linux":
-            return None  # several hosts; ranks that are threads of one process
-        semaphores = Semaphores.open(group, 2 * len(ranks) ** 2)
+        semaphores = Semaphores.open_on_one_host(group)
         return None if semaphores is None else cls(group, semaphores)
 
     def buffers(self, sizes: list[Size]) -> list[Tensor] | None:  # type: ignore[override]

@@ -77,7 +77,7 @@ class SyncBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: comm.Group = None,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
@@ -288,13 +288,13 @@ def synchronized_layers(module: nn.Module) -> Iterator[SyncBatchNorm]:
 
 
 @functools.cache
-def _synchronized(plain: Any) -> type[SyncBatchNorm]:
+def _synchronized(plain: type[_BatchNorm]) -> type[SyncBatchNorm]:
     """The class of layers that were of the class ``plain``: still instances of it, with its checks and methods."""
     name = plain.__name__ if plain.__name__.startswith("Sync") else f"Sync{plain.__name__}"
     return type(name, (SyncBatchNorm, plain), {"_plain": plain, "_check_input_dim": plain._check_input_dim})
 
 
-def _blank(plain: Any) -> SyncBatchNorm:
+def _blank(plain: type[_BatchNorm] | None) -> SyncBatchNorm:
     """A layer without its state, for `copy` and `pickle` to fill."""
-    kind = SyncBatchNorm if plain is None else _synchronized(plain)
+    kind = SyncBatchNorm if plain is None else _synchronized(plain)  # type: ignore[arg-type]
     return kind.__new__(kind)

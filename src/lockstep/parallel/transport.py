@@ -64,7 +64,6 @@ class AllReduce:
         self._group = group
 
     def buffers(self, sizes: list[Size]) -> list[Tensor]:
-        """Tensors of this process."""
         return [torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in sizes]
 
     def start(self, bucket: Bucket, scale: float) -> None:
@@ -77,11 +76,17 @@ class AllReduce:
         """A message begins when its bucket is started."""
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the group."""
         bucket.work.wait()
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        pass
+
+
+def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
+    """Begin to fill ``flat`` with all ranks' ``part``, which may be a part of it; gives the work to wait for."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    # as bytes: gloo does not know every dtype
+    return call(flat.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
 # -- who used what -------------------------------------------------------------------------------------------
@@ -146,10 +151,6 @@ class SkipUnused:
     What the ranks used they know from the marks that travel with the buckets; where marks do not travel so (sparse
     gradients, ``static_graph=True``), all buckets are carried.
 
-    Args:
-        inner: carries the buckets.
-        group: the ranks.
-
     Attributes:
         inner: as given; all-reduces where it has no memory for a layout.
         skipped: indices of the buckets that are left out; the same on all ranks.
@@ -194,7 +195,6 @@ class SkipUnused:
         self.skipped_bytes += bucket.nbytes
 
     def flush(self) -> None:
-        """The inner one's."""
         self.inner.flush()
 
     def wait(self, bucket: Bucket) -> None:
@@ -212,5 +212,4 @@ class SkipUnused:
             self._unused.clear()
 
     def close(self) -> None:
-        """The inner one's."""
         self.inner.close()

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from lockstep.ground import comm
 from lockstep.ground.tree import tree_map
-from lockstep.parallel.backward_watcher import Watch, find_tensors
+from lockstep.parallel.backward_watcher import BackwardWatcher, find_tensors
 from lockstep.parallel.consistency import broadcast_module_state
 from lockstep.parallel.reducer import Reducer
 
@@ -113,7 +113,7 @@ class _Weighed(torch.autograd.Function):
 # -- join ----------------------------------------------------------------------------------------------------
 
 
-class Muster(NamedTuple):
+class JoinAgreement(NamedTuple):
     """What all ranks have agreed on before a forward.
 
     Attributes:
@@ -129,7 +129,7 @@ class Muster(NamedTuple):
     buffers: bool
 
 
-def muster(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> Muster:
+def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buffers: bool) -> JoinAgreement:
     """Agree, in one message, on who is there and what comes.
 
     Args:
@@ -148,10 +148,10 @@ def muster(group: comm.Group, device: torch.device, active: bool, sync: bool, bu
         dist.all_reduce(marks, group=group)
     found = marks.tolist()
     there = [rank for rank in range(world) if found[rank]]
-    return Muster(len(there), there[-1] if there else 0, found[world] > 0, found[world + 1] > 0)
+    return JoinAgreement(len(there), there[-1] if there else 0, found[world] > 0, found[world + 1] > 0)
 
 
-class Shadow(JoinHook):
+class FollowingHook(JoinHook):
     """What ``Join`` calls on a rank that has run out of batches.
 
     Args:
@@ -183,7 +183,7 @@ class Container(Protocol):
     forward_sync_buffers: bool
     joining: JoinState
     _join_config: _JoinConfig
-    _watch: Watch
+    _watch: BackwardWatcher
 
     @property
     def reducer(self) -> Reducer:
@@ -224,7 +224,7 @@ def join_hook(container: Container, by_all: bool) -> JoinHook:
     """What ``Join`` calls on a rank that has run out."""
     container.joining.by_all, container.joining.has_joined = by_all, True
     _joined.add(container)
-    return Shadow(partial(_follow, container), partial(_leave, container))
+    return FollowingHook(partial(_follow, container), partial(_leave, container))
 
 
 def meet(container: Container, sync: bool, buffers: bool) -> None:
@@ -242,10 +242,10 @@ def meet(container: Container, sync: bool, buffers: bool) -> None:
                 "and the backward of another one, where ranks without batches cannot follow: wrap both models as "
                 "one module, or run each one's backward before the next one's forward"
             )
-    _meet(container, muster(container.process_group, container.device, True, sync, buffers))
+    _meet(container, agree(container.process_group, container.device, True, sync, buffers))
 
 
-def _meet(container: Container, found: Muster) -> None:
+def _meet(container: Container, found: JoinAgreement) -> None:
     joining = container.joining
     joining.active = found.active
     if found.sync:
@@ -256,7 +256,7 @@ def _meet(container: Container, found: Muster) -> None:
 
 
 def _follow(container: Container) -> None:
-    found = muster(container.process_group, container.device, False, False, False)
+    found = agree(container.process_group, container.device, False, False, False)
     _meet(container, found)
     if found.sync:
         _drop_gradients(container)  # of this rank's last batch, which have been averaged
@@ -265,7 +265,7 @@ def _follow(container: Container) -> None:
 
 
 def _leave(container: Container, is_last_joiner: bool) -> None:
-    leader = muster(container.process_group, container.device, is_last_joiner, False, False).leader
+    leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
     container.reducer.divisor = comm.world_size(container.process_group)
     container._join_config = _JoinConfig.construct_disabled_join_config()
     if container.joining.has_followed:

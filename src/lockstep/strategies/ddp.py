@@ -19,9 +19,9 @@ from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
-from lockstep.parallel.bucket import plan_by_caps
+from lockstep.parallel.bucket import infos_of, plan_buckets
 from lockstep.parallel.consistency import (
-    RollCall,
+    DesyncCheck,
     broadcast_buffers,
     broadcast_module_state,
     check_same_module,
@@ -154,7 +154,7 @@ class DDPStrategy(RankedStrategy):
         self._views = gradient_as_bucket_view
         self._static_graph = static_graph
         self._check_reduction = check_reduction
-        self._checks: RollCall | None = None
+        self._checks: DesyncCheck | None = None
         self._shard_optimizer = shard_optimizer
         if shard_optimizer:
             check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer, check_reduction)
@@ -201,12 +201,12 @@ class DDPStrategy(RankedStrategy):
         self._watch_buffers()
         self._synchronize_norms()
         named = self.named_parameters()
-        self._checks = RollCall(None, self.module) if self._check_reduction and self.world.size > 1 else None
+        self._checks = DesyncCheck(None, self.module) if self._check_reduction and self.world.size > 1 else None
         if self._checks is not None:
             self._checks.renew(named.items())
         if self._caps and self._plan is None:
             awake = [(name, p) for name, p in named.items() if p.requires_grad]
-            self._plan = plan_by_caps(awake, self._caps)
+            self._plan = plan_buckets(infos_of(awake), self._caps)
         self._reducer = self._make_reducer(named, sorted(sparse_names(self.module)))
         if self._hook is not None:
             self._attach_hook(self._hook, self._reducer)
@@ -400,10 +400,10 @@ class DDPStrategy(RankedStrategy):
                 self._take_buffers()
             yield
 
-    def _compare_gradients(self, checks: RollCall) -> None:
+    def _compare_gradients(self, checks: DesyncCheck) -> None:
         if self.sync_gradients and not self._is_apart():
-            checks.note()
-            checks.answer("backward", [])
+            checks.remember()
+            checks.compare("backward", [])
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ _TORCH_STATES = {
 _DROP_IMAGINARY = ("fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
 
 
-def check_hook(state: Any, hook: Any, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
+def check_hook(state: object, hook: object, parameters: Iterable[Tensor] = (), group: comm.Group = None) -> None:
     """Make sure that ``hook(state, bucket)`` can work.
 
     Args:
@@ -49,7 +49,7 @@ def check_hook(state: Any, hook: Any, parameters: Iterable[Tensor] = (), group: 
     _refuse_broken(torch_name(innermost(hook)), list(parameters), group)
 
 
-def check_pair(state: Any, hook: Any) -> None:
+def check_pair(state: object, hook: object) -> None:
     """The part of `check_hook` that needs neither parameters nor ranks."""
     if not callable(hook):
         raise TypeError(
@@ -67,7 +67,7 @@ def check_pair(state: Any, hook: Any) -> None:
         )
 
 
-def _check_signature(hook: Any) -> None:
+def _check_signature(hook: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):  # written in C: nothing to look at
@@ -91,18 +91,18 @@ def _check_signature(hook: Any) -> None:
         )
 
 
-def _says(annotation: Any, word: str) -> bool:
+def _says(annotation: object, word: str) -> bool:
     """Whether an annotation is not there, or has the word in it, or is open."""
     return annotation is inspect.Parameter.empty or any(w in _named(annotation) for w in (word, "Any", "object"))
 
 
-def _named(annotation: Any) -> str:
+def _named(annotation: object) -> str:
     if isinstance(annotation, type):
         return annotation.__qualname__
     return str(annotation)
 
 
-def _check_state(state: Any, inner: Any) -> None:
+def _check_state(state: object, inner: object) -> None:
     ours = {power_sgd: PowerSGDState, post_local_sgd: PostLocalSGDState}
     if inner in ours:
         fits, wanted = isinstance(state, ours[inner]), f"lockstep.parallel.hooks.{ours[inner].__name__}(...)"
@@ -123,15 +123,15 @@ def _check_state(state: Any, inner: Any) -> None:
         )
 
 
-def _is_group(state: Any) -> bool:
+def _is_group(state: object) -> bool:
     return isinstance(state, torch.distributed.ProcessGroup)
 
 
-def _shown(state: Any) -> str:
+def _shown(state: object) -> str:
     return "None" if state is None else f"of type {type(state).__qualname__}"
 
 
-def _is_torch_state(state: Any, kind: str) -> bool:
+def _is_torch_state(state: object, kind: str) -> bool:
     return any(torch_name(base) == kind for base in type(state).__mro__)
 
 
@@ -153,7 +153,7 @@ def _carried_by(group: comm.Group, device: torch.device) -> str:
     return carrier(group, device) if comm.is_distributed() else ""
 
 
-def prepare_state(state: Any, group: comm.Group = None, hook: Any = None) -> Any:
+def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:
     """Give a hook's state what it needs before the first step; collective, on all ranks of ``group``.
 
     Post-local SGD, lockstep's and torch's, gets the group of this rank's node where none was given (torch's own way to

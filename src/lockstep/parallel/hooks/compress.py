@@ -14,6 +14,7 @@ from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.error_feedback import Memory
 from lockstep.parallel.hooks.hook_transport import future_of, tensor_of
 from lockstep.parallel.hooks.ordering import completed, submit
+from lockstep.parallel.transport import all_gather
 
 # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -45,11 +46,9 @@ class Halves:
         self._dtype = dtype
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Rounded to the 16-bit type."""
         return rows.to(self._dtype).contiguous().view(torch.uint8)
 
     def decode(self, message: Tensor, numbers: int) -> Tensor:
-        """Exact."""
         return message.view(self._dtype).to(torch.float32)
 
 
@@ -61,7 +60,6 @@ class Bytes:
     """
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Scales first, then the rounded multiples."""
         count, numbers = rows.shape
         chunks = _chunks(rows.float())
         scales = chunks.abs().amax(dim=2) / 127
@@ -70,7 +68,6 @@ class Bytes:
         return torch.cat([scales.view(torch.uint8), codes.contiguous().view(torch.uint8)], dim=1)
 
     def decode(self, message: Tensor, numbers: int) -> Tensor:
-        """Multiples times scales."""
         count = message.shape[0]
         bytes_of_scales = -(-numbers // CHUNK) * 4
         scales = message[:, :bytes_of_scales].clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -130,18 +127,12 @@ def coded_mean(flat: Tensor, code: Code, group: comm.Group, error: Tensor | None
         owed[rank] += (total - code.decode(message, numbers)).view(-1) * world
     if world > 1:
         arrived = message.new_empty((world, message.shape[1]))
-        _all_gather(arrived, message, group)
+        all_gather(arrived.view(-1), message.view(-1), group).wait()
     else:
         arrived = message
     flat.copy_(code.decode(arrived, numbers).reshape(-1)[:length])
     if error is not None and owed is not None:
         torch.where(flat.isfinite(), owed.view(-1)[:length], error, out=error)
-
-
-def _all_gather(gathered: Tensor, tensor: Tensor, group: comm.Group) -> None:
-    # the second name is deprecated where there is the first
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.view(-1), tensor.view(-1), group=group)
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.hook_transport import torch_name
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # -- memory --------------------------------------------------------------------------------------------------
 
@@ -176,10 +179,6 @@ def share_states(saved: Sequence[dict[str, Any] | None], world: int) -> list[dic
 
     With as many ranks each gets its own. With another number, each gets the mean of all errors, so that the errors'
     mean over ranks, which is owed to the gradients, stays what it was; all else is alike on all ranks.
-
-    Args:
-        saved: of `save_state`, by rank.
-        world: how many ranks there are now.
     """
     if len(saved) == world or not saved:
         return list(saved)
@@ -199,8 +198,9 @@ def _merged(values: list[Any], errors: bool) -> Any:
     return first
 
 
-def _save_numpy(rng: Any) -> dict[str, Any]:
-    name, keys, position, has_gauss, gauss = rng.get_state()
+def _save_numpy(rng: np.random.RandomState) -> dict[str, Any]:
+    state: Any = rng.get_state()
+    name, keys, position, has_gauss, gauss = state
     return {
         "name": str(name),
         "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
@@ -210,6 +210,6 @@ def _save_numpy(rng: Any) -> dict[str, Any]:
     }
 
 
-def _load_numpy(rng: Any, saved: dict[str, Any]) -> None:
+def _load_numpy(rng: np.random.RandomState, saved: dict[str, Any]) -> None:
     keys = saved["keys"].tolist()
     rng.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))

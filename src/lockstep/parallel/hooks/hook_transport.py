@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +27,20 @@ TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _TORCH_WRAPPERS = ("fp16_compress_wrapper_hook", "bf16_compress_wrapper_hook")
 
 
-def innermost(hook: Any) -> Any:
+def innermost(hook: object) -> Any:
     """The hook inside of fp16 and bf16 wrappers (torch's and lockstep's) and ``functools.partial``."""
     while True:
         inside = getattr(hook, "wrapped_hook", None)
         if inside is None and isinstance(hook, functools.partial):
             inside = hook.func
         if inside is None and torch_name(hook) in _TORCH_WRAPPERS:
-            names = hook.__code__.co_freevars
-            inside = hook.__closure__[names.index("hook")].cell_contents
+            inside = inspect.getclosurevars(hook).nonlocals["hook"]  # type: ignore[arg-type]
         if inside is None:
             return hook
         hook = inside
 
 
-def torch_name(thing: Any) -> str | None:
+def torch_name(thing: object) -> str | None:
     """The name of a hook, or of the class of a hook's state, of torch's; None if it is not torch's.
 
     Example:
@@ -56,7 +56,7 @@ def torch_name(thing: Any) -> str | None:
     return getattr(thing, "__name__", None) or type(thing).__name__
 
 
-def name_of(hook: Any) -> str:
+def name_of(hook: object) -> str:
     """What a hook is called in messages."""
     return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
@@ -67,7 +67,7 @@ EXAMPLE = (
 )
 
 
-def future_of(returned: Any, hook: Any) -> torch.futures.Future[Any]:
+def future_of(returned: object, hook: object) -> torch.futures.Future[Any]:
     """What ``hook`` returned, if it is a future.
 
     Raises:
@@ -81,7 +81,7 @@ def future_of(returned: Any, hook: Any) -> torch.futures.Future[Any]:
     )
 
 
-def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
+def tensor_of(value: object, bucket: GradBucket, hook: object) -> Tensor:
     """The reduced gradients in a future's value, 1-D.
 
     Args:
@@ -97,18 +97,18 @@ def tensor_of(value: Any, bucket: GradBucket, hook: Any) -> Tensor:
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     buffer = bucket.buffer()
-    who = f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}"
-    wanted = f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{who}; {wanted}")
-    numbers = value.is_floating_point() or value.is_complex()
-    fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
-    if not fits or value.is_complex() != buffer.is_complex():
-        raise TypeError(f"{who}; {wanted}")
-    return value.detach().reshape(-1)
+    if isinstance(value, Tensor):
+        numbers = value.is_floating_point() or value.is_complex()
+        fits = value.numel() == buffer.numel() and value.device == buffer.device and numbers and not value.is_sparse
+        if fits and value.is_complex() == buffer.is_complex():
+            return value.detach().reshape(-1)
+    raise TypeError(
+        f"rank {comm.rank()}: the future of the communication hook {name_of(hook)} holds {_described(value)}; "
+        f"for bucket {bucket.index()} it must hold {_described(buffer)}, as in `{EXAMPLE}`"
+    )
 
 
-def _described(thing: Any) -> str:
+def _described(thing: object) -> str:
     if isinstance(thing, Tensor):
         return f"a tensor of {thing.numel()} elements ({thing.dtype} on {thing.device})"
     if isinstance(thing, (list, tuple)):
@@ -150,7 +150,7 @@ class CallbackErrors:
         finally:
             _current.errors = before
 
-    def wait(self, future: Any) -> Any:
+    def wait(self, future: torch.futures.Future[Any]) -> Any:
         """The value of ``future``, or the error of a callback, as it was raised there."""
         if self._may_stay_open:
             while self.error is None and not future.done():
@@ -172,7 +172,7 @@ class CallbackErrors:
         self._may_stay_open = self._may_stay_open or is_done_callback
 
         @wraps(callback)
-        def guarded(future: Any) -> Any:
+        def guarded(future: torch.futures.Future[Any]) -> Any:
             with self.heard():
                 try:
                     return callback(future)
@@ -196,7 +196,7 @@ def _listen() -> None:
 
 def _asking(own: Callable[..., Any], is_done_callback: bool) -> Callable[..., Any]:
     @wraps(own)
-    def register(future: Any, callback: Callback) -> Any:
+    def register(future: torch.futures.Future[Any], callback: Callback) -> Any:
         errors: CallbackErrors | None = getattr(_current, "errors", None)
         return own(future, callback if errors is None else errors.guard(callback, is_done_callback))
 
@@ -212,7 +212,7 @@ _ONE_MESSAGE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "p
 _OWN = "lockstep.parallel.hooks."
 
 
-def keeps_order(hook: Any) -> bool:
+def keeps_order(hook: object) -> bool:
     """Whether ``hook`` may be called for a bucket while what it does for the last one is under way.
 
     That is so where it hands over all of its messages before it returns, or keeps them in order by itself: lockstep's
@@ -226,12 +226,7 @@ def keeps_order(hook: Any) -> bool:
 
 
 def in_order(hook: Hook, group: comm.Group = None) -> Hook:
-    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward.
-
-    Args:
-        hook: a communication hook of anybody.
-        group: the ranks, where ``hook``'s state does not name them.
-    """
+    """``hook``; but torch's PowerSGD, wrapped or not, so that it runs in a queue on gloo, beside the backward."""
     if isinstance(hook, _InQueue) or torch_name(innermost(hook)) != "powerSGD_hook":
         return hook
     return _InQueue(hook, group)
@@ -286,7 +281,7 @@ def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
 # -- the transport -------------------------------------------------------------------------------------------
 
 
-class Hooked(AllReduce):
+class HookTransport(AllReduce):
     """A communication hook in place of the all-reduce: it gets the gradients as they are, and divides itself.
 
     On gloo, what a hook does in a future's callback runs in a thread of its own, at a moment of chance; a hook that
@@ -309,7 +304,7 @@ class Hooked(AllReduce):
     def __init__(
         self,
         group: comm.Group,
-        state: Any,
+        state: object,
         hook: Callable[..., Any],
         buckets: Callable[[], Sequence[Bucket]],
         over: Callable[[], comm.Group | Literal[False]],
@@ -323,7 +318,6 @@ class Hooked(AllReduce):
         self._callbacks = CallbackErrors()
 
     def buffers(self, sizes: list[Size]) -> list[Tensor]:
-        """Tensors of this process."""
         several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
         self._one_by_one = several and any(carrier(self._group, device) == "gloo" for _, _, device in sizes)
         return super().buffers(sizes)

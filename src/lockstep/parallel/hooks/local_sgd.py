@@ -123,11 +123,9 @@ class PostLocalSGDState:
         return {**vars(self), **made}
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress."""
         return {"iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
         self.iteration = state["iteration"]
 
 
@@ -159,7 +157,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
     return completed(bucket.buffer())
 
 
-def marks_of(hook: Any, state: Any) -> Marks | None:
+def marks_of(hook: object, state: Any) -> Marks | None:
     """Over which group the ranks agree on the parameters that were used, where that changes with a hook's rounds.
 
     Args:

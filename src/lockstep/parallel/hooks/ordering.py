@@ -66,7 +66,7 @@ def carrier(group: comm.Group, device: torch.device) -> str:
     return backends.get(device.type, "")
 
 
-def _own_group(group: Any) -> Any:
+def _own_group(group: dist.ProcessGroup) -> Any:
     members = dist.get_process_group_ranks(group)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     # Where all ranks take part, torch numbers groups. Where they do not, it names a group by its ranks and by how many
@@ -81,7 +81,6 @@ class OrderedQueue:
     """Runs jobs at once, over the group itself."""
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """A future of ``job``'s result."""
         future = _future(device)
         _settle(future, job, group)
         return future
@@ -120,7 +119,6 @@ class ThreadQueue(StreamQueue):
         self._runs = False
 
     def submit(self, group: comm.Group, device: torch.device, job: Job) -> Future:
-        """A future of ``job``'s result."""
         future = _future(device)
         with self._lock:
             self._waiting.append((future, job, self._beside(device)))
@@ -144,7 +142,7 @@ class ThreadQueue(StreamQueue):
 class _Beside:
     """On ``stream``, after ``event``."""
 
-    def __init__(self, stream: Any, event: Any) -> None:
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         self._stream, self._event = stream, event
 
     def __enter__(self) -> None:
@@ -152,7 +150,7 @@ class _Beside:
         self._context = torch.cuda.stream(self._stream)
         self._context.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._context.__exit__(*error)
 
 

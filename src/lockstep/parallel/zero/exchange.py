@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.ground.pages import common_pages, host, space
+from lockstep.ground.pages import common_pages
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.shared_memory import Semaphores, SharedReduction
 from lockstep.parallel.transport import Size
@@ -149,7 +148,6 @@ class Scatter:
         bucket.work.wait()
 
     def close(self) -> None:
-        """Let go of the memory."""
         self._spare.clear()
 
     def _exchange(self, flat: Tensor) -> _Exchange:
@@ -177,7 +175,6 @@ class _Exchange:
         )
 
     def is_there(self) -> bool:
-        """Whether all slices have come."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
@@ -213,13 +210,6 @@ def reduce_scatter(output: Tensor, flat: Tensor, group: comm.Group) -> Any:
     return call(output, flat, group=group, async_op=True)
 
 
-def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
-    """Begin to fill ``flat`` with all ranks' ``part``, which may be a part of it; gives the work to wait for."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    # as bytes: gloo does not know every dtype
-    return call(flat.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
-
-
 # -- parameters: a buffer that the ranks of a host share -----------------------------------------------------
 
 
@@ -248,15 +238,8 @@ class SharedBuffer:
         """A shared_buffer for ``group``, or None, on all its ranks alike, where they cannot have memory in common.
 
         A collective.
-
-        Args:
-            group: the ranks.
-            seconds: how long to wait for a rank at most.
         """
-        ranks = comm.all_gather_object((host(), space(), os.getpid()), group)
-        if len({where for where, _, _ in ranks}) > 1 or len(set(ranks)) < len(ranks) or sys.platform != "linux":
-            return None
-        semaphores = Semaphores.open(group, 2 * len(ranks) ** 2)
+        semaphores = Semaphores.open_on_one_host(group)
         return None if semaphores is None else cls(group, semaphores, seconds)
 
     def lay_out(self, sizes: list[int]) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.zero.exchange import Fragment, SharedBuffer, all_gather, fragments
+from lockstep.parallel.transport import all_gather
+from lockstep.parallel.zero.exchange import Fragment, SharedBuffer, fragments
 
 # -- a gradient of which each rank has its slice -------------------------------------------------------------
 
@@ -66,7 +68,13 @@ class SlicedGradient(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Answer what needs no values; zero the slices; refuse the rest."""
         name = getattr(func, "__name__", "")
         if name in _HARMLESS or name == "__get__":
@@ -89,11 +97,10 @@ class SlicedGradient(Tensor):
             return None
         raise RuntimeError(UNREADABLE)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without values."""
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"SlicedGradient(shape={tuple(self.shard.parameter.shape)})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Nothing to be copied or pickled."""
         raise RuntimeError(UNREADABLE)
 
@@ -393,7 +400,7 @@ class FlatBuffer:
 State = dict[str, Any]
 
 
-def cut_state(shard: ParamShard, whole: Mapping[str, Any], optimizer: Any) -> State:
+def cut_state(shard: ParamShard, whole: Mapping[str, Any], optimizer: Optimizer) -> State:
     """This rank's part of a parameter's state.
 
     Args:
@@ -419,7 +426,7 @@ def cut_state(shard: ParamShard, whole: Mapping[str, Any], optimizer: Any) -> St
 def whole_states(
     flats: Sequence[FlatBuffer],
     state_of: Callable[[ParamShard], Mapping[str, Any]],
-    optimizer: Any,
+    optimizer: Optimizer,
     group: comm.Group,
     only: int | None = None,
 ) -> Iterator[tuple[ParamShard, str, Any]]:
@@ -483,11 +490,13 @@ class _Cut:
         self.dtype = dtype
 
 
-def _is_cut(value: Any) -> bool:
+def _is_cut(value: object) -> bool:
     return isinstance(value, _Cut)
 
 
-def _describe(flats: Sequence[FlatBuffer], state_of: Callable[[ParamShard], Mapping[str, Any]], optimizer: Any) -> Any:
+def _describe(
+    flats: Sequence[FlatBuffer], state_of: Callable[[ParamShard], Mapping[str, Any]], optimizer: Optimizer
+) -> Any:
     """What this rank has, by bucket and place in it; a sentence where there is something that cannot be joined."""
     described: dict[tuple[int, int], dict[str, Any]] = {}
     for flat in flats:
@@ -509,7 +518,7 @@ def _describe(flats: Sequence[FlatBuffer], state_of: Callable[[ParamShard], Mapp
     return described
 
 
-def _odd(optimizer: Any, key: str, shape: Sequence[int], expected: Sequence[int]) -> str:
+def _odd(optimizer: Optimizer, key: str, shape: Sequence[int], expected: Sequence[int]) -> str:
     return (
         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(shape)} for a tensor of shape {tuple(expected)}: "
         "it is not elementwise, and cannot be sharded; leave it unsharded (shard_optimizer=False)"
@@ -537,8 +546,7 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
         self._arrive((parameter,))
         return parameter
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The parameter, when it is there."""
+    def get(self, name: str, default: object = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  # its own `__getitem__` waits
 
     def items(self) -> Any:
@@ -547,15 +555,13 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
         return dict.items(self)
 
     def values(self) -> Any:
-        """The parameters, when all are there."""
         self._arrive(dict.values(self))
         return dict.values(self)
 
     def copy(self) -> dict[str, Parameter | None]:
-        """A plain dict."""
         return dict(self.items())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return dict, (self.copy(),)
 
 
@@ -570,8 +576,8 @@ class AwaitedList(list[Parameter]):
         self._arrive(self.unawaited())
         return list.__iter__(self)
 
-    def __getitem__(self, place: Any) -> Any:
-        found = list.__getitem__(self, place)
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        found: Any = list.__getitem__(self, place)
         self._arrive(found if isinstance(place, slice) else (found,))
         return found
 
@@ -579,7 +585,7 @@ class AwaitedList(list[Parameter]):
         """As they are; not to be read."""
         return list(list.__iter__(self))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return list, (list(self),)
 
 
@@ -589,17 +595,17 @@ class _BeforeForward:
     def __init__(self, parameters: Sequence[Parameter | None], arrive: Arrive) -> None:
         self._parameters, self._arrive = parameters, arrive
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         self._arrive(self._parameters)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return _Nothing, ()
 
 
 class _Nothing:
     """What becomes of the hook in a copied or pickled module."""
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         pass
 
 

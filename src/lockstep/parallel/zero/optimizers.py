@@ -34,7 +34,9 @@ from lockstep.parallel.zero.flat_parameters import (
 
 
 @contextmanager
-def update_within(optimizer: Any, context: AbstractContextManager[Any], then: Callable[[], None]) -> Iterator[None]:
+def update_within(
+    optimizer: Optimizer, context: AbstractContextManager[Any], then: Callable[[], None]
+) -> Iterator[None]:
     """Inside, call the optimizer's own ``step``: its update, and nothing else, runs in ``context``.
 
     Hooks before the step (``register_step_pre_hook``, those of all optimizers, too) run before it is entered, hooks
@@ -48,13 +50,13 @@ def update_within(optimizer: Any, context: AbstractContextManager[Any], then: Ca
     entered = ExitStack()
     depth = 0  # a subclass's step may call that of its base, which runs all hooks once more
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
             entered.enter_context(context)
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         nonlocal depth
         depth -= 1
         if depth == 0:
@@ -129,13 +131,13 @@ def elementwise(kind: Kind) -> Kind:
     return kind
 
 
-def concerned(parameters: Iterable[Tensor], optimizers: Iterable[Any]) -> list[Any]:
+def concerned(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Those of ``optimizers`` that have some of ``parameters``."""
     own = {id(parameter) for parameter in parameters}
     return [o for o in optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
 
 
-def check_elementwise(optimizers: Iterable[Any]) -> None:
+def check_elementwise(optimizers: Iterable[Optimizer]) -> None:
     """Make sure that every optimizer may work on slices.
 
     Raises:
@@ -194,7 +196,7 @@ class ShardedOptimizers:
         self,
         module: nn.Module,
         parameters: Iterable[Tensor],
-        optimizers: Sequence[Any],
+        optimizers: Sequence[Optimizer],
         group: comm.Group = None,
         shared_buffer: SharedBuffer | None = None,
     ) -> None:
@@ -213,14 +215,14 @@ class ShardedOptimizers:
         for optimizer in self._optimizers:
             self._take_over(optimizer)
 
-    def take_in(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
+    def take_in(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
         """Shard those of ``optimizers`` that have some of ``parameters`` by now; before the next `lay_out`."""
         for optimizer in concerned(parameters, optimizers):
             if id(optimizer) not in self._methods:
                 self._optimizers.append(optimizer)
                 self._take_over(optimizer)
 
-    def _take_over(self, optimizer: Any) -> None:
+    def _take_over(self, optimizer: Optimizer) -> None:
         earlier: ShardedOptimizers | None = getattr(optimizer, "_shards", None)
         if earlier is not None:
             if not earlier._detached and earlier._flats:
@@ -229,27 +231,24 @@ class ShardedOptimizers:
                     "one first, or give each reducer optimizers of its own"
                 )
             earlier.restore()
-        optimizer._shards = self
         own = self._methods[id(optimizer)] = {name: getattr(optimizer, name) for name in _OWN}
 
         @wraps(own["step"])
-        def step(optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             return self.step(optimizer, closure, **options)
 
-        optimizer.step = MethodType(step, optimizer)  # a method, which lr schedulers wrap
-        optimizer.zero_grad = wraps(own["zero_grad"])(partial(self._zero_grad, optimizer))
-        optimizer.state_dict = partial(self.state_dict, optimizer)
-        optimizer.load_state_dict = partial(self.load_state_dict, optimizer)
+        vars(optimizer).update(
+            _shards=self,
+            step=MethodType(step, optimizer),  # a method, which lr schedulers wrap
+            zero_grad=wraps(own["zero_grad"])(partial(self._zero_grad, optimizer)),
+            state_dict=partial(self.state_dict, optimizer),
+            load_state_dict=partial(self.load_state_dict, optimizer),
+        )
 
     # -- layout --------------------------------------------------------------------------------------------
 
     def lay_out(self, buckets: Iterable[Bucket], padded: Sequence[Tensor]) -> None:
-        """Take the parameters into buffers as ``buckets`` are, with what there is of state. A collective.
-
-        Args:
-            buckets: laid out, the same on all ranks.
-            padded: their buffers with the padding.
-        """
+        """Take the parameters into buffers as ``buckets`` are, with what there is of state. A collective."""
         self.wait()
         if self._arrivals is not None:
             self._arrivals.remove()
@@ -332,7 +331,7 @@ class ShardedOptimizers:
             for name in (*_OWN, "_shards"):
                 vars(optimizer).pop(name)
             if hasattr(own["step"], "_wrapped_by_lr_sched"):
-                optimizer.step = own["step"]
+                vars(optimizer)["step"] = own["step"]
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             _replace_state(optimizer, {p: whole[id(p)] for p in parameters if id(p) in whole})
             if not all(shard.is_of_its_kind() for shard in self._shards.values()):  # the module was cast, or moved
@@ -359,7 +358,7 @@ class ShardedOptimizers:
                 if shard is not None and shard.flat.work is not None:
                     self._finish(shard.flat)
 
-    def _await_groups(self, optimizer: Any) -> None:
+    def _await_groups(self, optimizer: Optimizer) -> None:
         """Let whoever reads parameters in the optimizer's groups wait for them, too; or no longer."""
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -368,7 +367,7 @@ class ShardedOptimizers:
             elif type(parameters) is not AwaitedList:
                 group["params"] = AwaitedList(parameters, self._arrive)
 
-    def _zero_grad(self, optimizer: Any, set_to_none: bool = True) -> None:
+    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         own = self._methods[id(optimizer)]["zero_grad"]
         under_way, self._under_way = self._under_way, []  # gradients alone are looked at
         try:
@@ -460,7 +459,7 @@ class ShardedOptimizers:
         return shard is not None and parameter.grad is shard.shown
 
     @contextmanager
-    def lent(self, optimizer: Any) -> Iterator[None]:
+    def lent(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, ``optimizer`` holds this rank's fragments, with their gradients."""
         wholes = [group["params"] for group in optimizer.param_groups]
         try:
@@ -478,12 +477,12 @@ class ShardedOptimizers:
             for group, parameters in zip(optimizer.param_groups, wholes, strict=True):
                 group["params"] = parameters
 
-    def gradients_of(self, optimizer: Any) -> list[Tensor]:
+    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         """The gradients that this rank updates with; changed in place, they count."""
         with self.lent(optimizer):
             return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
-    def clip(self, optimizer: Any, value: float, algorithm: str = "norm") -> Tensor | None:
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         """Clip the gradient of an optimizer's parameters by its 2-norm or by value. A collective.
 
         Args:
@@ -517,7 +516,7 @@ class ShardedOptimizers:
         norms = [norm.to(device) for norm in torch._foreach_norm(gradients)]
         return torch.linalg.vector_norm(torch.stack(norms).double()).square()
 
-    def unscale(self, scaler: Any, optimizer: Any) -> None:
+    def unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """``scaler.unscale_(optimizer)`` for a ``torch.amp.GradScaler``, all ranks seeing what is not finite on any."""
         with self.lent(optimizer):
             scaler.unscale_(optimizer)
@@ -530,7 +529,7 @@ class ShardedOptimizers:
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update this rank's slices, and begin to exchange them. A collective."""
         if self._detached:
             raise RuntimeError(
@@ -546,7 +545,7 @@ class ShardedOptimizers:
             return own(**options)
 
     @contextmanager
-    def _updating(self, optimizer: Any) -> Iterator[None]:
+    def _updating(self, optimizer: Optimizer) -> Iterator[None]:
         for shard in self._shards_of(optimizer):
             if shard.flat.work is not None:
                 self._finish(shard.flat)
@@ -557,7 +556,7 @@ class ShardedOptimizers:
         with self.lent(optimizer):
             yield
 
-    def _send(self, optimizer: Any) -> None:
+    def _send(self, optimizer: Optimizer) -> None:
         self._await_groups(optimizer)  # one may have been added
         shards = self._shards_of(optimizer)
         flats = {shard.flat.index: shard.flat for shard in shards}
@@ -568,14 +567,14 @@ class ShardedOptimizers:
             self.wait()
         torch.autograd.graph.increment_version([shard.parameter for shard in shards])
 
-    def _shards_of(self, optimizer: Any) -> list[ParamShard]:
+    def _shards_of(self, optimizer: Optimizer) -> list[ParamShard]:
         parameters = (p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
         found = (self._shards.get(id(parameter)) for parameter in parameters)
         return [shard for shard in found if shard is not None]
 
     # -- state -----------------------------------------------------------------------------------------------
 
-    def state_dict(self, optimizer: Any, only: int | None = None) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, only: int | None = None) -> dict[str, Any]:
         """The optimizer's state in its ordinary form, as without sharding. A collective.
 
         Args:
@@ -607,7 +606,7 @@ class ShardedOptimizers:
             packed["params"] = [next(numbers) for _ in group["params"]]
         return saved
 
-    def load_state_dict(self, optimizer: Any, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         """Take over the state of ``optimizer`` in its ordinary form, of any run, sharded or not.
 
         Raises:
@@ -625,7 +624,9 @@ class ShardedOptimizers:
         ]
         self._put_state(optimizer, {id(parameter): state for parameter, state in pairs if state}, theirs)
 
-    def _put_state(self, optimizer: Any, wholes: Mapping[int, Mapping[str, Any]], settings: Any) -> None:
+    def _put_state(
+        self, optimizer: Optimizer, wholes: Mapping[int, Mapping[str, Any]], settings: Iterable[Mapping[str, Any]]
+    ) -> None:
         """Give the optimizer its part of whole states (by the id of the parameter), through its own loading."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -643,9 +644,9 @@ class ShardedOptimizers:
         with self.lent(optimizer):
             self._own(optimizer, "load_state_dict")({"state": state, "param_groups": groups})
 
-    def _cut_state(self, optimizer: Any, wholes: Mapping[int, dict[str, Any]]) -> None:
+    def _cut_state(self, optimizer: Optimizer, wholes: Mapping[int, dict[str, Any]]) -> None:
         """The same for another layout: as it is, where loading would cast it to the parameters' dtype."""
-        state: dict[Parameter, Any] = {}
+        state: dict[Tensor, Any] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             shard, whole = self._shards.get(id(parameter)), wholes.get(id(parameter))
             if whole is not None and shard is None:
@@ -654,20 +655,20 @@ class ShardedOptimizers:
                 state[shard.value] = cut_state(shard, whole, optimizer)
         _replace_state(optimizer, state)
 
-    def _own(self, optimizer: Any, name: str) -> Callable[..., Any]:
+    def _own(self, optimizer: Optimizer, name: str) -> Callable[..., Any]:
         own = self._methods.get(id(optimizer))
         return getattr(optimizer, name) if own is None else own[name]
 
-    def _joined(self, optimizer: Any, only: int | None = None) -> Iterator[tuple[Parameter, str, Any]]:
+    def _joined(self, optimizer: Optimizer, only: int | None = None) -> Iterator[tuple[Parameter, str, Any]]:
         members = {id(shard): shard for shard in self._shards_of(optimizer)}
 
         def state_of(shard: ParamShard) -> Mapping[str, Any]:
-            return optimizer.state.get(shard.value, {}) if id(shard) in members else {}
+            return optimizer.state.get(shard.value, {}) if shard.value is not None and id(shard) in members else {}
 
         for shard, key, value in whole_states(self._flats, state_of, optimizer, self._group, only):
             yield shard.parameter, key, value
 
-    def _whole_state(self, optimizer: Any) -> dict[int, dict[str, Any]]:
+    def _whole_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
         """All of an optimizer's state, by the id of the parameter, for another layout."""
         whole: dict[int, dict[str, Any]] = {
             id(p): dict(state) for p, state in optimizer.state.items() if isinstance(p, Tensor) and state
@@ -680,7 +681,7 @@ class ShardedOptimizers:
         return whole
 
 
-def _replace_state(optimizer: Any, state: Mapping[Parameter, Any]) -> None:
+def _replace_state(optimizer: Optimizer, state: Mapping[Tensor, Any]) -> None:
     """Let it be all the optimizer's state of parameters."""
     for key in [key for key in optimizer.state if isinstance(key, Tensor)]:
         del optimizer.state[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import Parameter
+from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
 from lockstep.parallel.consistency import sparse_names
@@ -42,7 +43,7 @@ class ShardedReducer(Reducer):
     def __init__(
         self,
         module: nn.Module,
-        optimizers: Sequence[Any],
+        optimizers: Sequence[Optimizer],
         process_group: comm.Group = None,
         *,
         named_parameters: Iterable[tuple[str, Parameter]] | None = None,
@@ -101,15 +102,14 @@ class ShardedReducer(Reducer):
         finally:
             super().detach()
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any], marks: Any = None) -> None:
-        """Refused: a hook reduces whole buckets."""
+    def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: object = None) -> None:
         raise RuntimeError(
             "register_comm_hook: a communication hook reduces whole buckets, and with a sharded optimizer "
             "(shard_optimizer) each rank reduces its slice: use one of them"
         )
 
 
-def shard_optimizers(container: DistributedDataParallel, *optimizers: Any) -> ShardedOptimizers:
+def shard_optimizers(container: DistributedDataParallel, *optimizers: Optimizer) -> ShardedOptimizers:
     """Share out the work and the state of ``optimizers`` among the ranks of a container. A collective.
 
     The loop stays as it is, but for clipping: ``shards.clip(optimizer, 1.0)`` in place of ``clip_grad_norm_``, and
@@ -141,7 +141,7 @@ def shard_optimizers(container: DistributedDataParallel, *optimizers: Any) -> Sh
     check_elementwise(concerned(container.module.parameters(), optimizers))
     ref = weakref.ref(container)
 
-    def make(named_parameters: Any, group: comm.Group, **options: Any) -> Reducer:
+    def make(named_parameters: Iterable[tuple[str, Parameter]], group: comm.Group, **options: Any) -> Reducer:
         found = ref()
         assert found is not None
         return ShardedReducer(found.module, optimizers, group, named_parameters=named_parameters, **options)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import autograd, rpc
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.backward_watcher import Watch, find_tensors
+from lockstep.parallel.backward_watcher import BackwardWatcher, find_tensors
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.pool import RankPool
+
+# -- when a backward begins and ends -------------------------------------------------------------------------
 
 
 class Calls:
@@ -44,7 +50,7 @@ class Watched:
         self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
         self.calls = Calls()
         parameters = list(self.net.parameters())
-        self.watch = Watch(self.calls, parameters, self.calls, static)  # type: ignore[arg-type]
+        self.watch = BackwardWatcher(self.calls, parameters, self.calls, static)  # type: ignore[arg-type]
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda _: self.watch.unprepared_grad())
         self.x = torch.randn(2, 3, requires_grad=True)
@@ -228,3 +234,152 @@ def _gone_in_a_step() -> bool:
 def test_a_container_that_goes_while_an_optimizer_steps_does_not_break_the_step(ranks: RankPool) -> None:
     """Its hook went with it, in the middle of torch's loop over the hooks: "OrderedDict mutated during iteration"."""
     assert ranks(2).run(_gone_in_a_step) == [True, True]
+
+
+# -- optimizers that step inside the backward step on the mean of the ranks' gradients -----------------------
+
+
+def train(before: bool) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    fused = copy.deepcopy(plain)
+    settings = {"lr": 0.1, "momentum": 0.9}
+    if before:
+        _apply_optimizer_in_backward(torch.optim.SGD, fused[1].parameters(), settings)
+    plain_ddp, fused_ddp = DistributedDataParallel(plain), DistributedDataParallel(fused)
+    if not before:
+        _apply_optimizer_in_backward(torch.optim.SGD, fused[1].parameters(), settings)
+    optimizer = torch.optim.SGD(plain[1].parameters(), **settings)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        micro_batches = torch.randn(2, 4, 3)
+        start = copy.deepcopy(fused[1].state_dict())
+        for ddp in (plain_ddp, fused_ddp):
+            with ddp.no_sync():
+                ddp(micro_batches[0]).sum().backward()
+        assert all(torch.equal(start[name], value) for name, value in fused[1].state_dict().items())
+        for ddp in (plain_ddp, fused_ddp):
+            ddp(micro_batches[1]).sum().backward()
+        optimizer.step()
+        for mine, theirs in zip(plain.parameters(), fused.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert all(parameter.grad is None for parameter in fused[1].parameters())
+        assert all(parameter.grad is not None for parameter in fused[0].parameters())
+        plain.zero_grad()
+        fused.zero_grad()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["applied-before-wrapping", "applied-after"])
+def test_the_optimizer_steps_once_on_the_mean(ranks: RankPool, before: bool) -> None:
+    ranks(2).run(train, before, timeout=60)
+
+
+# -- torch.distributed.autograd, whose gradients lie in a context --------------------------------------------
+
+
+@contextmanager
+def _agent(folder: str) -> Iterator[None]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rpc", _transports=["uv"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=options)
+    try:
+        yield
+    finally:
+        rpc.shutdown()
+
+
+class Net(nn.Module):
+    """Two layers; the second one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return self.second(self.first(x).tanh()) if both else self.first(x)
+
+
+def _batch(rank: int) -> Tensor:
+    return torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def _loss(outputs: Tensor) -> Tensor:
+    return outputs.square().mean()
+
+
+def _expected() -> list[Tensor]:
+    net = Net()
+    for rank in range(2):
+        (_loss(net(_batch(rank))) / 2).backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _backwards(folder: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+
+    def gradients(model: nn.Module, **how: Any) -> list[Tensor]:
+        with autograd.context() as context:
+            outputs = model(_batch(rank), **how)
+            torch.autograd.grad(outputs.sum(), list(model.parameters())[:1], retain_graph=True)  # no round
+            loss = _loss(outputs)
+            del outputs
+            autograd.backward(context, [loss])
+            given = autograd.get_gradients(context)
+            return [given[p].clone() for p in model.parameters()]
+
+    def largest_error(grads: list[Tensor], expected: list[Tensor]) -> float:
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads, expected, strict=True))
+
+    with _agent(folder):
+        for views in (True, False):
+            model = DistributedDataParallel(Net(), gradient_as_bucket_view=views)
+            steps = []
+            for _ in range(3):
+                model.zero_grad()
+                _loss(model(_batch(rank))).backward()
+                before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                steps.append(largest_error(gradients(model), _expected()))
+                after = [p.grad for p in model.parameters() if p.grad is not None]
+                steps.append(largest_error(after, before))
+            found[f"views={views}"] = (max(steps), model.reducer.rounds)
+        with model.no_sync():
+            alone = gradients(model)
+        found["no_sync"] = (largest_error(alone, _expected()) > 1e-3, model.reducer.rounds)
+        with autograd.context():
+            model.zero_grad()
+            _loss(model(_batch(rank))).backward()
+        local = [p.grad for p in model.parameters() if p.grad is not None]
+        found["loss.backward() in a context"] = (largest_error(local, _expected()), model.reducer.rounds)
+        with autograd.context() as context:
+            loss = _loss(model(_batch(rank), both=rank == 0))
+            found["one rank"] = _said(lambda: autograd.backward(context, [loss]))
+        model = DistributedDataParallel(Net(), static_graph=True)
+        found["static"] = _said(lambda: gradients(model))
+    return found
+
+
+def test_gradients_in_a_context_are_averaged(ranks: RankPool, tmp_path: Path) -> None:
+    """They were left as each rank had them, without a word."""
+    for rank, found in enumerate(ranks(2).run(_backwards, str(tmp_path), timeout=60)):
+        for views in (True, False):
+            error, rounds = found[f"views={views}"]
+            assert error <= 1e-12
+            assert rounds == 6
+        assert found["no_sync"] == (True, 6)
+        error, rounds = found["loss.backward() in a context"]
+        assert error <= 1e-12
+        assert rounds == 7
+        assert ("'second.weight' got a gradient on other ranks only" in found["one rank"]) == (rank == 1)
+        assert "take static_graph=False" in found["static"]
