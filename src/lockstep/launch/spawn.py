@@ -36,7 +36,7 @@ from lockstep.launch.processes import GRACE, Children, Ended
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.stack import calling, one_line
-from lockstep.supervise.status import Notes, attended, failed
+from lockstep.supervise.status import Notes, attended, failed, watch_uncaught
 
 # -- objects on their way ------------------------------------------------------------------------------------
 
@@ -145,6 +145,7 @@ class SpawnLauncher:
                     watch.interrupt()
                     children.wait()
                 if children.failed or verdicts:
+                    watch_uncaught()
                     raise _failure(self.strategy, children, notes, verdicts[0] if verdicts else None, watch)
                 result.seek(0)
                 returned: T = unpack(result)

@@ -28,8 +28,11 @@ WHOLE = "LOCKSTEP_WHOLE_TRACEBACKS"
 SHORT = 16
 """Lines up to which a traceback is shown as it is."""
 
-MOST = 18
-"""Lines of a traceback that are shown: the first and the last. Two ranks that fail alike stay below 40."""
+MOST = 17
+"""Lines of a traceback that are shown, the first and the last, where ranks fail: two of them stay below 40 lines."""
+
+MOST_ALONE = 36
+"""The same on one process, which prints one traceback and nothing else."""
 
 WIDE = 1000
 """Characters of a line that are shown."""
@@ -38,11 +41,15 @@ _FRAME = re.compile(r'^\s*File "(.+)", line \d+')
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 
 
-def shortened(error: BaseException) -> str:
+def shortened(error: BaseException, most: int = MOST) -> str:
     """The traceback of an exception, as Python prints it, without the frames of lockstep and torch if it is long.
 
     The innermost frame of each traceback stays, whosever it is. Chains and groups of many exceptions and messages of
     many lines lose their middle, and characters that a terminal would obey are escaped.
+
+    Args:
+        error: the exception.
+        most: lines that are shown.
     """
     text = "".join(traceback.format_exception(error))
     if os.environ.get(WHOLE) == "1":
@@ -50,9 +57,9 @@ def shortened(error: BaseException) -> str:
     lines = text.splitlines()
     if len(lines) > SHORT:
         lines = list(_without_inner(lines))
-    if len(lines) > MOST:
-        first = MOST // 3
-        last = MOST - first - 1
+    if len(lines) > most:
+        first = most // 3
+        last = most - first - 1
         note = f"... {len(lines) - first - last} lines ({WHOLE}=1 shows them)"
         lines = [*lines[:first], note, *lines[-last:]]
     return "".join(f"{printable(_narrow(line))}\n" for line in lines)
@@ -242,6 +249,18 @@ def stack_of(error: BaseException) -> Stack:
         if frames:
             return Stack(frames)
     return Stack(_within(_frames(error.__traceback__)))
+
+
+def is_through_lockstep(error: BaseException) -> bool:
+    """Whether an exception came out of a call of lockstep's, or is chained to one that did."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if any(frame.file.startswith(LOCKSTEP) for frame in _frames(each.__traceback__)):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False
 
 
 def reason_of(error: BaseException) -> str:
