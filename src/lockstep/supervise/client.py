@@ -106,7 +106,7 @@ class Supervised:
 
     def open_hub(self) -> tuple[int, str] | None:
         """On the first node: the port where its supervisor listens for those of the others, and the word they need."""
-        self._line.send({"say": "hub"})
+        self._line.send({"say": "hub", "address": self._world.address})
         answer = self._answer("hub", MEETING)
         return None if answer is None else (answer["port"], answer["token"])
 

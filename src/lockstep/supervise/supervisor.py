@@ -306,9 +306,9 @@ class Supervisor:
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
-    def _on_hub(self, _: Any) -> bool:
+    def _on_hub(self, what: tuple[int, Message]) -> bool:
         """Local rank 0 asks where the other nodes can call."""
-        port, token = self._nodes.open()
+        port, token = self._nodes.open(what[1]["address"])
         self._line.send({"do": "hub", "port": port, "token": token})
         return False
 
