@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -14,6 +13,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import EXIT_WORKERS
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
@@ -95,7 +95,7 @@ def _kill_at_exit() -> None:
             if worker.daemon:
                 worker.kill()
 
-    atexit.register(kill)
+    EXIT_WORKERS.at_exit(kill)
 
 
 class _Done:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,6 +16,7 @@ from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
+from lockstep.ground.installed import EXIT_GROUP
 from lockstep.ground.rank import rank_zero_info
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
@@ -116,7 +116,7 @@ class RankedStrategy(Strategy):
         dist.init_process_group(
             backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
         )
-        atexit.register(_leave_group)
+        EXIT_GROUP.at_exit(_leave_group)
         # a rank that fails before the others have connected to it would break their connecting, which hides its error
         comm.barrier()
 

@@ -15,9 +15,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from types import FrameType, TracebackType
 from typing import IO
+
+from lockstep.ground.installed import STACK
 
 # -- tracebacks ----------------------------------------------------------------------------------------------
 
@@ -372,7 +375,7 @@ def offer() -> str:
         return ""
     if _file is None:
         _file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as this process lives
-        faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
+        STACK.install(_register)
     if _bell[0] != os.getpid():  # a forked process has the descriptors, and not the thread
         ear, mouth = os.pipe()
         _bell = os.getpid(), mouth
@@ -380,6 +383,13 @@ def offer() -> str:
     places = (_file.fileno(), _bell[1])
     path = f"/proc/{os.getpid()}/fd"
     return f"{path}/{places[0]}:{os.fstat(places[0]).st_ino}:{path}/{places[1]}:{os.fstat(places[1]).st_ino}"
+
+
+def _register() -> Callable[[], object]:
+    assert ASK is not None
+    assert _file is not None
+    faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
+    return partial(faulthandler.unregister, ASK)
 
 
 def _attend(ear: int, file: IO[bytes]) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from lockstep.ground.errors import RankFailed
+from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.supervise import stack
 from lockstep.supervise.causes import Cause, Stand, cause_of
 from lockstep.supervise.signals import hear, unheeded
@@ -311,7 +312,18 @@ def watch_uncaught() -> None:
     may be on the screen already, and is to be the last. On one process a traceback is folded, if lockstep is in it.
     """
     if not isinstance(sys.excepthook, _Hook):  # nobody's, or one that the script has set since
-        sys.excepthook = _Hook(sys.excepthook)
+        EXCEPTHOOK.remove()
+        EXCEPTHOOK.install(_put_hook)
+
+
+def _put_hook() -> Callable[[], object]:
+    sys.excepthook = hook = _Hook(sys.excepthook)
+
+    def undo() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = hook.before
+
+    return undo
 
 
 class _Hook:
@@ -322,7 +334,7 @@ class _Hook:
     """
 
     def __init__(self, before: Callable[..., object]) -> None:
-        self._before = before
+        self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # where a loader's worker has crashed, its handler of SIGCHLD raises for each further worker that ends, here too
@@ -341,7 +353,7 @@ class _Hook:
             if is_through_lockstep(error):
                 self._print(kind, error, trace, MOST_ALONE)
             else:
-                self._before(kind, error, trace)
+                self.before(kind, error, trace)
             return
         note = note_on(error, _rank.rank)
         if note.lost:
@@ -351,7 +363,7 @@ class _Hook:
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's is enough
-                self._before(kind, error, trace)
+                self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
             self._print(kind, error, trace, MOST)
             leave_note(_rank.address, {"printed": _rank.rank})
@@ -360,9 +372,9 @@ class _Hook:
 
     def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, most: int) -> None:
         failure = ""
-        if _without_torchs(self._before) is not sys.__excepthook__:
+        if _without_torchs(self.before) is not sys.__excepthook__:
             try:
-                self._before(kind, error, trace)
+                self.before(kind, error, trace)
                 return
             except Exception as own:  # Python would print both, whole
                 failure = f"lockstep: sys.excepthook itself has failed: {reason_of(own)}\n"
