@@ -14,6 +14,7 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.meeting import meet
 from lockstep.cluster.world import World
 from lockstep.ground import comm
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.installed import EXIT_GROUP
@@ -100,6 +101,7 @@ class RankedStrategy(Strategy):
         """What carries messages: as asked, else nccl on CUDA devices and gloo elsewhere."""
         return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
 
+    @does("joining the other ranks")
     def _make_group(self) -> None:
         # The functions of this module have the default group for a default argument, taken when it is imported (torch's
         # optimizers do so). Imported after the group is made they would hold it beyond its destruction, with gloo's

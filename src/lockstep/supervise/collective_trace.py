@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
+from lockstep.ground.doing import waits
 from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, Ledger, own
@@ -183,6 +184,7 @@ class Noting:
         """``Work.wait``, which notes that what was waited for is complete."""
         pending, complete = self._pending, self.ledger.complete
 
+        @waits()
         def waited(work: Any, timeout: Any = None) -> Any:
             result = wait(work) if timeout is None else wait(work, timeout)
             if pending:
@@ -530,6 +532,7 @@ class _Comparison:
                 "All ranks must make the same calls in the same order"
             )
 
+    @waits("comparing what the ranks are about to do")
     def _wait(self, keys: list[str]) -> list[tuple[str, str]]:
         """What the ranks have written; waits until all have, which may take as long as a rank is busy elsewhere."""
         while True:

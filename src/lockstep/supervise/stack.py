@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from types import FrameType, TracebackType
 from typing import IO
 
+from lockstep.ground.doing import Doing, marks_in
 from lockstep.ground.installed import STACK
 
 # -- tracebacks ----------------------------------------------------------------------------------------------
@@ -115,43 +116,14 @@ REASON = 300
 
 SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
 
-WAITING = (
+_TORCH_WAITS = (
     (f"distributed{os.sep}distributed_c10d.py", ""),
     (f"distributed{os.sep}_functional_collectives.py", "wait_tensor"),
-    (f"supervise{os.sep}collective_trace.py", "waited"),
-    (f"supervise{os.sep}collective_trace.py", "_wait"),
-    (f"parallel{os.sep}reducer.py", "finish"),
-    (f"parallel{os.sep}shared_memory.py", "wait"),
-    (f"ground{os.sep}agreement.py", "settle"),
-    (f"ground{os.sep}agreement.py", "close"),
-    (f"ground{os.sep}comm.py", ""),
 )
-"""Ends of files, and functions in them ("": any), that wait for other ranks."""
+"""Ends of torch's files, and functions in them ("": any), that wait for other ranks."""
 
 _LOADERS = (f"{TORCH}utils{os.sep}data{os.sep}", f"{LOCKSTEP}data{os.sep}")
 _FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
-DOINGS = {
-    ("loop/state.py", "save"): "saving a checkpoint",
-    ("loop/state.py", "read"): "reading a checkpoint",
-    ("strategies/collectives.py", "barrier"): "strategy.barrier",
-    ("strategies/collectives.py", "broadcast"): "strategy.broadcast",
-    ("strategies/collectives.py", "reduce"): "strategy.reduce",
-    ("strategies/collectives.py", "all_gather"): "all_gather",
-    ("strategies/ddp.py", "_make_group"): "joining the other ranks",
-    ("strategies/ddp.py", "setup_module"): "taking rank 0's weights",
-    ("parallel/reducer.py", "finish"): "reducing gradients in backward",
-    ("parallel/reducer.py", "_conclude"): "reducing gradients in backward",
-    ("parallel/consistency.py", "sync_buffers"): "taking rank 0's buffers",
-    ("loop/logging.py", "reduce_epoch"): "reducing logged values",
-    ("loop/logging.py", "reduce_step"): "reducing logged values",
-    ("loop/feed.py", "_agree"): "asking who has more data",
-    ("loop/feed.py", "check_alike"): "comparing the loaders of the ranks",
-    ("loop/session.py", "agree_on_ending"): "asking who wants to stop",
-    ("loop/fit.py", "_share_ending"): "ending the fit",
-    ("loop/call.py", "_set_up"): "setting up",
-    ("supervise/collective_trace.py", "_wait"): "comparing what the ranks are about to do",
-}
-"""What a rank does that is in such a function (of a file of lockstep's), for people."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +142,15 @@ class Frame:
     @property
     def waits(self) -> bool:
         """Whether this is a place that waits for other ranks."""
-        return self.file.startswith((LOCKSTEP, TORCH)) and any(
-            self.file.endswith(end) and function in ("", self.function) for end, function in WAITING
-        )
+        if self.file.startswith(TORCH):
+            return any(self.file.endswith(end) and name in ("", self.function) for end, name in _TORCH_WAITS)
+        mark = self.mark
+        return mark is not None and mark.waits
+
+    @property
+    def mark(self) -> Doing | None:
+        """What a function of lockstep's is marked by."""
+        return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -216,10 +194,9 @@ class Stack:
         """What it does below the user's code, in words or by the name of a function; "" if nothing."""
         below = list(self._below_users())
         for frame in reversed(below):
-            if frame.file.startswith(LOCKSTEP):
-                name = frame.file.removeprefix(LOCKSTEP).replace(os.sep, "/")
-                if (name, frame.function) in DOINGS:
-                    return DOINGS[name, frame.function]
+            mark = frame.mark
+            if mark is not None and mark.words:
+                return mark.words
         named = [frame.function for frame in below if frame.waits and frame.function != "wrapper"]
         return named[-1] if named else ""
 
