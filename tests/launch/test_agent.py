@@ -24,7 +24,7 @@ def told(plan: Plan, **environ: str) -> dict[str, str]:
 
 
 def test_without_restarts_ranks_are_told_nothing_that_changes_a_fit() -> None:
-    assert told(ONE) == {"LOCKSTEP_STARTED": "--devices 2"}
+    assert told(ONE, GLOO_SOCKET_IFNAME="eth0") == {"LOCKSTEP_STARTED": "--devices 2"}
     several = Plan(("train.py",), "train-1", 2, (1, 3))
     assert told(several) == {
         "LOCKSTEP_STARTED": "--devices 2 --nodes 1:3",

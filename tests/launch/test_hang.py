@@ -167,7 +167,7 @@ def test_ranks_alike_are_told_once() -> None:
     assert found is not None
     assert str(found) == (
         "for 5 s, rank 3 is in its own code, /me/train.py:31; "
-        "ranks 0, 1, 2 wait in reducing gradients in backward, /me/fit.py:7"
+        "ranks 0-2 wait in reducing gradients in backward, /me/fit.py:7"
     )
     assert found.trace.count("shared_memory.py") == 1
 

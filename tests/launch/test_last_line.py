@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.supervise.causes import cause_of, judgement
-from lockstep.supervise.stack import MOST, REASON, one_line, printable, reason_of, shortened
+from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement, named
+from lockstep.supervise.stack import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [
@@ -117,6 +117,108 @@ def test_the_last_line_of_a_script(tmp_path: Path, what: str, hook: str, says: s
     assert lines[-1].startswith(f"lockstep: rank 1 failed first, at {script}:13: {says}")
     assert len(lines) <= 40
     assert ended.returncode == 1
+
+
+def _note(rank: int, reason: str = "ValueError: no", place: str = "train.py:7", lost: bool = False) -> Cause:
+    return Cause(rank, float(rank), reason, place, "\n".join("traceback" for _ in range(MOST)), lost=lost)
+
+
+def test_ranks_that_failed_alike_are_told_in_one_line() -> None:
+    """Eight ranks that failed alike printed eight tracebacks."""
+    notes = [_note(rank) for rank in range(8)]
+    assert also_failed(notes[0], notes) == ["ranks 1-7 failed alike"]
+    assert also_failed(notes[2], notes[1:4], "alpha") == ["ranks 1, 3 on alpha failed alike"]
+    assert is_told(notes[0], [5], notes)
+    assert not is_told(notes[0], [5])
+    assert also_failed(notes[0], [_note(1, lost=True)]) == []
+
+
+def test_what_ranks_say_in_different_ways_stays_below_40_lines() -> None:
+    notes = [_note(rank, f"KeyError: {rank}") for rank in range(64)] + [_note(64, "KeyError: 3")]
+    also = also_failed(notes[3], notes)
+    assert also[0] == "rank 64 failed alike"
+    assert also[1] == "rank 0 failed, too, at train.py:7: KeyError: 0"
+    assert also[-1] == "ranks 2, 4-63 failed in other ways"
+    assert len(also) == OTHERS + 2
+    assert MOST + 1 + judgement(notes[3], False, False, [1], also=also).text.count("\n") + 1 <= 40
+
+
+@pytest.mark.parametrize(("ranks", "words"), [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([0, 1, 2, 7], "ranks 0-2, 7")])
+def test_neighbours_are_named_by_the_first_and_the_last(ranks: list[int], words: str) -> None:
+    assert named(ranks) == words
+
+
+FAILS_ALIKE = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader
+import lockstep
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 17 and sys.argv[1] == "worker":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return torch.zeros(1)
+
+class Module(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and sys.argv[1] == "chain":
+            fail(60)
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def fail(left):
+    try:
+        raise KeyError(left)
+    except KeyError:
+        if left:
+            fail(left - 1)
+        raise
+
+loader = DataLoader(Numbers(), batch_size=2, num_workers=2 * (sys.argv[1] == "worker"))
+lockstep.Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=sys.argv[3], max_epochs=1, logger=False,
+                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                 ).fit(Module(), loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "devices", "strategy"),
+    [
+        ("worker", 1, "auto"),
+        ("chain", 3, "ddp"),
+        pytest.param("chain", 1, "ddp", marks=pytest.mark.slow),
+        pytest.param("worker", 2, "ddp", marks=pytest.mark.slow),
+        pytest.param("chain", 2, "ddp_spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_is_told_in_40_lines(tmp_path: Path, what: str, devices: int, strategy: str) -> None:
+    """A loader's worker that crashed had 88 lines printed on one process, and N ranks printed N tracebacks."""
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ALIKE)
+    command = [sys.executable, script, what, str(devices), strategy]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, timeout=120, env=environ, cwd=tmp_path)
+    lines = ended.stderr.decode().rstrip("\n").split("\n")
+    assert ended.returncode == 1
+    assert len(lines) <= 40
+    assert ("KeyError: 0" if what == "chain" else "DataLoader worker") in lines[-1]
+    if devices > 2:
+        assert len(lines) <= MOST + 2
+        assert any("failed alike" in line for line in lines)
+
+
+def test_on_one_process_only_what_came_out_of_lockstep_is_folded(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ALIKE.replace("loader = ", "chain = sys.argv.pop()\nfail(60)\nloader = "))
+    ended = subprocess.run([sys.executable, script, "chain", "1", "auto", ""], capture_output=True, timeout=120)
+    assert ended.stderr.count(b"\n") > MOST_ALONE
 
 
 GATHERS = """

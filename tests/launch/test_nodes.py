@@ -93,7 +93,7 @@ def test_the_first_claim_is_believed_by_all() -> None:
     assert zero.hub is not None
     assert one.hub is not None
     try:
-        port, token = zero.open()
+        port, token = zero.open("127.0.0.1")
         assert one.hub.join("127.0.0.1", port, token)
         one.hub.listen("first", lambda node, body: events[1].put(("first", body)))
         one.say(Cause(3, 1.0, "ValueError: no", "train.py:3", ""))

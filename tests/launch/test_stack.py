@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.ground.doing import does, marks_in, waits
 from lockstep.supervise import stack as sample
 from lockstep.supervise.stack import (
-    DOINGS,
+    _TORCH_WAITS,
     LOCKSTEP,
     TORCH,
-    WAITING,
     Frame,
     Stack,
     calling,
@@ -75,14 +75,21 @@ def test_what_a_rank_does_and_whether_it_waits(frames: tuple[Frame, ...], waits:
     assert (Stack(frames).waits, Stack(frames).doing) == (waits, doing)
 
 
-def test_the_functions_that_are_known_are_where_they_are_said_to_be() -> None:
-    """One moved to another file, and ranks that compared their loaders were said to be in an all_gather."""
-    ends = [(f"{LOCKSTEP}{file}", function) for file, function in DOINGS]
-    for end, function in WAITING:
-        ends += [(home + end, function) for home in (LOCKSTEP, TORCH) if os.path.exists(home + end)]
-    assert len(ends) == len(DOINGS) + len(WAITING)
-    for path, function in ends:
-        assert f"def {function}" in Path(path).read_text(), (path, function)
+def test_marks_are_read_from_where_functions_are_written() -> None:
+    """They were named far away: one moved to another file, and ranks that compared loaders were said to gather."""
+    known = {path: marks_in(str(path)) for path in Path(LOCKSTEP).rglob("*.py")}
+    words = {mark.words for marks in known.values() for mark in marks.values()}
+    assert {"saving a checkpoint", "comparing the loaders of the ranks", "reducing gradients in backward"} <= words
+    written = sum(path.read_text().count("@does(") + path.read_text().count("@waits(") for path in known)
+    assert sum(map(len, known.values())) <= written
+    assert known[Path(LOCKSTEP, "parallel/reducer.py")]["finish"].waits
+    assert marks_in("no such file") == {}
+    assert does("words")(os.stat) is waits()(os.stat) is os.stat  # no frame and no time
+
+
+def test_torchs_functions_that_wait_are_where_they_are_said_to_be() -> None:
+    for end, function in _TORCH_WAITS:
+        assert f"def {function}" in Path(TORCH, end).read_text()
 
 
 def test_what_lies_outside_a_spawned_call_is_nobodys() -> None:

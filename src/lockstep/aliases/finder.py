@@ -22,17 +22,24 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.aliases.table import MODULES, Refused, Row, Rows
+from lockstep.ground.installed import ALIASES
 
 ROOT = "lockstep"
 
 
 def install() -> None:
     """Answer imports from the table, from now on; called once, when ``lockstep`` is imported."""
-    sys.meta_path.insert(0, AliasFinder())
+    ALIASES.install(_put)
     for name, rows in MODULES.items():
         there = sys.modules.get(f"{ROOT}.{name}" if name else ROOT)
         if there is not None:
             complete(there, rows if isinstance(rows, dict) else {})
+
+
+def _put() -> Callable[[], object]:
+    finder = AliasFinder()
+    sys.meta_path.insert(0, finder)
+    return lambda: sys.meta_path.remove(finder)
 
 
 class AliasFinder(MetaPathFinder):

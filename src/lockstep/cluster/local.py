@@ -6,6 +6,8 @@ The variables are those that Lightning's own launch uses, so that scripts which 
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping
 
 from lockstep.cluster.world import World, read_number, world_of
@@ -69,6 +71,25 @@ def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> Wor
         address=environ.get("MASTER_ADDR", "127.0.0.1"),
         port=read_number(environ, "MASTER_PORT", default=0),
     )
+
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""gloo's variable with the interface over which the ranks talk; by default that of the host's name."""
+
+
+def loopback_of(address: str) -> str:
+    """The numbers of an address by which a host calls itself, ``"127.0.0.1"``; "" where others can call it by that."""
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)})
+        return found[0] if found and all(ipaddress.ip_address(each).is_loopback for each in found) else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which ranks that are all on one host, at such an address, listen to nobody else."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")] if loopback_of(address) else []
+    return {INTERFACE: names[0]} if names and INTERFACE not in environ else {}
 
 
 def rank_variables(world: World) -> dict[str, str]:

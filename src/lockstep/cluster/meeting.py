@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lockstep.cluster.local import loopback_of
 from lockstep.cluster.slurm import attempt
 from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
@@ -42,7 +43,8 @@ def meet(
     listens = world.is_zero and not by_agent
     patience = min(timeout, patience)
     left = patience if listens else _wait_for_the_door(world.address, world.port, patience)
-    door = _door(world.address, world.port) if listens and world.num_nodes == 1 else None
+    alone = world.num_nodes == 1 or bool(loopback_of(world.address))
+    door = listen(world.address, world.port) if listens and alone else None
     try:
         store = dist.TCPStore(
             world.address,
@@ -64,7 +66,7 @@ def meet(
     return dist.PrefixStore(f"lockstep/attempt{number}", store)
 
 
-def _door(address: str, port: int) -> int | None:
+def listen(address: str, port: int) -> int | None:
     """A socket for the store of ranks that are all on this host: it listens on their address alone (127.0.0.1, mostly),
     where torch's own listens on all interfaces, and anybody may write into it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -14,6 +13,7 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import EXIT_WORKERS
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -99,7 +99,7 @@ def _kill_at_exit() -> None:
             if worker.daemon:
                 worker.kill()
 
-    atexit.register(kill)
+    EXIT_WORKERS.at_exit(kill)
 
 
 def end_workers(loader: object) -> None:

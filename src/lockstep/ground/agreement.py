@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
+from lockstep.ground.doing import waits
 from lockstep.ground.pages import common_pages, on_one_host
 
 BITS = 63
@@ -155,6 +156,7 @@ class ConsensusFlags:
         """Show the other ranks this rank's requests; before it contributes to a reduction of the window."""
         self._channel.publish(self._wanted)
 
+    @waits()
     def settle(self, synced: bool) -> None:
         """Find out, at a boundary, which bits are up from here on.
 
@@ -167,6 +169,7 @@ class ConsensusFlags:
             self._up.update(raised)
             self._wanted.difference_update(raised)
 
+    @waits()
     def close(self) -> None:
         """Give back the memory or the group. The flags stay as they are."""
         self._channel.close()
@@ -178,12 +181,14 @@ class _Channel(Protocol):
 
     def publish(self, wanted: Iterable[int]) -> None: ...
 
+    @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         """The bits that somebody wanted since they were last voided."""
         ...
 
     def void(self, bit: int) -> None: ...
 
+    @waits()
     def close(self) -> None: ...
 
 
@@ -193,12 +198,14 @@ class _Alone:
     def publish(self, wanted: Iterable[int]) -> None:
         pass
 
+    @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         return tuple(wanted) if wanted else ()
 
     def void(self, bit: int) -> None:
         pass
 
+    @waits()
     def close(self) -> None:
         pass
 
@@ -221,6 +228,7 @@ class _Shared:
                 self._cells[2 * bit + parity] = window
             self._cells[_ANY + parity] = window
 
+    @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         if not synced:
             return ()
@@ -236,6 +244,7 @@ class _Shared:
         # not lost.
         self._voided[bit] = self._published
 
+    @waits()
     def close(self) -> None:
         self._cells.release()
         self._page.close()
@@ -262,6 +271,7 @@ class _Messages:
     def publish(self, wanted: Iterable[int]) -> None:
         pass
 
+    @waits()
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         window = self._window = self._window + 1
         if window < self._next:
@@ -286,6 +296,7 @@ class _Messages:
     def void(self, bit: int) -> None:
         self._voided[bit] = self._window
 
+    @waits()
     def close(self) -> None:
         if self._work is not None:
             with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more

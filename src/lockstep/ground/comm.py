@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.ground.doing import waits
+
 Group: TypeAlias = "dist.ProcessGroup | None"
 Operation = Literal["sum", "mean", "min", "max"]
 
@@ -85,6 +87,7 @@ def _on_gpu(group: Group) -> AbstractContextManager[Any]:
 # -- collectives
 
 
+@waits()
 def barrier(group: Group = None) -> None:
     """Return once every rank of ``group`` has come here."""
     if world_size(group) == 1:
@@ -95,6 +98,7 @@ def barrier(group: Group = None) -> None:
         dist.barrier(group, device_ids=[carrier(group, torch.device("cpu")).index])
 
 
+@waits()
 def all_reduce(tensor: Tensor, op: Operation = "sum", group: Group = None) -> Tensor:
     """The sum, mean, smallest or largest of ``tensor`` over the ranks, element by element.
 
@@ -136,6 +140,7 @@ def _operation(op: Operation) -> dist.ReduceOp.RedOpType:
     return {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
 
 
+@waits()
 def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     """Every rank's ``tensor`` (same shape and dtype everywhere), stacked: shape ``(world size, *shape)``."""
     world = world_size(group)
@@ -149,6 +154,7 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
 
 
+@waits()
 def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
     """Every rank's ``tensor``, by rank, where the first dimension may differ between ranks (0 is allowed).
 
@@ -171,6 +177,7 @@ def all_gather_uneven(tensor: Tensor, group: Group = None) -> list[Tensor]:
     return [part[:length] for part, length in zip(gathered, lengths, strict=True)]
 
 
+@waits()
 def all_gather_with_grad(tensor: Tensor, group: Group = None) -> Tensor:
     """`all_gather_tensor` that backward passes through.
 
@@ -193,6 +200,7 @@ class _AllGather(torch.autograd.Function):
         return all_reduce(grad, "sum", ctx.group)[rank(ctx.group)], None
 
 
+@waits()
 def all_gather_object(obj: Any, group: Group = None) -> list[Any]:
     """Every rank's ``obj``, by rank. Objects travel pickled: only between processes that trust each other."""
     world = world_size(group)
@@ -204,6 +212,7 @@ def all_gather_object(obj: Any, group: Group = None) -> list[Any]:
     return objects
 
 
+@waits()
 def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
     """Rank ``src``'s ``obj``, on every rank (pickled on the way; what the others pass is ignored)."""
     if world_size(group) == 1:
@@ -214,6 +223,7 @@ def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
     return box[0]
 
 
+@waits()
 def broadcast_tensors(
     tensors: Iterable[Tensor], src: int = 0, group: Group = None, *, piece: int | None = None
 ) -> None:

@@ -23,13 +23,13 @@ shuts down, until these threads are done.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import gc
 import os
 import sys
 import threading
 import time
+
+from lockstep.ground.installed import EXIT_THREADS, FORK_GARBAGE, FORK_THREADS
 
 TORCH_THREADS = "pt_"
 """What torch's own threads are called: ``pt_gloo_runloop``, ``pt_nccl_watchdg``, ..."""
@@ -38,25 +38,18 @@ PATIENCE = 1.0
 LAST_PATIENCE = 10.0
 """Seconds that the end of a process waits at most."""
 
-_protected = False
-
 
 def protect_forks() -> None:
     """Let each later fork of this process wait until torch's threads sleep, where it is needed, and let its child leave
     its parent's garbage alone; once."""
-    global _protected
-    if _protected or not hasattr(os, "register_at_fork"):
-        return
-    _protected = True
-    os.register_at_fork(after_in_child=gc.freeze)
+    FORK_GARBAGE.at_fork(after_in_child=gc.freeze)
     if sys.version_info < (3, 12) and sys.platform == "linux":
-        os.register_at_fork(before=wait_for_torch_threads)
+        FORK_THREADS.at_fork(before=wait_for_torch_threads)
 
 
-@functools.cache
 def settle_at_exit() -> None:
     """Let the end of this process wait until torch's threads have let go of their last collective's tensors; once."""
-    atexit.register(settle)
+    EXIT_THREADS.at_exit(settle)
 
 
 def settle() -> None:

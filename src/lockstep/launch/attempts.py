@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 from lockstep.checkpoint import storage
 from lockstep.cluster import slurm
 from lockstep.cluster.world import read_number
+from lockstep.ground.installed import EXIT_JOB
 from lockstep.ground.rank import log
 
 # -- attempts ------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Job(Attempts):
         Until then the job may be stopped and started anew, in a test after the fit say, and would train once more from
         the beginning.
         """
-        atexit.register(self._forget, call)
+        EXIT_JOB.at_exit(self._forget, call)
 
     def _forget(self, call: int) -> None:
         """Remove what a fit has left; what guards against earlier attempts stays."""

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -35,10 +35,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
+from lockstep.cluster.local import on_one_host
+from lockstep.cluster.meeting import listen
 from lockstep.cluster.torchelastic import CAUSE, STARTED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import parent_death
 from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
+from lockstep.launch.environment import free_port
 from lockstep.launch.inherit import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.stack import one_line
@@ -57,6 +60,9 @@ REACH = 60
 
 OWN_PORTS = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable by which each attempt meets at a store of its own, and at another port."""
+
+HERE = "127.0.0.1"
+"""The address of this node where there is no other."""
 
 ENDED_ELSEWHERE = "another node has ended the run, and says why"
 
@@ -244,9 +250,7 @@ def refuse_nested(environ: Mapping[str, str]) -> None:
 
 def _variables(plan: Plan, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks are told by the environment."""
-    told = {STARTED: plan.flags}
-    if not plan.alone:
-        told[OWN_PORTS] = "1"
+    told = {STARTED: plan.flags} | (on_one_host(HERE, environ) if plan.alone else {OWN_PORTS: "1"})
     if plan.max_restarts or plan.resume:
         job = environ.get("SLURM_JOB_ID")  # an attempt at a job that SLURM has started anew is one at the same run
         of_slurm = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '')}-{environ.get('SLURM_PROCID', '0')}"
@@ -295,30 +299,28 @@ def _silence() -> None:
 
 
 def _agent(plan: Plan, hosts: bool, folder: Path) -> Agent:
-    endpoint = "127.0.0.1:0" if plan.alone else f"{plan.address}:{plan.port}"
-    options = {"join_timeout": plan.patience, "last_call_timeout": 5, "read_timeout": REACH, "timeout": plan.patience}
-    meeting = RendezvousParameters(
-        "c10d",
-        endpoint,
-        plan.run_id,
-        *plan.nodes,
-        "127.0.0.1" if plan.alone else plan.local_address,
-        is_host=plan.alone or hosts,
-        **options,
-    )
-    handler = rendezvous.get_rendezvous_handler(meeting)
     python = [sys.executable, *subprocess._args_from_interpreter_flags(), "-u"]  # type: ignore[attr-defined]
     spec = WorkerSpec(
         role="default",
         local_world_size=plan.devices,
         entrypoint=sys.executable,
         args=("-I", "-S", parent_death.__file__, str(os.getpid()), *python, *plan.words),
-        rdzv_handler=handler if plan.alone else InOrder(handler, plan.node_rank, plan.local_address),
+        rdzv_handler=OneNode(plan.run_id) if plan.alone else _several(plan, hosts),
         max_restarts=plan.max_restarts,
         monitor_interval=0.1,
-        local_addr="127.0.0.1" if plan.alone else plan.local_address,
+        local_addr=HERE if plan.alone else plan.local_address,
     )
     return Agent(folder, spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder)), shutdown_timeout=plan.grace)
+
+
+def _several(plan: Plan, hosts: bool) -> RendezvousHandler:
+    """What brings the agents of several nodes together, of which this one ``hosts`` their meeting or does not."""
+    options = {"join_timeout": plan.patience, "last_call_timeout": 5, "read_timeout": REACH, "timeout": plan.patience}
+    endpoint = f"{plan.address}:{plan.port}"
+    meeting = RendezvousParameters(
+        "c10d", endpoint, plan.run_id, *plan.nodes, plan.local_address, is_host=hosts, **options
+    )
+    return InOrder(rendezvous.get_rendezvous_handler(meeting), plan.node_rank, plan.local_address)
 
 
 def _run(agent: Agent, folder: Path) -> int:
@@ -367,6 +369,53 @@ def _not_met(plan: Plan, error: BaseException) -> str:
     if "Closed" in reason:
         return ENDED_ELSEWHERE
     return f"the nodes did not meet at {place}: {error}"
+
+
+class OneNode(RendezvousHandler):
+    """The meeting of one agent: a store that listens on this host alone, in which each round has a part of its own.
+
+    torch's own listens on all interfaces, and anybody may write into it.
+
+    Args:
+        run_id: a name of the run.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        port = free_port(HERE)
+        self._store = TCPStore(
+            HERE, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, port)
+        )
+        self._round = 0
+        self._closed = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin the next round."""
+        self._round += 1
+        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HERE, self._store.port))
+
+    def get_backend(self) -> str:
+        return "one node"
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class InOrder(RendezvousHandler):

@@ -12,6 +12,7 @@ from typing import Any
 import torch.utils.data.dataloader
 
 from lockstep.cluster.detect import early_rank
+from lockstep.ground.installed import FORK_WORKERS
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import hand_down_seed
 from lockstep.launch.parent_death import PARENT, bind, end_with, prctl
@@ -49,7 +50,6 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
             note_early(environ)
 
 
-@functools.cache
 def bind_loader_workers() -> None:
     """Have the system kill loader workers that are forked here when this process ends, however it does.
 
@@ -57,7 +57,7 @@ def bind_loader_workers() -> None:
     """
     found = prctl()
     if found is not None:
-        os.register_at_fork(after_in_child=functools.partial(_bind_loader_worker, found))
+        FORK_WORKERS.at_fork(after_in_child=functools.partial(_bind_loader_worker, found))
 
 
 def _bind_loader_worker(found: Any) -> None:

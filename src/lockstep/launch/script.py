@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from lockstep.cluster.detect import LOCAL, detect
-from lockstep.cluster.local import is_started, rank_variables
+from lockstep.cluster.local import is_started, on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed
@@ -146,6 +146,8 @@ def _begin(world: World) -> Supervised:
     world = replace(world, port=world.port or free_port())
     if world.local_size > 1:
         os.environ.update(rank_variables(world))
+        if world.num_nodes == 1:
+            os.environ.update(on_one_host(world.address, os.environ))
     environ = dict(os.environ)
     if current_seed() is not None:
         environ[SEED] = str(current_seed())

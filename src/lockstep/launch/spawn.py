@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.cluster.local import rank_variables
+from lockstep.cluster.local import on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
@@ -36,7 +36,7 @@ from lockstep.launch.processes import GRACE, Children, Ended
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.monitor import Verdict, Watch
 from lockstep.supervise.stack import calling, one_line
-from lockstep.supervise.status import Notes, attended, failed
+from lockstep.supervise.status import Notes, attended, failed, watch_uncaught
 
 # -- objects on their way ------------------------------------------------------------------------------------
 
@@ -145,6 +145,7 @@ class SpawnLauncher:
                     watch.interrupt()
                     children.wait()
                 if children.failed or verdicts:
+                    watch_uncaught()
                     raise _failure(self.strategy, children, notes, verdicts[0] if verdicts else None, watch)
                 result.seek(0)
                 returned: T = unpack(result)
@@ -162,7 +163,7 @@ class SpawnLauncher:
             _write(call, file, self.strategy)
             for local_rank in range(world.local_size):
                 rank = replace(world, rank=world.rank + local_rank, local_rank=local_rank)
-                environ = {**os.environ, **rank_variables(rank)}
+                environ = {**os.environ, **rank_variables(rank), **_on_one_host(world)}
                 if threading.current_thread() is threading.main_thread():
                     environ[PARENT] = str(os.getpid())
                 # opened once for each rank, since a file that is handed down twice has one position
@@ -171,6 +172,10 @@ class SpawnLauncher:
                     words = [str(handed[0]), str(handed[1]), notes.address, str(rank.rank)]
                     children.start(rank.rank, [sys.executable, *flags, "-c", _BOOT, *words], environ, handed)
         children.watch()
+
+
+def _on_one_host(world: World) -> dict[str, str]:
+    return on_one_host(world.address, os.environ) if world.num_nodes == 1 else {}
 
 
 @dataclass
@@ -351,7 +356,7 @@ class ForkLauncher(SpawnLauncher):
         bond = {PARENT: str(os.getpid())} if threading.current_thread() is threading.main_thread() else {}
         for local_rank in range(call.world.local_size):
             rank = replace(call.world, rank=call.world.rank + local_rank, local_rank=local_rank)
-            environ = {**rank_variables(rank), **bond}
+            environ = {**rank_variables(rank), **_on_one_host(rank), **bond}
 
             def take(environ: Mapping[str, str] = environ) -> Call:
                 if getattr(torch.cuda, "_is_in_bad_fork", bool)():

@@ -12,6 +12,7 @@ from lockstep.cluster.environments import DescribesRanks, described_world
 from lockstep.launch.script import ScriptLauncher, command_line
 from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
 from lockstep.launch.srun import become_srun
+from lockstep.supervise.status import watch_uncaught
 
 T = TypeVar("T")
 
@@ -60,7 +61,11 @@ def is_interactive(placement: Placement) -> bool:
 
 def directly(function: Callable[..., T], *args: Any) -> T:
     """Call ``function`` in this process: there are no other ranks to start."""
-    return function(*args)
+    try:
+        return function(*args)
+    except BaseException:
+        watch_uncaught()
+        raise
 
 
 def launcher(kind: str | None, placement: Placement, asked: Any = None) -> Callable[..., Any]:

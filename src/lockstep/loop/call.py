@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.rank import rank_zero_warn
@@ -156,6 +157,7 @@ def name_ways_out(error: BaseException) -> None:
         )
 
 
+@does("setting up")
 def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     session.connect()
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn

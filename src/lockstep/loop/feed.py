@@ -20,6 +20,7 @@ from lockstep.data.cut import WindowPlan
 from lockstep.data.fixed import Untouched
 from lockstep.data.source import Gather, Replicas, Source, SourceSpec, length_of
 from lockstep.datamodule import LightningDataModule
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.hooks import ModuleHooks
@@ -190,6 +191,7 @@ def longest(count: int | float, gather: Gather) -> int | float:
     return most if math.isinf(most) else int(most)
 
 
+@does("comparing the loaders of the ranks")
 def check_alike(parts: list[Source], spec: SourceSpec, names: list[str]) -> bool:
     """Whether loaders are of the same length on all ranks; those that lockstep shares out must be.
 
@@ -635,6 +637,7 @@ class Feed:
         self._state = after
         yield mine[-1][0]
 
+    @does("asking who has more data")
     def _agree(
         self, weights: list[float], more: bool, room: int
     ) -> tuple[list[tuple[int, ...]], list[float], bool, list[list[float]]]:

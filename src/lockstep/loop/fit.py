@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.config.run import RunConfig, set_flag
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
@@ -575,6 +576,7 @@ class FitLoop:
     def _interruption(self) -> str:
         return f"interrupted by {TERMINATED if self.session.interruption == TERMINATED else 'Ctrl-C'}"
 
+    @does("ending the fit")
     def _share_ending(self) -> None:
         """All ranks tell the same of how the fit ended: rank 0's clock may have, or Ctrl-C on one of them."""
         session = self.session

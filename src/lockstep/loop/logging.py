@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.loop.metrics import StatesByLoader, is_metric
@@ -416,6 +417,7 @@ class LogCollector:
             entry.step_fresh = 0
         return values
 
+    @does("reducing logged values")
     def reduce_step(self) -> list[tuple[Entry, str, Tensor]]:
         """:meth:`agree_on_step`, with what was agreed on since the last call: what loggers get. Collective."""
         self.agree_on_step()
@@ -452,6 +454,7 @@ class LogCollector:
         for entry, before in snapshot:
             entry.go_back(before)
 
+    @does("reducing logged values")
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
         """The on_epoch values over all steps and ranks; one packed all_gather, and the metrics' own. Collective.
 

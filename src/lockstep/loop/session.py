@@ -17,6 +17,7 @@ from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.doing import does
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.elastic import Elastic
@@ -292,6 +293,7 @@ class Session:
             self.request_stop()
             self.agreement.now(self.stop_flag)
 
+    @does("asking who wants to stop")
     def agree_on_ending(self) -> None:
         """Between windows: ask all ranks at once whether one of them wants to stop, or was interrupted. Collective."""
         if self.world_size > 1:

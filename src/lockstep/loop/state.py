@@ -20,6 +20,7 @@ from lockstep.checkpoint.format import described
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
+from lockstep.ground.doing import does
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
@@ -355,6 +356,7 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
     return {"states": metric._copy_state_dict(), "count": metric._update_count}
 
 
+@does("saving a checkpoint")
 def save(
     session: Session,
     path: str | os.PathLike[str],
@@ -466,6 +468,7 @@ def _last(session: Session) -> str | None:
     return max(sorted(existing), key=storage.modified) if existing else None  # of two that are as new, one
 
 
+@does("reading a checkpoint")
 def read(session: Session, path: str, weights_only: bool | None) -> dict[str, Any]:
     """Load a checkpoint on every rank, to the CPU."""
     checkpoint: dict[str, Any] = session.strategy.load_checkpoint(path, weights_only)

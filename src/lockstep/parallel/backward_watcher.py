@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed import autograd, rpc
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lockstep.ground.installed import OPTIMIZER_HOOK
 from lockstep.parallel.reducer import Reducer
 
 # -- contexts of torch.distributed.autograd ------------------------------------------------------------------
@@ -391,11 +392,9 @@ waiting_for_steps: weakref.WeakValueDictionary[int, Container] = weakref.WeakVal
 """Containers that are told before an optimizer steps, by id; in the order in which they came, the same on all ranks."""
 
 
-@cache
 def hear_steps() -> None:
-    """Be told of optimizers' steps, until the process ends; a hook for each container would have to go with it, in the
-    middle of torch's loop over the hooks, it may be."""
-    register_optimizer_step_pre_hook(_before_any_step)
+    """Once: be told of optimizers' steps, until the process ends."""
+    OPTIMIZER_HOOK.install(lambda: register_optimizer_step_pre_hook(_before_any_step).remove)
 
 
 def _before_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.ground import comm
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def broadcast_module_state(
         comm.broadcast_tensors(state_tensors(module, ignored, buffers), src, group, piece=PIECE_BYTES)
 
 
+@does("taking rank 0's buffers")
 def sync_buffers(module: nn.Module, group: comm.Group = None) -> None:
     """Overwrite the buffers of ``module`` with rank 0's, bitwise; a loop does it before each forward."""
     broadcast_buffers(module.buffers(), 0, group)

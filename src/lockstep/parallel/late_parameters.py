@@ -8,7 +8,6 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import MODULE_HOOKS
 from lockstep.ground.pages import common_pages, on_one_host
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.consistency import check_alike, checksum, described
@@ -145,16 +145,27 @@ def beside(module: nn.Module, optimizers: Iterable[Any]) -> dict[str, Tensor]:
 _watching: weakref.WeakSet[LateParameters] = weakref.WeakSet()
 
 
-@cache
 def _hear() -> None:
-    """Be told by torch, from now on until the process ends.
+    """Once: be told by torch, from now on until the process ends.
 
     A hook for each model would have to go with it: in the middle of torch's loop over the hooks, it may be, which the
     garbage collector does not ask about.
     """
-    registration.register_module_parameter_registration_hook(_tell_parameter)
-    registration.register_module_buffer_registration_hook(_tell_buffer)
-    registration.register_module_module_registration_hook(_tell_module)
+    MODULE_HOOKS.install(_put_hooks)
+
+
+def _put_hooks() -> Callable[[], object]:
+    put = [
+        registration.register_module_parameter_registration_hook(_tell_parameter),
+        registration.register_module_buffer_registration_hook(_tell_buffer),
+        registration.register_module_module_registration_hook(_tell_module),
+    ]
+
+    def undo() -> None:
+        for each in put:
+            each.remove()
+
+    return undo
 
 
 def _tell_parameter(module: nn.Module, name: str, parameter: Parameter | None) -> None:

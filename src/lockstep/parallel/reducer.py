@@ -50,6 +50,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
+from lockstep.ground.doing import does, waits
 from lockstep.parallel.bucket import (
     Bucket,
     Plan,
@@ -362,6 +363,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.hide()
 
+    @waits("reducing gradients in backward")
     def finish(self) -> None:
         """After a backward: reduce what is not yet reduced, and wait. With `sync` off, only tidy up."""
         if self._idle:
@@ -510,6 +512,7 @@ class Reducer:
         self._arrived[name] = self._arrived.pop(name, 0) + 1
         self._tasks.add(torch._C._current_graph_task_id())
 
+    @does("reducing gradients in backward")
     def _conclude(self) -> None:
         """Buckets may be launched early once each was seen in a backward and none had others inside."""
         self._nested = self._nested or len(self._tasks) > 1

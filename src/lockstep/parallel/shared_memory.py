@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.ground import comm
+from lockstep.ground.doing import waits
 from lockstep.ground.pages import Pages, common_pages, host, space
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.transport import AllReduce, Size
@@ -108,6 +109,7 @@ class Semaphores:
         """Take one off, if it is not at 0."""
         return self._try(semaphore) == 0
 
+    @waits()
     def wait(self, semaphore: ctypes.c_void_p, seconds: float = TICK) -> bool:
         """Take one off, and sleep for it, but not much longer than so many seconds; False if there was none."""
         end = time.clock_gettime_ns(self._clock) + int(seconds * 1e9)
@@ -265,6 +267,7 @@ class SharedReduction(AllReduce):
             self._add(semaphore)
         self._sum_what_is_filled()
 
+    @waits()
     def wait(self, bucket: Bucket) -> None:
         """Return when all ranks have summed their shares of ``bucket``.
 

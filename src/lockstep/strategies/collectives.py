@@ -14,6 +14,7 @@ from lockstep.cluster.world import World
 from lockstep.data.source import Replicas
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 
 
@@ -107,12 +108,14 @@ class Collectives:
         """The flags that the ranks share: in shared memory on one host, by asynchronous messages across hosts."""
         return ConsensusFlags(mode="alone") if self.world.size == 1 else ConsensusFlags()
 
+    @does("strategy.barrier")
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world.size > 1:
             self.check_present("strategy.barrier()")
             comm.barrier()
 
+    @does("strategy.broadcast")
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
         if self.world.size == 1:
@@ -120,6 +123,7 @@ class Collectives:
         self.check_present("strategy.broadcast(...)")
         return comm.broadcast_object(obj, src)
 
+    @does("all_gather")
     def all_gather(self, tensor: Tensor, group: comm.Group = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
         if self.world.size == 1:
@@ -127,6 +131,7 @@ class Collectives:
         self.check_present("all_gather(...)", group)
         return (comm.all_gather_with_grad if sync_grads else comm.all_gather_tensor)(tensor, group)
 
+    @does("strategy.reduce")
     def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
         """The tensor reduced over all ranks; the given one is not changed. On one process the tensor as it is.
 

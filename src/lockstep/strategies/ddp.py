@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
@@ -172,6 +173,7 @@ class DDPStrategy(RankedStrategy):
         self._norms: SynchronizedNorms | None = None
         self._norms_group: tuple[Any, Any] | None = None  # the default group, and that of the layers
 
+    @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """As on one process, then rank 0's weights and buffers everywhere."""
         if module is not self.module:

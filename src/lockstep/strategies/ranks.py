@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,8 +14,10 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.meeting import meet
 from lockstep.cluster.world import World
 from lockstep.ground import comm
+from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
+from lockstep.ground.installed import EXIT_GROUP
 from lockstep.ground.rank import rank_zero_info
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
@@ -100,6 +101,7 @@ class RankedStrategy(Strategy):
         """What carries messages: as asked, else nccl on CUDA devices and gloo elsewhere."""
         return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
 
+    @does("joining the other ranks")
     def _make_group(self) -> None:
         # The functions of this module have the default group for a default argument, taken when it is imported (torch's
         # optimizers do so). Imported after the group is made they would hold it beyond its destruction, with gloo's
@@ -116,7 +118,7 @@ class RankedStrategy(Strategy):
         dist.init_process_group(
             backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
         )
-        atexit.register(_leave_group)
+        EXIT_GROUP.at_exit(_leave_group)
         # a rank that fails before the others have connected to it would break their connecting, which hides its error
         comm.barrier()
 

@@ -47,6 +47,10 @@ class Cause:
         """Whether this is a Ctrl-C, not a failure."""
         return self.reason.startswith(INTERRUPTED)
 
+    def is_like(self, other: Cause) -> bool:
+        """Whether another rank failed of the same, at the same line."""
+        return (self.reason, self.place, self.lost) == (other.reason, other.place, other.lost)
+
     def __str__(self) -> str:
         return f"rank {self.rank} failed first, at {self.place}: {self.reason}"
 
@@ -187,8 +191,15 @@ def odd_first(groups: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``"rank 3"`` or ``"ranks 0, 2"``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    """``"rank 3"``, ``"ranks 0, 2"`` or ``"ranks 0-2, 7"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
 def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: bool) -> Divergence | None:
@@ -255,6 +266,7 @@ def final_cause(
     left: Mapping[int, Cause],
     shown: Collection[int],
     proof: Divergence | None = None,
+    folded: Collection[int] = (),
 ) -> tuple[First | None, bool]:
     """The first cause, now that all have ended.
 
@@ -262,6 +274,7 @@ def final_cause(
         failed, notes, stands: as for `early_cause`.
         left: the errors that ended the scripts of ranks which still wait to be told that they may end, by rank.
         shown: ranks whose tracebacks are on the screen, whether their processes failed or were ended.
+        folded: ranks that left it to others to print theirs.
         proof: that ranks were in different collectives, where it is known.
 
     Returns:
@@ -272,16 +285,46 @@ def final_cause(
     caught = [cause for cause in notes if cause.rank not in noted and was_caught(cause, stands)]
     in_time = sorted(noted.values(), key=lambda cause: cause.at)
     cause = first_cause(list(failed), in_time, stands, caught, **({} if proof is None else {"proof": proof}))
-    return cause, is_told(cause, printed)
+    return cause, is_told(cause, printed - set(folded), in_time)
 
 
-def is_told(cause: First | None, printed: Collection[int]) -> bool:
-    """Whether the traceback of a cause is on the screen, where those of the ranks ``printed`` are."""
-    return isinstance(cause, Cause) and (cause.is_exit or (cause.rank in printed and not cause.lost))
+def is_told(cause: First | None, printed: Collection[int], notes: Iterable[Cause] = ()) -> bool:
+    """Whether the traceback of a cause is on the screen, where those of the ranks ``printed`` are, or one like it."""
+    if not isinstance(cause, Cause):
+        return False
+    like = {cause.rank} | {note.rank for note in notes if note.is_like(cause)}
+    return cause.is_exit or (not cause.lost and not like.isdisjoint(printed))
+
+
+OTHERS = 2
+"""Ways in which other ranks failed that are told."""
+
+
+def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> list[str]:
+    """What ranks failed of beside the first cause, a line for each way of failing, and for all beyond `OTHERS`.
+
+    Args:
+        cause: the first.
+        notes: of all ranks.
+        host: the name of this machine, where it has to be told from others.
+    """
+    own = [each for each in notes if not (each.lost or each.is_interrupt) and each.rank != getattr(cause, "rank", None)]
+    like = sorted(each.rank for each in own if isinstance(cause, Cause) and each.is_like(cause))
+    where = f" on {host}" if host else ""
+    lines = [f"{named(like)}{where} failed alike"] if like else []
+    ways = alike((each.rank, f"at {each.place}: {each.reason}") for each in own if each.rank not in like)
+    lines += [f"{named(sorted(ranks))}{where} failed, too, {words}" for words, ranks in ways[:OTHERS]]
+    rest = sorted(rank for _, ranks in ways[OTHERS:] for rank in ranks)
+    return [*lines, f"{named(rest)}{where} failed in other ways"] if rest else lines
 
 
 def judgement(
-    cause: First | None, told: bool, interrupted: bool, codes: Sequence[int | None], host: str = ""
+    cause: First | None,
+    told: bool,
+    interrupted: bool,
+    codes: Sequence[int | None],
+    host: str = "",
+    also: Sequence[str] = (),
 ) -> Judgement:
     """What follows from a first cause.
 
@@ -291,6 +334,7 @@ def judgement(
         interrupted: whether Ctrl-C had been pressed.
         codes: of the processes that failed.
         host: the name of this machine, where it has to be told from others.
+        also: what is told before the last line.
     """
     by_hand = interrupted or (isinstance(cause, Cause) and cause.is_interrupt)
     trace = "" if told or by_hand else getattr(cause, "trace", "")
@@ -298,8 +342,8 @@ def judgement(
         words = "interrupted by Ctrl-C" + (f": {cause}" if isinstance(cause, Divergence) else "")
         return Judgement(f"lockstep: {one_line(words, None)}", CODE_OF_INTERRUPT)
     code = max((code for code in codes if code is not None), default=1)
-    words = one_line(located(cause, host), None)
-    return Judgement(f"{trace.rstrip()}\n" * bool(trace) + f"lockstep: {words}", code if code > 0 else 1)
+    lines = [f"lockstep: {one_line(each, None)}" for each in (*also, located(cause, host))]
+    return Judgement("\n".join([trace.rstrip()] * bool(trace) + lines), code if code > 0 else 1)
 
 
 def located(cause: First | None, host: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from lockstep.cluster.local import loopback_of
 from lockstep.supervise.causes import First, located
 
 # -- between processes ---------------------------------------------------------------------------------------
@@ -187,17 +188,20 @@ class Hub:
         """Have ``heard(node, body)`` called, in a thread of this hub, for each message on a topic."""
         self._listeners[topic] = heard
 
-    def open(self) -> tuple[int, str]:
+    def open(self, address: str = "") -> tuple[int, str]:
         """Be the hub.
 
+        Args:
+            address: by which the others call. It listens there alone if only this host can call by it, else everywhere.
+
         Returns:
-            the port where it listens, on all interfaces, and the word by which the others prove that they belong here.
+            the port where it listens, and the word by which the others prove that they belong here.
         """
         self._token = secrets.token_hex(16)
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._door = socket.create_server(
-            ("", 0), family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6
-        )
+        host = loopback_of(address) if address else ""
+        everywhere = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
+        self._door = socket.create_server((host, 0), family=family, backlog=1024, dualstack_ipv6=everywhere)
         threading.Thread(target=self._answer, name="lockstep-hub", daemon=True).start()
         return int(self._door.getsockname()[1]), self._token
 
@@ -335,11 +339,11 @@ class Nodes:
         self.hub = Hub(node, self.host, self._lose) if count > 1 else None
         self.decided: dict[str, Any] | None = None
 
-    def open(self) -> tuple[int, str]:
-        """Let the others call; gives the port and the word that they need."""
+    def open(self, address: str) -> tuple[int, str]:
+        """Let the others call by an address; gives the port and the word that they need."""
         assert self.hub is not None
         self.hub.listen("claim", lambda node, body: self._put("claim", (node, body)))
-        return self.hub.open()
+        return self.hub.open(address)
 
     def join(self, address: str, port: int, token: str) -> None:
         """Call the first node, in a thread."""

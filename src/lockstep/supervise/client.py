@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import json
@@ -19,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.cluster.world import World
+from lockstep.ground.installed import EXIT_SUPERVISOR
 from lockstep.ground.rank import log
 from lockstep.launch.inherit import PARENT, started_in
 from lockstep.supervise import status
@@ -101,12 +101,12 @@ class Supervised:
                 "one_screen": _is_one_screen(os.environ),
             }
         )
-        atexit.register(self._finish)
+        EXIT_SUPERVISOR.at_exit(self._finish)
         threading.Thread(target=self._hear, name="lockstep-supervised", daemon=True).start()
 
     def open_hub(self) -> tuple[int, str] | None:
         """On the first node: the port where its supervisor listens for those of the others, and the word they need."""
-        self._line.send({"say": "hub"})
+        self._line.send({"say": "hub", "address": self._world.address})
         answer = self._answer("hub", MEETING)
         return None if answer is None else (answer["port"], answer["token"])
 
@@ -228,7 +228,7 @@ class Found:
         self._seek = threading.Thread(target=self._find, name="lockstep-supervised", daemon=True)
         self._seek.start()
         self._come.wait(0.5)
-        atexit.register(self._finish)
+        EXIT_SUPERVISOR.at_exit(self._finish)
 
     def _find(self) -> None:
         """In a thread: look for it, and hear what it says."""

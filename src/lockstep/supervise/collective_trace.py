@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import sys
 import threading
 import weakref
@@ -22,6 +21,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
+from lockstep.ground.doing import waits
+from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, Ledger, own
 
@@ -183,6 +184,7 @@ class Noting:
         """``Work.wait``, which notes that what was waited for is complete."""
         pending, complete = self._pending, self.ledger.complete
 
+        @waits()
         def waited(work: Any, timeout: Any = None) -> Any:
             result = wait(work) if timeout is None else wait(work, timeout)
             if pending:
@@ -530,6 +532,7 @@ class _Comparison:
                 "All ranks must make the same calls in the same order"
             )
 
+    @waits("comparing what the ranks are about to do")
     def _wait(self, keys: list[str]) -> list[tuple[str, str]]:
         """What the ranks have written; waits until all have, which may take as long as a rank is busy elsewhere."""
         while True:
@@ -568,7 +571,9 @@ def install_trace() -> None:
     """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
     global _noting
     if not _replaced:
-        _forget_in_children()
+        TORCH_COLLECTIVES.install(lambda: take_down)
+        # a process that is forked here must not write into this one's ledger; its own gate, if any, has another
+        FORK_TRACE.at_fork(after_in_child=_forget)
         _noting = noting = Noting()
         for name in COLLECTIVES:
             function = getattr(dist.distributed_c10d, name, None)
@@ -578,12 +583,6 @@ def install_trace() -> None:
         _set(dist.Work, "wait", noting.waited(dist.Work.wait))
         noting.on_group = _take_in_functional
     _take_in_functional()
-
-
-@functools.cache
-def _forget_in_children() -> None:
-    """Once: a process that is forked here must not write into this one's ledger. Its own gate, if any, has another."""
-    os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from multiprocessing import current_process
 from typing import Any
 
+from lockstep.ground.installed import FORK_WAKEUP, HANDLERS, PASSED_ON, WAKEUP
 from lockstep.launch.parent_death import PARENT
 
 # -- signals, noted ------------------------------------------------------------------------------------------
@@ -45,7 +46,8 @@ def heeding(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[Non
     for number in taken:
         signal.signal(number, handle)
     try:
-        yield
+        with HANDLERS.inside():
+            yield
     finally:
         for number in taken:
             if signal.getsignal(number) is handle:
@@ -92,7 +94,14 @@ PASS: int | None = int(signal.SIGRTMIN) + 10 if sys.platform.startswith("linux")
 def hear() -> None:
     """From here on a Ctrl-C may be passed on to this process; it has no effect outside :func:`interruptible`."""
     if PASS is not None and _in_main_thread() and signal.getsignal(PASS) is signal.SIG_DFL:
-        signal.signal(PASS, signal.SIG_IGN)
+        PASSED_ON.install(_ignore_passed)
+
+
+def _ignore_passed() -> Callable[[], object] | None:
+    if PASS is None:
+        return None
+    signal.signal(PASS, signal.SIG_IGN)
+    return functools.partial(signal.signal, PASS, signal.SIG_DFL)
 
 
 def pass_on(process: int) -> None:
@@ -129,7 +138,8 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
     numbers = [signal.SIGINT] if PASS is None else [signal.SIGINT, PASS]
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield
+        with HANDLERS.inside():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -153,7 +163,8 @@ class Ear:
         if not _in_main_thread():
             yield
             return
-        _forget_in_children()
+        # a process that is forked here must not report what it hears as if it were this one
+        FORK_WAKEUP.at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _in_main_thread() else None)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if before != -1:  # an event loop's
             signal.set_wakeup_fd(before)
@@ -161,7 +172,8 @@ class Ear:
             return
         self.heard()
         try:
-            yield
+            with WAKEUP.inside():
+                yield
         finally:
             signal.set_wakeup_fd(-1)
 
@@ -185,12 +197,6 @@ class Ear:
         """Give the pipe back."""
         os.close(self._read)
         os.close(self._write)
-
-
-@functools.cache
-def _forget_in_children() -> None:
-    """Once: a process that is forked here must not report what it hears as if it were this one."""
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _in_main_thread() else None)
 
 
 def _in_main_thread() -> bool:

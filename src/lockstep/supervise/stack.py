@@ -15,9 +15,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from types import FrameType, TracebackType
 from typing import IO
+
+from lockstep.ground.doing import Doing, marks_in
+from lockstep.ground.installed import STACK
 
 # -- tracebacks ----------------------------------------------------------------------------------------------
 
@@ -28,8 +32,11 @@ WHOLE = "LOCKSTEP_WHOLE_TRACEBACKS"
 SHORT = 16
 """Lines up to which a traceback is shown as it is."""
 
-MOST = 18
-"""Lines of a traceback that are shown: the first and the last. Two ranks that fail alike stay below 40."""
+MOST = 17
+"""Lines of a traceback that are shown, the first and the last, where ranks fail: two of them stay below 40 lines."""
+
+MOST_ALONE = 36
+"""The same on one process, which prints one traceback and nothing else."""
 
 WIDE = 1000
 """Characters of a line that are shown."""
@@ -38,11 +45,15 @@ _FRAME = re.compile(r'^\s*File "(.+)", line \d+')
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
 
 
-def shortened(error: BaseException) -> str:
+def shortened(error: BaseException, most: int = MOST) -> str:
     """The traceback of an exception, as Python prints it, without the frames of lockstep and torch if it is long.
 
     The innermost frame of each traceback stays, whosever it is. Chains and groups of many exceptions and messages of
     many lines lose their middle, and characters that a terminal would obey are escaped.
+
+    Args:
+        error: the exception.
+        most: lines that are shown.
     """
     text = "".join(traceback.format_exception(error))
     if os.environ.get(WHOLE) == "1":
@@ -50,9 +61,9 @@ def shortened(error: BaseException) -> str:
     lines = text.splitlines()
     if len(lines) > SHORT:
         lines = list(_without_inner(lines))
-    if len(lines) > MOST:
-        first = MOST // 3
-        last = MOST - first - 1
+    if len(lines) > most:
+        first = most // 3
+        last = most - first - 1
         note = f"... {len(lines) - first - last} lines ({WHOLE}=1 shows them)"
         lines = [*lines[:first], note, *lines[-last:]]
     return "".join(f"{printable(_narrow(line))}\n" for line in lines)
@@ -105,43 +116,14 @@ REASON = 300
 
 SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
 
-WAITING = (
+_TORCH_WAITS = (
     (f"distributed{os.sep}distributed_c10d.py", ""),
     (f"distributed{os.sep}_functional_collectives.py", "wait_tensor"),
-    (f"supervise{os.sep}collective_trace.py", "waited"),
-    (f"supervise{os.sep}collective_trace.py", "_wait"),
-    (f"parallel{os.sep}reducer.py", "finish"),
-    (f"parallel{os.sep}shared_memory.py", "wait"),
-    (f"ground{os.sep}agreement.py", "settle"),
-    (f"ground{os.sep}agreement.py", "close"),
-    (f"ground{os.sep}comm.py", ""),
 )
-"""Ends of files, and functions in them ("": any), that wait for other ranks."""
+"""Ends of torch's files, and functions in them ("": any), that wait for other ranks."""
 
 _LOADERS = (f"{TORCH}utils{os.sep}data{os.sep}", f"{LOCKSTEP}data{os.sep}")
 _FETCH = f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}fetch.py"
-DOINGS = {
-    ("loop/state.py", "save"): "saving a checkpoint",
-    ("loop/state.py", "read"): "reading a checkpoint",
-    ("strategies/collectives.py", "barrier"): "strategy.barrier",
-    ("strategies/collectives.py", "broadcast"): "strategy.broadcast",
-    ("strategies/collectives.py", "reduce"): "strategy.reduce",
-    ("strategies/collectives.py", "all_gather"): "all_gather",
-    ("strategies/ddp.py", "_make_group"): "joining the other ranks",
-    ("strategies/ddp.py", "setup_module"): "taking rank 0's weights",
-    ("parallel/reducer.py", "finish"): "reducing gradients in backward",
-    ("parallel/reducer.py", "_conclude"): "reducing gradients in backward",
-    ("parallel/consistency.py", "sync_buffers"): "taking rank 0's buffers",
-    ("loop/logging.py", "reduce_epoch"): "reducing logged values",
-    ("loop/logging.py", "reduce_step"): "reducing logged values",
-    ("loop/feed.py", "_agree"): "asking who has more data",
-    ("loop/feed.py", "check_alike"): "comparing the loaders of the ranks",
-    ("loop/session.py", "agree_on_ending"): "asking who wants to stop",
-    ("loop/fit.py", "_share_ending"): "ending the fit",
-    ("loop/call.py", "_set_up"): "setting up",
-    ("supervise/collective_trace.py", "_wait"): "comparing what the ranks are about to do",
-}
-"""What a rank does that is in such a function (of a file of lockstep's), for people."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +142,15 @@ class Frame:
     @property
     def waits(self) -> bool:
         """Whether this is a place that waits for other ranks."""
-        return self.file.startswith((LOCKSTEP, TORCH)) and any(
-            self.file.endswith(end) and function in ("", self.function) for end, function in WAITING
-        )
+        if self.file.startswith(TORCH):
+            return any(self.file.endswith(end) and name in ("", self.function) for end, name in _TORCH_WAITS)
+        mark = self.mark
+        return mark is not None and mark.waits
+
+    @property
+    def mark(self) -> Doing | None:
+        """What a function of lockstep's is marked by."""
+        return marks_in(self.file).get(self.function) if self.file.startswith(LOCKSTEP) else None
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -206,10 +194,9 @@ class Stack:
         """What it does below the user's code, in words or by the name of a function; "" if nothing."""
         below = list(self._below_users())
         for frame in reversed(below):
-            if frame.file.startswith(LOCKSTEP):
-                name = frame.file.removeprefix(LOCKSTEP).replace(os.sep, "/")
-                if (name, frame.function) in DOINGS:
-                    return DOINGS[name, frame.function]
+            mark = frame.mark
+            if mark is not None and mark.words:
+                return mark.words
         named = [frame.function for frame in below if frame.waits and frame.function != "wrapper"]
         return named[-1] if named else ""
 
@@ -242,6 +229,18 @@ def stack_of(error: BaseException) -> Stack:
         if frames:
             return Stack(frames)
     return Stack(_within(_frames(error.__traceback__)))
+
+
+def is_through_lockstep(error: BaseException) -> bool:
+    """Whether an exception came out of a call of lockstep's, or is chained to one that did."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if any(frame.file.startswith(LOCKSTEP) for frame in _frames(each.__traceback__)):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False
 
 
 def reason_of(error: BaseException) -> str:
@@ -353,7 +352,7 @@ def offer() -> str:
         return ""
     if _file is None:
         _file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as this process lives
-        faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
+        STACK.install(_register)
     if _bell[0] != os.getpid():  # a forked process has the descriptors, and not the thread
         ear, mouth = os.pipe()
         _bell = os.getpid(), mouth
@@ -361,6 +360,13 @@ def offer() -> str:
     places = (_file.fileno(), _bell[1])
     path = f"/proc/{os.getpid()}/fd"
     return f"{path}/{places[0]}:{os.fstat(places[0]).st_ino}:{path}/{places[1]}:{os.fstat(places[1]).st_ino}"
+
+
+def _register() -> Callable[[], object]:
+    assert ASK is not None
+    assert _file is not None
+    faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
+    return partial(faulthandler.unregister, ASK)
 
 
 def _attend(ear: int, file: IO[bytes]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -15,10 +17,20 @@ from types import TracebackType
 from typing import IO, Any
 
 from lockstep.ground.errors import RankFailed
+from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.supervise import stack
 from lockstep.supervise.causes import Cause, Stand, cause_of
-from lockstep.supervise.signals import hear
-from lockstep.supervise.stack import calling, one_line, reason_of, shortened
+from lockstep.supervise.signals import hear, unheeded
+from lockstep.supervise.stack import (
+    MOST,
+    MOST_ALONE,
+    WHOLE,
+    calling,
+    is_through_lockstep,
+    one_line,
+    reason_of,
+    shortened,
+)
 from lockstep.supervise.trace_memory import offer as offer_ledger
 
 # -- the mailbox ---------------------------------------------------------------------------------------------
@@ -180,14 +192,13 @@ def attended(rank: int, address: str, called: str = "", launched: bool = False) 
     _rank.place = place
     if address or launched:
         hear()
-        _note_what_nobody_catches()
+        watch_uncaught()
         _stand(place, inside=True)
     try:
         yield
     except BaseException as error:
         failed(error)
-        if address or launched:
-            _note_what_nobody_catches()
+        watch_uncaught()
         reason = named(error)
         if reason is not error:
             raise reason from error
@@ -223,7 +234,7 @@ def note_early(environ: Mapping[str, str] = os.environ) -> None:
     """In a rank that lockstep has started: note what ends the script before its first call."""
     if RANK in environ and NOTES in environ and not _rank.address:
         _rank.rank, _rank.address = int(environ[RANK]), environ[NOTES]
-        _note_what_nobody_catches()
+        watch_uncaught()
 
 
 def named(error: BaseException) -> BaseException:
@@ -293,12 +304,26 @@ def _stand(place: str, inside: bool) -> None:
         leave_note(_rank.address, replace(stand, ledger=ledger, **_rank.limits))
 
 
-def _note_what_nobody_catches() -> None:
-    """Note what ends the script outside a call, too; and print one line in place of a traceback that only says that
-    another rank has gone: its note has it whole, for the one who tells the first cause. Where that is known, nothing
-    is printed: it may be on the screen already, and is to be the last."""
+def watch_uncaught() -> None:
+    """From here on, what nobody catches is noted, also outside a call, and printed in at most 40 lines.
+
+    One rank of a node prints its traceback; what the others failed of is in their notes, for the one who tells the
+    first cause. A rank that has only lost another prints one line, and nothing where the first cause is known: that
+    may be on the screen already, and is to be the last. On one process a traceback is folded, if lockstep is in it.
+    """
     if not isinstance(sys.excepthook, _Hook):  # nobody's, or one that the script has set since
-        sys.excepthook = _Hook(sys.excepthook)
+        EXCEPTHOOK.remove()
+        EXCEPTHOOK.install(_put_hook)
+
+
+def _put_hook() -> Callable[[], object]:
+    sys.excepthook = hook = _Hook(sys.excepthook)
+
+    def undo() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = hook.before
+
+    return undo
 
 
 class _Hook:
@@ -308,31 +333,70 @@ class _Hook:
         before: the hook that was there.
     """
 
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self._before = before
+    def __init__(self, before: Callable[..., object]) -> None:
+        self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # where a loader's worker has crashed, its handler of SIGCHLD raises for each further worker that ends, here too
+        for last in (False, True):
+            try:
+                with unheeded(signal.SIGCHLD):
+                    self._tell(kind, error, trace)
+                return
+            except RuntimeError:
+                if last:
+                    raise
+
+    def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed(error)
+        if not _rank.address:
+            if is_through_lockstep(error):
+                self._print(kind, error, trace, MOST_ALONE)
+            else:
+                self.before(kind, error, trace)
+            return
         note = note_on(error, _rank.rank)
         if note.lost:
-            if _known_firsts() or isinstance(error, RankFailed):
+            if _known_firsts() or isinstance(error, RankFailed) or not _is_first_to("loses"):
                 return
             text = f"rank {note.rank} lost the others in {note.doing} ({note.place})"
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's is enough
-                self._before(kind, error, trace)
+                self.before(kind, error, trace)
+        elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
+            self._print(kind, error, trace, MOST)
+            leave_note(_rank.address, {"printed": _rank.rank})
         else:
-            self._print(kind, error, trace)
-            if _rank.address:
-                leave_note(_rank.address, {"printed": _rank.rank})
+            leave_note(_rank.address, {"folded": _rank.rank})
 
-    def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, most: int) -> None:
         failure = ""
-        if self._before is not sys.__excepthook__:
+        if _without_torchs(self.before) is not sys.__excepthook__:
             try:
-                self._before(kind, error, trace)
+                self.before(kind, error, trace)
                 return
             except Exception as own:  # Python would print both, whole
                 failure = f"lockstep: sys.excepthook itself has failed: {reason_of(own)}\n"
-        print(failure + shortened(error), end="", file=sys.stderr, flush=True)
+        print(failure + shortened(error, most), end="", file=sys.stderr, flush=True)
+
+
+def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:
+    """The hook around which torch has put its own, which names the rank before each line, when a group was made."""
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        inner = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+        if inner is None:
+            break
+        hook = inner
+    return hook
+
+
+def _is_first_to(what: str) -> bool:
+    """Whether this is the first rank of its node to announce something: what one does, the others need not."""
+    notes = Notes.at(_rank.address)
+    if notes is None:
+        return True
+    if not any(note[what] == _rank.rank for note in notes.others(what)):
+        notes.leave({what: _rank.rank})
+    said = notes.others(what)
+    return not said or bool(said[0][what] == _rank.rank)

@@ -29,6 +29,7 @@ from lockstep.supervise.causes import (
     Divergence,
     First,
     Judgement,
+    also_failed,
     early_cause,
     final_cause,
     is_told,
@@ -305,9 +306,9 @@ class Supervisor:
 
     # -- other nodes -------------------------------------------------------------------------------------------
 
-    def _on_hub(self, _: Any) -> bool:
+    def _on_hub(self, what: tuple[int, Message]) -> bool:
         """Local rank 0 asks where the other nodes can call."""
-        port, token = self._nodes.open()
+        port, token = self._nodes.open(what[1]["address"])
         self._line.send({"do": "hub", "port": port, "token": token})
         return False
 
@@ -374,14 +375,15 @@ class Supervisor:
         return not self._children.running
 
     def _judged(self) -> Judgement:
-        failed, verdict, shown = self._children.failed, self._verdict, self._shown()
+        failed, verdict, shown = self._children.failed, self._verdict, self._who("printed")
+        folded, notes = self._who("folded"), self._notes.read()
         cause: First | None
         if verdict is not None:
             printed = {end.rank for end in failed} | self._left.keys() | shown
-            cause, told = verdict.cause, is_told(verdict.cause, printed)
+            cause, told = verdict.cause, is_told(verdict.cause, printed - folded, notes)
         else:
             proof = self._watch.divergence()
-            cause, told = final_cause(failed, self._notes.read(), self._watch.stands(), self._left, shown, proof)
+            cause, told = final_cause(failed, notes, self._watch.stands(), self._left, shown, proof, folded)
         interrupted = verdict is not None and verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
@@ -392,11 +394,12 @@ class Supervisor:
             self._await_decision()
             if self._nodes.decided is not None and self._nodes.is_elsewhere:
                 return judgement(Divergence(self._nodes.decided["words"]), True, False, codes)
-        return judgement(cause, told, interrupted, codes, self._nodes.host)
+        also = also_failed(cause, [note for note in notes if note.rank in folded], self._nodes.host)
+        return judgement(cause, told, interrupted, codes, self._nodes.host, also)
 
-    def _shown(self) -> set[int]:
-        """The ranks that have printed their tracebacks."""
-        return {note["printed"] for note in self._notes.others("printed")}
+    def _who(self, did: str) -> set[int]:
+        """The ranks that have ``"printed"`` their tracebacks, or that have ``"folded"`` theirs."""
+        return {note[did] for note in self._notes.others(did)}
 
     def _await_decision(self) -> None:
         until, nodes = time.monotonic() + NEWS, self._nodes
@@ -447,7 +450,8 @@ class Supervisor:
         if decided is not None and nodes.is_elsewhere:
             self._print(judgement(Divergence(decided["words"]), True, False, []))
         elif self._first is not None:
-            self._print(judgement(self._first, is_told(self._first, self._shown()), False, [], nodes.host))
+            told = is_told(self._first, self._who("printed"), self._notes.read())
+            self._print(judgement(self._first, told, False, [], nodes.host))
 
     def _print(self, found: Judgement) -> None:
         self._told = True

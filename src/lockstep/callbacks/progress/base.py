@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import STREAMS
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -148,9 +149,12 @@ class Screen:
             if is_terminal(stream):
                 self._streams[name] = _Above(stream, self)
                 setattr(sys, name, self._streams[name])
+        STREAMS.begins()
 
     def close(self) -> None:
         """Give the streams back."""
+        if self._streams:
+            STREAMS.ends()
         for name, stand_in in self._streams.items():
             stand_in.end()
             if getattr(sys, name) is stand_in:  # else somebody has put another one over it, and it passes text on

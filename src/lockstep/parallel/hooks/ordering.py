@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from collections import deque
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
+from lockstep.ground.installed import EXIT_ORDERED
 
 # -- the ordered queue ---------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def end_threads() -> None:
             thread.join(PATIENCE)
 
 
-atexit.register(end_threads)
+EXIT_ORDERED.at_exit(end_threads)
 
 _queues: weakref.WeakKeyDictionary[Any, dict[str, OrderedQueue]] = weakref.WeakKeyDictionary()
 """The queues of each group, by backend; they go with it."""

@@ -1,0 +1,204 @@
+"""Everything that lockstep puts into the process around it: hooks of Python and torch, handlers, stand-ins.
+
+Whoever installs something does it by its entry here, so that this list is whole (a test compares it with the source,
+and the process before and after a fit with it). What belongs to a fit is gone when that ends. What stays, stays until
+the process ends, for the reason that its entry gives, and does nothing where no fit runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Undo = Callable[[], object]
+
+
+class Installation:
+    """One thing that lockstep installs, at most once in a process.
+
+    Args:
+        name: what it is called in Python or torch.
+        homes: the files that install it.
+        why: it is needed; and, where it stays behind a fit, why it does.
+        stays: whether it stays until the process ends.
+    """
+
+    def __init__(self, name: str, homes: tuple[str, ...], why: str, stays: bool = True) -> None:
+        self.name, self.homes, self.why, self.stays = name, homes, why, stays
+        self._count = 0
+        self._undo: Undo | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it is there now."""
+        return self._count > 0
+
+    def install(self, put: Callable[[], Undo | None]) -> None:
+        """Have it put there, unless it is there.
+
+        Args:
+            put: does it, and gives what takes it away again; None where nothing can.
+        """
+        if not self._count:
+            self._count = 1
+            self._undo = put()
+
+    def remove(self) -> None:
+        """Take it away, where that can be done."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+            self._count = 0
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, it is there: what belongs to a call is put and taken away by whoever makes that."""
+        self.begins()
+        try:
+            yield
+        finally:
+            self.ends()
+
+    def begins(self) -> None:
+        """It has been put there by somebody who takes it away; the beginning of `inside`."""
+        self._count += 1
+
+    def ends(self) -> None:
+        """It has been taken away."""
+        self._count -= 1
+
+    def at_fork(
+        self, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None
+    ) -> None:
+        """Have Python call functions at each fork; it never forgets them."""
+
+        def put() -> None:
+            if before is not None:
+                os.register_at_fork(before=before)
+            if after_in_child is not None:
+                os.register_at_fork(after_in_child=after_in_child)
+
+        if hasattr(os, "register_at_fork"):
+            self.install(put)
+
+    def at_exit(self, do: Callable[..., object], *args: object) -> None:
+        """Have Python call a function when the process ends: once if it takes no arguments, else once for each call."""
+        if not args:
+            atexit.unregister(do)
+        atexit.register(do, *args)
+        self._count, self._undo = 1, lambda: atexit.unregister(do)
+
+
+ALIASES = Installation(
+    "sys.meta_path", ("aliases/finder.py",), "Lightning's import paths, from `import lockstep` on, as any import"
+)
+EXCEPTHOOK = Installation(
+    "sys.excepthook",
+    ("supervise/status.py",),
+    "notes what ends a rank's script, and folds long tracebacks; on one process it comes when a call has failed. It "
+    "stays, since what nobody catches comes after the call",
+)
+OPTIMIZER_HOOK = Installation(
+    "torch's hook before each optimizer step",
+    ("parallel/backward_watcher.py",),
+    "tells a container that waits for a backward; a hook for each container could go in torch's loop over the hooks",
+)
+MODULE_HOOKS = Installation(
+    "torch's hooks on parameters, buffers and submodules that are registered",
+    ("parallel/late_parameters.py",),
+    "tell of what comes late; a hook for each model could go in torch's loop over the hooks",
+)
+TORCH_COLLECTIVES = Installation(
+    "torch's collectives",
+    ("supervise/collective_trace.py",),
+    "note what a rank does; they stay for the code behind the fit, that other ranks may wait for as well",
+)
+STACK = Installation(
+    "faulthandler, and the thread lockstep-sample",
+    ("supervise/stack.py",),
+    "tell the supervisor where a rank is, also behind its fit, until the process ends",
+)
+PASSED_ON = Installation(
+    "the handler of the signal SIGRTMIN+10",
+    ("supervise/signals.py",),
+    "a Ctrl-C that is passed on after a fit would end the process; it is ignored then",
+)
+HANDLERS = Installation(
+    "handlers of signals",
+    ("supervise/signals.py",),
+    "a signal is acted on at the next boundary",
+    stays=False,
+)
+WAKEUP = Installation(
+    "signal.set_wakeup_fd", ("supervise/signals.py",), "a Ctrl-C is heard in a collective, too", stays=False
+)
+STREAMS = Installation(
+    "sys.stdout and sys.stderr",
+    ("callbacks/progress/base.py",),
+    "what is printed stands above the bars",
+    stays=False,
+)
+FORK_GARBAGE = Installation(
+    "os.register_at_fork: gc.freeze", ("ground/fork.py",), "a child must not collect its parent's process group"
+)
+FORK_THREADS = Installation(
+    "os.register_at_fork: wait for torch's threads", ("ground/fork.py",), "a fork may copy a lock that is taken"
+)
+FORK_WAKEUP = Installation(
+    "os.register_at_fork: signal.set_wakeup_fd", ("supervise/signals.py",), "a child must not report Ctrl-C as its rank"
+)
+FORK_TRACE = Installation(
+    "os.register_at_fork: torch's collectives",
+    ("supervise/collective_trace.py",),
+    "a child writes no trace of its rank",
+)
+FORK_WORKERS = Installation(
+    "os.register_at_fork: prctl", ("launch/inherit.py",), "the system ends loader workers with their rank"
+)
+EXIT_THREADS = Installation(
+    "atexit: wait for torch's threads", ("ground/fork.py",), "one that wants the interpreter while it goes aborts it"
+)
+EXIT_ORDERED = Installation(
+    "atexit: end the threads of ordered messages", ("parallel/hooks/ordering.py",), "the same, from the import on"
+)
+EXIT_GROUP = Installation("atexit: leave the process group", ("strategies/ranks.py",), "the group stays behind a fit")
+EXIT_WORKERS = Installation(
+    "atexit: kill loader workers", ("data/workers.py",), "workers that persist live as long as their loader"
+)
+EXIT_SUPERVISOR = Installation(
+    "atexit: take leave of the supervisor", ("supervise/client.py",), "a failed rank waits for the first cause"
+)
+EXIT_JOB = Installation(
+    "atexit: forget what a SLURM job has saved", ("launch/attempts.py",), "the job may end in what follows the fit"
+)
+
+INSTALLED = tuple(value for value in list(globals().values()) if isinstance(value, Installation))
+"""All."""
+
+OTHER_PROCESSES = (
+    "launch/elastic_run.py",
+    "launch/parent_death.py",
+    "launch/spawn.py",
+    "supervise/supervisor.py",
+    "testing/",
+)
+"""Files whose handlers and hooks are for processes that are lockstep's own."""
+
+GLOBALS = {
+    "ground/seed.py": {"_current": "the seed"},
+    "ground/rank.py": {"_warned": "what was warned of once", "rank_zero_only": "this process' rank"},
+    "supervise/stack.py": {"_file": "where answers lie", "_bell": "how one asks", "_say": "who answers"},
+    "supervise/status.py": {"_rank": "this process as a rank"},
+    "supervise/trace_memory.py": {"_own": "this process' trace"},
+    "supervise/collective_trace.py": {"_noting": "the same", "_replaced": "what stood in torch's place"},
+    "launch/script.py": {"_sides": "this process' side of its supervisor"},
+    "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
+    "parallel/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
+    "parallel/late_parameters.py": {"_watching": "models, as long as they are trained"},
+    "parallel/hooks/ordering.py": {"_queues": "threads of process groups, as long as these live"},
+    "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
+    "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},
+}
+"""What modules remember, file by file, that a process has once. Caches of functions and classes are not listed."""

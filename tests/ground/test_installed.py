@@ -1,0 +1,179 @@
+"""What lockstep puts into the process: it is on the list, and a fit leaves nothing but what the list says stays."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.ground.installed import GLOBALS, INSTALLED, OTHER_PROCESSES, Installation
+
+SOURCE = Path(lockstep.__file__).parent
+CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")
+CALLED = ("signal.signal", "atexit.register")
+ASSIGNED = ("sys.excepthook", "sys.stdout", "sys.stderr", "sys.meta_path", "threading.excepthook", "sys.unraisablehook")
+
+
+def _installs(tree: ast.Module) -> Iterator[str]:
+    """The lines of a file that change the process around it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            first = ast.unparse(node.args[0]) if node.args else ""
+            if (
+                name.endswith(CALLS)
+                or name in ("signal.signal", "atexit.register")
+                or name.startswith("sys.meta_path.")
+            ):
+                yield f"{node.lineno}: {name}"
+            elif name in ("setattr", "_set") and first in ("sys", "dist.Work"):
+                yield f"{node.lineno}: {name}({first}, ...)"
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (f"{node.lineno}: {target}" for target in map(ast.unparse, targets) if target in ASSIGNED)
+
+
+def _files() -> dict[str, ast.Module]:
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def test_whatever_changes_the_process_is_on_the_list() -> None:
+    homes = {home for each in INSTALLED for home in each.homes} | {"ground/installed.py"}
+    found = {name: list(_installs(tree)) for name, tree in _files().items() if not name.startswith(OTHER_PROCESSES)}
+    strangers = {name: lines for name, lines in found.items() if lines and name not in homes}
+    assert not strangers
+    assert all((SOURCE / home).exists() for home in homes)
+
+
+def test_what_would_change_the_process_elsewhere_is_found() -> None:
+    text = "import signal, sys\nsignal.signal(2, print)\nsys.excepthook = print\nos.register_at_fork(before=print)"
+    assert sorted(_installs(ast.parse(text))) == ["2: signal.signal", "3: sys.excepthook", "4: os.register_at_fork"]
+
+
+def test_what_modules_remember_is_on_the_list() -> None:
+    found = {}
+    for name, tree in _files().items():
+        names = {each for node in ast.walk(tree) if isinstance(node, ast.Global) for each in node.names}
+        if names and not name.startswith("testing/"):
+            found[name] = names
+    assert {name: names - set(GLOBALS.get(name, ())) for name, names in found.items()} == {
+        name: set() for name in found
+    }
+    for name, listed in GLOBALS.items():
+        text = (SOURCE / name).read_text()
+        assert all(f"\n{each}" in text for each in listed), name
+
+
+def test_an_entry_is_put_once_and_can_be_taken_away() -> None:
+    done: list[str] = []
+    entry = Installation("it", (), "")
+    for _ in range(2):
+        entry.install(lambda: (done.append("put"), lambda: done.append("gone"))[1])
+    assert entry.is_installed
+    entry.remove()
+    entry.remove()
+    assert done == ["put", "gone"]
+    assert not entry.is_installed
+
+
+SCRIPT = """
+import atexit, faulthandler, json, os, signal, sys, threading
+exits, forks = [], []
+real_exit, real_fork = atexit.register, os.register_at_fork
+def register(do, *args, **kwargs):
+    if "lockstep" in (getattr(do, "__module__", "") or ""):
+        exits.append(do.__qualname__)
+    return real_exit(do, *args, **kwargs)
+def at_fork(**functions):
+    forks.extend(name for name in functions if "lockstep" in sys._getframe(1).f_globals["__name__"])
+    real_fork(**functions)
+atexit.register, os.register_at_fork = register, at_fork
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
+import torch.distributed.nn.functional
+
+def process():
+    hooks = ("parameter", "buffer", "module")
+    registered = [len(getattr(modules, f"_global_{name}_registration_hooks")) for name in hooks]
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    hook = sys.excepthook
+    while hook.__name__ == "_distributed_excepthook" if hasattr(hook, "__name__") else False:
+        hook = next(c.cell_contents for c in hook.__closure__ if callable(c.cell_contents))
+    return {
+        "sys.meta_path": [type(each).__name__ for each in sys.meta_path],
+        "sys.excepthook": type(hook).__module__,
+        "torch's hook before each optimizer step": len(optimizers._global_optimizer_pre_hooks),
+        "torch's hooks on parameters, buffers and submodules that are registered": registered,
+        "torch's collectives": [f.__code__.co_filename for f in (dist.all_reduce, dist.barrier, dist.Work.wait)
+                                if hasattr(f, "__code__")],
+        "handlers of signals": [str(signal.getsignal(n)) for n in signal.valid_signals()
+                                if n < signal.SIGRTMIN and n != signal.SIGCHLD],
+        "the handler of the signal SIGRTMIN+10": str(signal.getsignal(signal.SIGRTMIN + 10)),
+        "faulthandler, and the thread lockstep-sample": sorted(t.name for t in threading.enumerate()
+                                                               if t.name == "lockstep-sample"),
+        "signal.set_wakeup_fd": wakeup,
+        "sys.stdout and sys.stderr": [type(sys.stdout).__name__, type(sys.stderr).__name__],
+        "atexit": sorted(set(exits)),
+        "os.register_at_fork": len(forks),
+    }
+
+at_first = process()
+import lockstep
+from lockstep.ground.installed import INSTALLED
+
+class Module(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+seen = []
+for _ in range(2):
+    lockstep.Trainer(accelerator="cpu", devices=int(sys.argv[1]), strategy="ddp", max_steps=2, logger=False,
+                     enable_checkpointing=False, enable_model_summary=False,
+                     ).fit(Module(), DataLoader(torch.zeros(16, 1), batch_size=2, num_workers=1))
+    seen.append(process())
+there = [each.name for each in INSTALLED if each.is_installed]
+for each in INSTALLED:
+    each.remove()
+print("\\n" + json.dumps([at_first, *seen, process(), there]), flush=True)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="has the signals")
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_fit_leaves_nothing_but_what_the_list_says_stays(tmp_path: Path, devices: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, script, str(devices)], capture_output=True, timeout=120, env=environ, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    told = [line for line in ended.stdout.decode().splitlines() if line.startswith("[{")]
+    assert len(told) == devices
+    for line in told:
+        before, first, second, removed, there = json.loads(line)
+        stays = {each.name for each in INSTALLED if each.stays}
+        assert first == second  # a second fit adds nothing
+        assert set(there) <= stays
+        for name, value in first.items():
+            named = name in there or any(each.startswith(name) for each in there)
+            assert named or value == before[name], f"{name}: {before[name]} -> {value}"
+        for name in removed:
+            if not name.startswith(("os.", "atexit", "faulthandler")):
+                assert removed[name] == before[name], name

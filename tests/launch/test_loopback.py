@@ -1,0 +1,100 @@
+"""Ranks that are all on one host listen to nobody else, however they were started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from lockstep.cluster.local import INTERFACE, loopback_of, on_one_host
+from lockstep.supervise.channel import Hub
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+import lockstep
+
+def listening():
+    inodes = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.environ["OF_THIS_TEST"] in (process / "environ").read_text():
+                inodes |= {os.readlink(each) for each in (process / "fd").iterdir()}
+        except OSError:
+            continue
+    lines = [each.split() for name in ("tcp", "tcp6") for each in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return sorted({each[1].split(":")[0] for each in lines if each[3] == "0A" and f"socket:[{each[9]}]" in inodes})
+
+class Module(lockstep.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 0:
+            print(json.dumps([listening(), os.environ.get("GLOO_SOCKET_IFNAME")]), flush=True)
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+lockstep.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_steps=4, logger=False,
+                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                 ).fit(Module(), DataLoader(torch.zeros(16, 1), batch_size=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "strategy"),
+    [
+        pytest.param([], "ddp", id="ddp"),
+        pytest.param(["-m", "lockstep", "run", "--devices", "2"], "ddp", id="lockstep run"),
+        pytest.param([], "ddp_fork", id="ddp_fork", marks=pytest.mark.slow),
+        pytest.param([], "ddp_notebook", id="ddp_notebook", marks=pytest.mark.slow),
+        pytest.param([], "ddp_spawn", id="ddp_spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_no_socket_of_a_local_run_listens_on_another_address_than_loopback(
+    tmp_path: Path, command: list[str], strategy: str
+) -> None:
+    """The store of the agent of `lockstep run` listened on all interfaces."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environ = {name: value for name, value in os.environ.items() if name != INTERFACE} | {"OMP_NUM_THREADS": "1"}
+    environ["OF_THIS_TEST"] = uuid.uuid4().hex
+    ended = subprocess.run(
+        [sys.executable, *command, str(script), strategy],
+        capture_output=True,
+        timeout=120,
+        env=environ,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    addresses, interface = json.loads(ended.stdout.decode().splitlines()[0])
+    assert addresses == ["0100007F"]  # 127.0.0.1, as the system writes it
+    assert interface == "lo"
+
+
+@pytest.mark.parametrize(("address", "host"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("", "::")])
+def test_the_hub_of_nodes_that_are_one_host_listens_there_alone(address: str, host: str) -> None:
+    hub = Hub(0, "alpha", lambda *lost: None)
+    hub.open(address)
+    try:
+        assert hub._door is not None
+        assert hub._door.getsockname()[0] in (host, "0.0.0.0" if host == "::" else host)
+    finally:
+        hub.close()
+
+
+def test_the_interface_that_a_user_has_chosen_stays() -> None:
+    assert on_one_host("127.0.0.1", {INTERFACE: "eth0"}) == {}
+    assert on_one_host("192.0.2.1", {}) == {}
+    assert on_one_host("127.0.0.1", {}) == {INTERFACE: "lo"}
+    assert loopback_of("no such host.invalid") == ""
