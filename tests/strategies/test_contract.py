@@ -14,12 +14,16 @@ from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
+from tests.strategies.averaging import AveragingStrategy
 
 ROWS: list[tuple[type[Strategy], int]] = [
     (SingleDeviceStrategy, 1),
     (DDPStrategy, 1),
     (DDPStrategy, 2),
     (DDPStrategy, 3),
+    (AveragingStrategy, 1),
+    (AveragingStrategy, 2),
+    (AveragingStrategy, 3),
 ]
 
 

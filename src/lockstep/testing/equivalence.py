@@ -381,7 +381,7 @@ class _Observer(Callback):
         raise NotImplementedError
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.take(_Observation(trainer.global_step, INITIAL, dict(pl_module.named_parameters())))
+        self.take(_Observation(trainer.global_step, INITIAL, self._whole(trainer)[0]))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         step = trainer.global_step
@@ -389,18 +389,30 @@ class _Observer(Callback):
             return
         self._reduced = step
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        with trainer.strategy.whole_gradients():
-            gradients = {name: p.grad for name, p in pl_module.named_parameters() if id(p) in own}
-            self.take(_Observation(step, GRADIENT, gradients))
+        names = {name for name, p in pl_module.named_parameters() if id(p) in own}
+        gradients = self._whole(trainer)[1]
+        self.take(_Observation(step, GRADIENT, {name: gradients[name] for name in gradients if name in names}))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._updated:
             return
         self._updated = trainer.global_step
         step = trainer.global_step - 1
-        with trainer.strategy.with_all_ranks(), trainer.strategy.whole_gradients():
-            self.take(_Observation(step, CLIPPED, {name: p.grad for name, p in pl_module.named_parameters()}))
-        self.take(_Observation(step, PARAMETER, dict(pl_module.named_parameters())))
+        with trainer.strategy.with_all_ranks():
+            values, gradients = self._whole(trainer)
+        self.take(_Observation(step, CLIPPED, gradients))
+        self.take(_Observation(step, PARAMETER, values))
+
+    def _whole(self, trainer: Any) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+        """Values and gradients of the module's parameters, whole, however the engine holds them. Collective."""
+        values: dict[str, Tensor | None] = {}
+        gradients: dict[str, Tensor | None] = {}
+        of_module = dict(trainer.lightning_module.named_parameters())
+        for name, value, gradient in trainer.strategy.whole_parameters():
+            if name in of_module:
+                values[name] = value  # gradients may be whole only while they are looked at
+                gradients[name] = None if gradient is None else gradient.clone()
+        return values, gradients
 
     def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
         self.on_train_batch_end(trainer, pl_module, None, None, batch_idx)
