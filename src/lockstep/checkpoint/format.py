@@ -338,6 +338,8 @@ def _readable_other(value: object, keys: Keys) -> Any:
         plain = value.item()
         if type(plain) in LEAVES or type(plain) is int:  # dates and long doubles have no plain equal
             return plain
+    if hasattr(value, "full_tensor"):  # torch could read a DTensor back: as this rank's part, taken for the whole
+        raise _refused(value, keys)
     if isinstance(value, torch.Tensor):  # of a subclass, whose data shall not be copied to try it
         safe = torch.serialization.get_safe_globals()
         if any(type(value) is (known[0] if isinstance(known, tuple) else known) for known in safe):
@@ -360,6 +362,8 @@ def _ways_out(value: object, keys: Keys) -> list[str]:
     ways = []
     if hasattr(value, "__fspath__"):
         ways.append("make it a string by str(...)")
+    elif hasattr(value, "full_tensor"):
+        ways.append("make it whole by .full_tensor(), on every rank, since this rank has but a part of it")
     elif hasattr(value, "__array__") and hasattr(value, "tolist"):
         ways.append("make it a tensor by torch.as_tensor(...), or a list by .tolist()")
     elif isinstance(value, dict):

@@ -85,6 +85,8 @@ class CheckpointIO(ABC):
 
     Attributes:
         writes_later: whether :meth:`save_checkpoint` may return before the checkpoint is there.
+        writes_shards: :meth:`save_checkpoint` can run on every rank, each with its part of a model that no rank holds
+            whole, under one path; :meth:`load_checkpoint` gives each rank its part again.
 
     Example::
 
@@ -96,6 +98,7 @@ class CheckpointIO(ABC):
     """
 
     writes_later = False
+    writes_shards = False
 
     @abstractmethod
     def save_checkpoint(

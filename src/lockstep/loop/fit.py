@@ -384,6 +384,7 @@ class FitLoop:
             counting=partial(fit.elastic.counting, config, automatic),
             planned=fit.elastic.planned,
             padded=not automatic,
+            shares=session.strategy.shares,
         )
         batches = feed.rows
         self.timing.plan(batches, feed.rows_at if feed.counting.elastic else None)

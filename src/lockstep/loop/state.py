@@ -302,7 +302,11 @@ def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
     if begun or not module.automatic_optimization:
         part["weights"] = session.fit.weights
         part.update(session.strategy.held_gradients())
-    ranks = session.strategy.gather_objects(part)
+    if session.strategy.saves_shards:  # each rank writes its own
+        ranks: list[Any] = [{} for _ in range(session.world_size)]
+        ranks[session.strategy.world.rank] = part
+    else:
+        ranks = session.strategy.collectives.gather_on_zero(part)
     return _common(session, progress_state, begun, ranks, engine)
 
 
@@ -374,7 +378,7 @@ def save(
         also(checkpoint)
     error: BaseException | None = None
     try:
-        session.strategy.save_checkpoint(checkpoint, path, storage_options)
+        session.strategy.save_checkpoint(checkpoint, path, storage_options, sharded=session.strategy.saves_shards)
     except Exception as failed:
         error = failed
     said = session.strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")

@@ -294,7 +294,7 @@ class Strategy(Engine):
     ) -> None:
         """Write a checkpoint: on rank 0, on the rank that calls ``alone``, or on all ranks, each its part."""
         if self.world.is_zero or alone or sharded:
-            self.checkpoints.save(checkpoint, filepath, storage_options)
+            self.checkpoints.save(checkpoint, filepath, storage_options, sharded=sharded)
 
     def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, on every rank, to the CPU."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from lockstep.ground.errors import MisconfigurationException
 
 Path = str | os.PathLike[str]
 
@@ -38,8 +39,26 @@ class CheckpointWriter:
     def io(self, io: CheckpointIO | None) -> None:
         self._given_io = io
 
-    def save(self, checkpoint: dict[str, Any], path: Path, storage_options: object = None) -> None:
-        """Write a checkpoint. Only the ranks that are to write call it: rank 0, one alone, or all with their parts."""
+    def save(
+        self, checkpoint: dict[str, Any], path: Path, storage_options: object = None, *, sharded: bool = False
+    ) -> None:
+        """Write a checkpoint. Only the ranks that are to write call it: rank 0, one alone, or all with their parts.
+
+        Args:
+            checkpoint: the run, or this rank's part of it.
+            path: the same on all ranks.
+            storage_options: of the CheckpointIO.
+            sharded: all ranks write, each its part.
+
+        Raises:
+            MisconfigurationException: the CheckpointIO writes whole checkpoints only.
+        """
+        if sharded and not getattr(self.io, "writes_shards", False):
+            raise MisconfigurationException(
+                f"{type(self.io).__name__} writes whole checkpoints, and here each rank has a part of the model: give "
+                "Trainer(plugins=[...]) a CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on "
+                "every rank."
+            )
         self._is_open = True
         if self.before_touching is not None:
             self.before_touching()

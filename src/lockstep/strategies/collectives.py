@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.cluster.world import World
@@ -16,6 +18,7 @@ from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tree_map
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,51 @@ class ReplicaMap:
             return Replicas(self.index, self.count)
         first = self.first_ranks
         return Replicas(self.index, self.count, lambda tensor: comm.all_gather_tensor(tensor)[first])
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor that travels by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def gather_on_zero(obj: Any) -> list[Any]:
+    """What all ranks pass, by rank, on rank 0; an empty list on the others, who need no copies of it. Collective.
+
+    Tensors travel one by one, so that rank 0 needs memory for what it gets and little more.
+
+    Args:
+        obj: dicts, lists and tuples of CPU tensors and of what can be pickled.
+    """
+    if comm.world_size() == 1:
+        return [obj]
+    device = comm.carrier(None, torch.device("cpu"))
+    if comm.rank() != 0:
+        tensors: list[Tensor] = []
+
+        def leave(tensor: Tensor) -> _Sent:
+            tensors.append(tensor)
+            return _Sent(tuple(tensor.shape), tensor.dtype)
+
+        dist.gather_object(tree_map(leave, obj, Tensor), None, 0)
+        for tensor in tensors:
+            if tensor.numel():
+                dist.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(device), 0)
+        return []
+    objects: list[Any] = [None] * comm.world_size()
+    dist.gather_object(None, objects, 0)
+
+    def fetch(sent: _Sent, source: int) -> Tensor:
+        tensor = torch.empty(sent.shape, dtype=sent.dtype)
+        if tensor.numel():
+            raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
+            dist.recv(raw, source)
+            tensor.copy_(raw.cpu().view(sent.dtype).view(sent.shape))
+        return tensor
+
+    return [obj, *(tree_map(partial(fetch, source=r), objects[r], _Sent) for r in range(1, len(objects)))]
 
 
 class Collectives:
@@ -156,6 +204,10 @@ class Collectives:
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
+
+    def gather_on_zero(self, obj: Any) -> list[Any]:
+        """What all ranks pass, by rank, on rank 0, tensors one by one; an empty list on the others. Collective."""
+        return [obj] if self.world.size == 1 else gather_on_zero(obj)
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """A small picklable object from all ranks, by rank."""

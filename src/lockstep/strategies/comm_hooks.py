@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from lockstep.checkpoint.io import snapshot
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.tree import tree_map
 from lockstep.parallel.averaging import ParameterAverager, average
 from lockstep.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.parallel.hooks.error_feedback import load_state, save_state, share_states
@@ -25,6 +22,7 @@ from lockstep.parallel.hooks.local_sgd import group_of, marks_of
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.outer_optimizer import OuterOptimizer
 from lockstep.parallel.reducer import Reducer
+from lockstep.strategies.collectives import gather_on_zero
 
 # -- weights that differ between ranks -----------------------------------------------------------------------
 
@@ -138,51 +136,6 @@ class Apart:
 def _copy(saved: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name, tensor in saved.items():
         tensors[name].detach().copy_(tensor)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor that travels by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def gathered(obj: Any) -> list[Any]:
-    """What all ranks pass, by rank, on rank 0; an empty list on the others, who need no copies of it. Collective.
-
-    Tensors travel one by one, so that rank 0 needs memory for what it gets and little more.
-
-    Args:
-        obj: dicts, lists and tuples of CPU tensors and of what can be pickled.
-    """
-    if comm.world_size() == 1:
-        return [obj]
-    device = comm.carrier(None, torch.device("cpu"))
-    if comm.rank() != 0:
-        tensors: list[Tensor] = []
-
-        def leave(tensor: Tensor) -> _Place:
-            tensors.append(tensor)
-            return _Place(tuple(tensor.shape), tensor.dtype)
-
-        dist.gather_object(tree_map(leave, obj, Tensor), None, 0)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(device), 0)
-        return []
-    objects: list[Any] = [None] * comm.world_size()
-    dist.gather_object(None, objects, 0)
-
-    def fetch(place: _Place, source: int) -> Tensor:
-        tensor = torch.empty(place.shape, dtype=place.dtype)
-        if tensor.numel():
-            raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
-            dist.recv(raw, source)
-            tensor.copy_(raw.cpu().view(place.dtype).view(place.shape))
-        return tensor
-
-    return [obj, *(tree_map(partial(fetch, source=r), objects[r], _Place) for r in range(1, len(objects)))]
 
 
 # -- local steps ---------------------------------------------------------------------------------------------
@@ -439,7 +392,7 @@ class CommunicationHook:
         """
         own = local.apart.state_dict(local.leader) if local is not None and not alone else {}
         mine = snapshot({"hook": save_state(self.state), **({"apart": own} if own else {})})
-        return [mine] if alone else gathered(mine)
+        return [mine] if alone else gather_on_zero(mine)
 
     def load_rank_states(
         self, local: LocalSteps | None, states: Sequence[dict[str, Any]], device: torch.device

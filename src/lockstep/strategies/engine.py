@@ -24,18 +24,16 @@ class EngineState:
     """An engine's part of a checkpoint; None where there is nothing of a kind.
 
     Attributes:
-        module: the module's state dict: whole, or this rank's part where ``sharded``.
+        module: the module's state dict: whole, or this rank's part where the engine saves shards.
         optimizers: their states, by optimizer. In a call of :meth:`Engine.load`, those that are None stay as they are.
         own: what all ranks have alike, and the engine needs to go on with the same bits (the bucket plan).
         by_rank: what each rank alone needs, by rank: on rank 0, and in a call of :meth:`Engine.load` on all.
-        sharded: each rank has a part of the module and of the optimizers, and all ranks write.
     """
 
     module: dict[str, Any] | None = None
     optimizers: list[dict[str, Any] | None] | None = None
     own: dict[str, Any] | None = None
     by_rank: list[Any] = field(default_factory=list)
-    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,15 @@ class Engine:
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
         places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
+        saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
+        shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
     """
 
     window: Window | None = None
     places_first: bool = False
+    saves_shards: bool = False
+    shares: Sequence[float] | None = None
     init_device: torch.device | None = None
 
     def __init__(self) -> None:
