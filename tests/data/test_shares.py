@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +69,11 @@ def test_equal_shares_are_none() -> None:
         assert [(indices(b), weight, share) for b, weight, share in plain] == [
             (indices(b), weight, share) for b, weight, share in equal
         ]
+
+
+def test_shares_may_be_numbers_of_numpys() -> None:
+    given = (np.float32(3), np.int64(1))
+    assert [weight for _, weight, _ in epoch(feed_of(loader(24), 0, 2, shares=given))] == [6.0, 6.0, 6.0]
 
 
 def test_the_samples_of_a_global_batch_are_the_same_whatever_the_shares() -> None:

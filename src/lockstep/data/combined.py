@@ -300,6 +300,7 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
     """
     if shares is None:
         return ()
+    shares = tuple(share if isinstance(share, int) else float(share) for share in shares)  # numbers of NumPy's, too
     if len(shares) != count or not all(0 < share < math.inf for share in shares):
         raise MisconfigurationException(f"shares={shares!r}: give {count} positive numbers, one for each replica.")
     if gather is not None:
@@ -309,7 +310,7 @@ def checked_shares(shares: Sequence[float] | None, count: int, gather: Gather | 
                 f"shares={shares!r} are not the same on all ranks ({of_ranks.tolist()}): samples would be seen twice "
                 "and others never. Measure on one rank and broadcast the numbers."
             )
-    return tuple(shares) if len(set(shares)) > 1 else ()
+    return shares if len(set(shares)) > 1 else ()
 
 
 def check_shares(source: Source, spec: SourceSpec, name: str) -> None:
