@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.comm_hooks import Apart, gathered
+from lockstep.strategies.comm_hooks import Apart, gather_on_zero
 from lockstep.testing.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
@@ -29,7 +29,7 @@ def mine(rank: int) -> dict[str, Any]:
 
 
 def bring() -> list[Any]:
-    return gathered(mine(dist.get_rank()))
+    return gather_on_zero(mine(dist.get_rank()))
 
 
 def test_tensors_of_all_kinds_come_to_rank_0(ranks: RankPool) -> None:

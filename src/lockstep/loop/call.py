@@ -23,13 +23,14 @@ from lockstep.ground.hyperparameters import merged_hyperparameters
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed
 from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
+from lockstep.ground.types import LRSchedulerConfig
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import state
 from lockstep.loop.feed import Loaders
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.metrics import lists_made_alike
-from lockstep.loop.optimizers import LRSchedulerConfig, parse
+from lockstep.loop.optimizers import parse
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.module import LightningModule

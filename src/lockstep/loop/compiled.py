@@ -41,7 +41,7 @@ def from_compiled(model: Any) -> LightningModule:
             if is_overridden(name, module, LightningModule):
                 setattr(module, name, model.dynamo_ctx(getattr(module, name)))
         # what `log` does is none of the model's, and following it into the loops takes the compiler a minute
-        module.log = torch.compiler.disable(module.log)  # type: ignore[method-assign]
+        module.log = torch.compiler.disable(module.log)  # type: ignore[method-assign, no-untyped-call]
     return module
 
 

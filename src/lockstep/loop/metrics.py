@@ -125,7 +125,7 @@ def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = No
     if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange: it may need no process group
         group = process_group or metric.process_group
 
-        def gather_objects(mine: Any) -> list[Any]:
+        def gather_objects(mine: object) -> list[Any]:
             found = [None] * distributed.get_world_size(group)
             distributed.all_gather_object(found, mine, group=group)
             return found

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
 
 SHAPES = (
     "an optimizer, a list of optimizers, ([optimizers], [schedulers]), or a dict with the keys "
@@ -29,7 +30,9 @@ class LightningOptimizer:
     Everything else is the wrapped optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[..., Any], module: Any, sync: Callable[..., Any]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[..., Any], module: LightningModule, sync: Callable[..., Any]
+    ) -> None:
         self._optimizer = optimizer
         self._step = step
         self._module = module
@@ -49,7 +52,8 @@ class LightningOptimizer:
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Only this optimizer's parameters need gradients inside; ``sync_grad=False`` does not reduce them."""
-        with self._sync(sync_grad), self._module.toggled_optimizer(self):
+        this: Any = self  # which stands for an Optimizer
+        with self._sync(sync_grad), self._module.toggled_optimizer(this):
             yield
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +84,7 @@ class NoOptimizer(Optimizer):
         """No gradients to drop."""
 
 
-def demands_closure(optimizer: Any) -> bool:
+def demands_closure(optimizer: Optimizer) -> bool:
     """Whether ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
     parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
     closure = parameters.get("closure")
@@ -117,7 +121,7 @@ def parse(
     return optimizers, configs
 
 
-def _is_optimizer(obj: Any) -> bool:
+def _is_optimizer(obj: object) -> bool:
     return isinstance(obj, Optimizer) or all(
         hasattr(obj, name) for name in ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
     )
@@ -159,7 +163,7 @@ def _unpack(returned: Any) -> tuple[list[Any], list[Any], str | None]:
     )
 
 
-def _as_dict(scheduler: Any) -> dict[str, Any]:
+def _as_dict(scheduler: object) -> dict[str, Any]:
     return dict(scheduler) if isinstance(scheduler, dict) else {"scheduler": scheduler}
 
 
@@ -181,7 +185,7 @@ def _warn_of_extra(what: str, given: dict[str, Any], known: set[str]) -> None:
         rank_zero_warn(f"{what} keys that nothing reads: {', '.join(extra)}; it may have {sorted(known)}.")
 
 
-def _scheduler_config(scheduler: Any, monitor: str | None, automatic: bool) -> LRSchedulerConfig:
+def _scheduler_config(scheduler: object, monitor: str | None, automatic: bool) -> LRSchedulerConfig:
     given = _as_dict(scheduler)
     known = {field.name for field in fields(LRSchedulerConfig)}
     _warn_of_extra("The lr scheduler's dict has", given, known)

@@ -19,13 +19,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.loop.metrics import is_metric, put_back, snapshot
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_TORCH = frozenset(vars(nn.Module()))  # _parameters, _buffers, hooks, ...
@@ -65,15 +68,15 @@ class _Seen(dict[int, Any]):
         super().__init__()
         self.package = package
 
-    def looks_into(self, value: Any) -> bool:
+    def looks_into(self, value: object) -> bool:
         """Whether this is an object of the user's, whose attributes are state."""
         kind = type(value)
         own = kind.__module__.partition(".")[0] == self.package and self.package not in ("lockstep", "torch")
         return own and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
-def _of_attributes(module: Any, seen: _Seen) -> Restore:
-    attributes = vars(module)
+def _of_attributes(owner: object, seen: _Seen) -> Restore:
+    attributes = vars(owner)
     known = set(attributes)
     kept = {name: value for name, value in attributes.items() if name not in OF_TORCH and _is_state(value, seen)}
     inside = [_of_value(value, seen) for value in kept.values()]
@@ -87,13 +90,13 @@ def _of_attributes(module: Any, seen: _Seen) -> Restore:
     return restore
 
 
-def _is_state(value: Any, seen: _Seen) -> bool:
+def _is_state(value: object, seen: _Seen) -> bool:
     return (
         isinstance(value, (*PLAIN, Tensor, list, dict, set, deque, tuple)) or is_metric(value) or seen.looks_into(value)
     )
 
 
-def _of_value(value: Any, seen: _Seen) -> Restore:
+def _of_value(value: object, seen: _Seen) -> Restore:
     """Puts the inside of a value back; what it is bound to is its owner's affair."""
     if isinstance(value, (*PLAIN, nn.Parameter)) or id(value) in seen:
         return _nothing
@@ -140,7 +143,7 @@ def _of_tensor(tensor: Tensor) -> Restore:
     return restore
 
 
-def _of_metric(metric: Any, seen: _Seen) -> Restore:
+def _of_metric(metric: Metric, seen: _Seen) -> Restore:
     seen[id(metric)] = metric
     return partial(put_back, snapshot(metric))
 

@@ -123,7 +123,7 @@ def call_in_copy(session: Session) -> Callable[..., Handover]:
             _parents.append(dict(vars(part)))
             getattr(part, "__setstate__", vars(part).update)(state)
         for tensor in (*session.module.parameters(), *session.module.buffers()):
-            if tensor.device.type == "cpu" and tensor.is_shared():  # all ranks would step on the same numbers
+            if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]  # all ranks would step on the same numbers
                 tensor.data = tensor.data.clone()
         handover = call(session, loop, *args)
         # what could not have travelled here need not be able to travel back

@@ -16,17 +16,18 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
-from lockstep.checkpoint.format import described
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.doing import does
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
+from lockstep.ground.plain import described
 from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import TrainerFn, TrainerStatus
-from lockstep.loop.logging import is_metric, merged
+from lockstep.loop.logging import merged
+from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
 from lockstep.module import check_weights
@@ -365,7 +366,7 @@ def save(
     session: Session,
     path: str | os.PathLike[str],
     weights_only: bool = False,
-    storage_options: Any = None,
+    storage_options: object = None,
     also: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank.

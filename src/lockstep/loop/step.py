@@ -16,9 +16,10 @@ from torch.utils._pytree import TreeSpec
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.optimizers import LightningOptimizer, LRSchedulerConfig, demands_closure
+from lockstep.loop.optimizers import LightningOptimizer, demands_closure
 from lockstep.loop.padding import without_trace
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
@@ -249,7 +250,8 @@ class Step:
             # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
             # its type
             wide = torch.float32 if total.device.type == "mps" else torch.float64
-            return self.strategy.reduce(total.to(wide), reduce_op="mean")
+            mean: Tensor = self.strategy.reduce(total.to(wide), reduce_op="mean")
+            return mean
 
         optimizer: Any = self.wrapped[0]  # which stands for an Optimizer
         self.module.optimizer_step(self.progress.epoch, micro_batches[last][2], optimizer, closure)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.ground import comm
 from lockstep.parallel.consistency import sync_buffers
@@ -40,7 +39,7 @@ class SynchronizedNorms:
         group: where they meet, unless the user gave them a group.
     """
 
-    def __init__(self, module: Any, convert: bool, group: Any, timeout: timedelta) -> None:
+    def __init__(self, module: nn.Module, convert: bool, group: comm.Group, timeout: timedelta) -> None:
         self._convert, self._timeout = convert, timeout
         self.group = group
         self.layers: list[SyncBatchNorm] = []
@@ -49,7 +48,7 @@ class SynchronizedNorms:
         self._present: dict[tuple[int, ...], dict[int, comm.Group]] = {}  # by the ranks without samples
         self.take_in(module)
 
-    def take_in(self, module: Any) -> None:
+    def take_in(self, module: nn.Module) -> None:
         """Synchronize the layers that ``module`` has now; the others no longer count. Collective."""
         known = {id(layer) for layer in self.layers}
         own = {id(layer) for layer in synchronized_layers(module)}
@@ -104,7 +103,7 @@ class SynchronizedNorms:
         for layer in self.layers:
             layer.zero_weight = zero_weight
 
-    def others_buffers(self, module: Any) -> list[Tensor]:
+    def others_buffers(self, module: nn.Module) -> list[Tensor]:
         """The buffers of ``module`` that no synchronized layer keeps alike on all ranks."""
         alike = {id(buffer) for layer in self.layers for buffer in layer.buffers()}
         return [buffer for buffer in module.buffers() if id(buffer) not in alike]
@@ -132,7 +131,7 @@ class WindowBuffers:
         due: whether a window has ended since, so that the next training forward takes rank 0's.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.differ = self.due = False
         self._module = module
         self._own: dict[str, Tensor] | None = None  # while rank 0's are shown within a window

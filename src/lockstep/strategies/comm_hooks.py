@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import snapshot
 from lockstep.ground import comm
@@ -22,6 +23,7 @@ from lockstep.parallel.hooks.local_sgd import group_of, marks_of
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.outer_optimizer import OuterOptimizer
 from lockstep.parallel.reducer import Reducer
+from lockstep.precision.base import LossScaler
 from lockstep.strategies.collectives import gather_on_zero
 
 # -- weights that differ between ranks -----------------------------------------------------------------------
@@ -41,7 +43,9 @@ class Apart:
         parted: whether they ever did, in this fit or the one that it goes on from: optimizers differ since then.
     """
 
-    def __init__(self, module: Any, optimizers: list[Any], scaler: Any, share_buffers: bool) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: list[Optimizer], scaler: LossScaler | None, share_buffers: bool
+    ) -> None:
         self.differ = self.parted = False
         self._module = module
         self._optimizers = optimizers
@@ -164,14 +168,14 @@ class LocalSteps:
     def __init__(
         self,
         state: Any,
-        module: Any,
-        optimizers: list[Any],
+        module: nn.Module,
+        optimizers: list[Optimizer],
         period: int | Mapping[int, int],
         outer: Mapping[str, Any] | None,
         *,
         reducer: Reducer,
-        scaler: Any,
-        take_buffers: Any,
+        scaler: LossScaler | None,
+        take_buffers: Callable[[], object] | None,
     ) -> None:
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("torch.distributed"):
@@ -278,7 +282,14 @@ class CommunicationHook:
         TypeError, ValueError: ``hook`` cannot be one, by its signature.
     """
 
-    def __init__(self, hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> None:
+    def __init__(
+        self,
+        hook: Callable[..., Any] | None,
+        state: Any,
+        wrapper: Callable[..., Any] | None,
+        period: int | Mapping[int, int] | None,
+        outer: Mapping[str, Any] | None,
+    ) -> None:
         outer = _checked_outer(outer)
         if hook is None:
             for name, value in (("ddp_comm_wrapper", wrapper), ("ddp_comm_state", state)):
@@ -317,7 +328,7 @@ class CommunicationHook:
         self._nodes: tuple[Any, Any] | None = None  # the default group, and the group of this node in it
         self._lent = False
 
-    def _say_unused(self, period: Any, outer: Any) -> None:
+    def _say_unused(self, period: int | Mapping[int, int] | None, outer: Mapping[str, Any] | None) -> None:
         needs = "PostLocalSGDState(...) as ddp_comm_state and post_local_sgd as ddp_comm_hook"
         if outer is not None:
             raise MisconfigurationException(
@@ -337,7 +348,7 @@ class CommunicationHook:
     # -- a fit
 
     def attach(
-        self, reducer: Reducer, module: Any, optimizers: list[Any], node_rank: int, **of_steps: Any
+        self, reducer: Reducer, module: nn.Module, optimizers: list[Optimizer], node_rank: int, **of_steps: Any
     ) -> LocalSteps | None:
         """Let the hook carry ``reducer``'s buckets. Collective.
 
@@ -350,6 +361,7 @@ class CommunicationHook:
         Returns:
             the local steps of this fit, under post-local SGD.
         """
+        assert self.hook is not None
         check_hook(self.state, self.hook, [p for p in module.parameters() if p.requires_grad])
         if self.is_local:
             self._lend_node_group(node_rank)
@@ -406,7 +418,7 @@ class CommunicationHook:
             local.load_rank_states([state.get("apart", {}) for state in states] if len(states) == world else [])
 
 
-def _wrapped(hook: Any, wrapper: Any) -> Any:
+def _wrapped(hook: Callable[..., Any], wrapper: Callable[..., Any] | None) -> Any:
     if wrapper is None:
         return hook
     try:
@@ -418,7 +430,7 @@ def _wrapped(hook: Any, wrapper: Any) -> Any:
         ) from None
 
 
-def _checked_outer(outer: Any) -> dict[str, Any] | None:
+def _checked_outer(outer: object) -> dict[str, Any] | None:
     """``outer_optimizer`` as arguments of `OuterOptimizer`.
 
     Raises:

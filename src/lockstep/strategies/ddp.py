@@ -98,12 +98,12 @@ class DDPStrategy(RankedStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
+        accelerator: object = None,
+        parallel_devices: object = None,
+        cluster_environment: object = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Any = None,
-        ddp_comm_state: Any = None,
+        precision_plugin: object = None,
+        ddp_comm_state: object = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | Mapping[int, int] | None = None,
@@ -358,7 +358,7 @@ class DDPStrategy(RankedStrategy):
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
         else:
-            loss.backward(*args, **kwargs)
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         reducer.finish()
         if self._checks is not None:
             self._compare_gradients(self._checks)
@@ -583,7 +583,13 @@ class DDPStrategy(RankedStrategy):
 # Loaded where it is asked for: most runs need none, and importing lockstep is to be quick.
 
 
-def _communication_hook(hook: Any, state: Any, wrapper: Any, period: Any, outer: Any) -> CommunicationHook | None:
+def _communication_hook(
+    hook: Callable[..., Any] | None,
+    state: object,
+    wrapper: Callable[..., Any] | None,
+    period: int | Mapping[int, int] | None,
+    outer: Mapping[str, Any] | None,
+) -> CommunicationHook | None:
     if all(given is None for given in (hook, state, wrapper, period, outer)):
         return None
     from lockstep.strategies.comm_hooks import CommunicationHook

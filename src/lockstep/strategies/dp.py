@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.module import LightningModule
 from lockstep.parallel.data_parallel import cut, gather, in_threads, join, replicate, rows_of, scatter
 from lockstep.strategies.base import Strategy
 
@@ -38,7 +40,7 @@ class DataParallelStrategy(Strategy):
             )
         super().setup_environment()
 
-    def setup_module(self, module: Any, own_backward: Callable[..., Any] | None) -> None:
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """As on one device; the replicas are made in each step."""
         if not module.automatic_optimization:
             raise MisconfigurationException(
@@ -57,7 +59,7 @@ class DataParallelStrategy(Strategy):
         turn = threading.RLock()
         stand_ins: dict[int, Any] = {}
 
-        def shared(module: Any) -> Any:
+        def shared(module: nn.Module) -> Any:
             if not _is_metric(module):
                 return None
             return stand_ins.setdefault(id(module), _InTurn(module, turn))
@@ -110,7 +112,7 @@ class _Logged:
 class _InTurn:
     """A metric that all replicas share: whoever uses it waits for the others, and gives it tensors on its device."""
 
-    def __init__(self, metric: Any, turn: Any) -> None:
+    def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,12 +130,12 @@ class _InTurn:
         return getattr(self.metric, name)
 
 
-def _is_metric(module: Any) -> bool:
+def _is_metric(module: object) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
-def _take_turns(module: Any, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
+def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, Any]]:
     """Put the stand-ins of metrics in their places in the module itself; gives what has to be put back."""
     changed = []
     for part in list(module.modules()):
@@ -152,7 +154,7 @@ def _collect(log: dict[str, _Logged]) -> Callable[..., None]:
     return collect
 
 
-def _call(method: Callable[..., Any], replica: Any, part: Any, rest: tuple[Any, ...]) -> Callable[[], Any]:
+def _call(method: Callable[..., Any], replica: nn.Module, part: Any, rest: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: method(replica, part, *rest)
 
 

@@ -133,7 +133,7 @@ class Engine:
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)
         else:
-            loss.backward(*args, **kwargs)
+            loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def skip(self, absent: bool = False) -> None:
         """Take part in the reduction of a micro-batch that has no loss on this rank.

@@ -85,7 +85,7 @@ def checked_caps(name: str, caps: Sequence[float] | None, default: float) -> lis
     return [checked_cap(name, cap, default) for cap in caps or ()]
 
 
-def check_switches(**switches: Any) -> None:
+def check_switches(**switches: object) -> None:
     """Refuse what is neither True nor False: a text like "False" would switch on.
 
     Raises:
@@ -135,7 +135,7 @@ def checked_backend(backend: str | None) -> str | None:
     return names
 
 
-def checked_plugins(cluster: Any, io: Any, precision: Any) -> list[Any]:
+def checked_plugins(cluster: object, io: object, precision: object) -> list[object]:
     """Those of the three that are there, as ``Trainer(plugins=[...])`` takes them.
 
     Raises:

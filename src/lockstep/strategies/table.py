@@ -97,7 +97,7 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
     return made
 
 
-def _named(asked: Any) -> Strategy:
+def _named(asked: object) -> Strategy:
     if asked == "auto":
         return SingleDeviceStrategy()
     if isinstance(asked, str) and asked in NAMES:
