@@ -45,7 +45,7 @@ class Of(Generic[T]):
     def __get__(self, trainer: Attributes, owner: type | None = None) -> T:
         if trainer is None:  # asked of the class
             return cast(T, self)
-        found: T = getattr(trainer.session, self._name)
+        found: T = getattr(trainer.session, self._name, None)  # type: ignore[assignment]  # None before a call
         return found
 
     def __set__(self, trainer: Attributes, value: T) -> None:
