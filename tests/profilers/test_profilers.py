@@ -230,7 +230,7 @@ def test_a_schedule_does_not_count_steps_in_between() -> None:
     heeded = []
     schedule(0)
     for step in ("train", "train", "val", "train", "val", "val"):
-        heeded.append(schedule.heeds(step))
+        counted.append(schedule.counts_now(step))
         if heeded[-1]:
             schedule.current = step
             schedule(0)
