@@ -60,7 +60,7 @@ def plain(value: Any) -> bool:
 
 def values(trainer: Any) -> dict[str, Any]:
     asked = public(trainer) - DIFFER.keys() - {"estimated_stepping_batches"}  # that asks for loaders
-    found = {name: getattr(trainer, name) for name in asked}
+    found = {name: getattr(trainer, name, None) for name in asked}  # some of lockstep's own come with a call
     return {name: value for name, value in found.items() if plain(value)}
 
 

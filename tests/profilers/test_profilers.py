@@ -227,14 +227,14 @@ def test_pytorch_counts_each_kind_of_step_by_itself() -> None:
 def test_a_schedule_does_not_count_steps_in_between() -> None:
     given = torch.profiler.schedule(wait=1, warmup=1, active=1)
     schedule = StepSchedule(given)
-    heeded = []
+    counted = []
     schedule(0)
     for step in ("train", "train", "val", "train", "val", "val"):
-        heeded.append(schedule.heeds(step))
-        if heeded[-1]:
+        counted.append(schedule.counts_now(step))
+        if counted[-1]:
             schedule.current = step
             schedule(0)
-    assert heeded == [True, True, False, True, True, True]
+    assert counted == [True, True, False, True, True, True]
     assert schedule.counts == {"train": 2, "val": 2}
 
 

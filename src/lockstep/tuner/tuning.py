@@ -14,6 +14,7 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.states import RunningStage, TrainerFn
+from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 from lockstep.loop.call import Asked, call
 from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
@@ -51,9 +52,9 @@ class Tuner:
     def lr_find(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: TRAIN_DATALOADERS = None,
+        val_dataloaders: EVAL_DATALOADERS = None,
+        dataloaders: EVAL_DATALOADERS = None,
         datamodule: LightningDataModule | None = None,
         method: Method = "fit",
         min_lr: float = 1e-8,
@@ -106,9 +107,9 @@ class Tuner:
     def scale_batch_size(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: TRAIN_DATALOADERS = None,
+        val_dataloaders: EVAL_DATALOADERS = None,
+        dataloaders: EVAL_DATALOADERS = None,
         datamodule: LightningDataModule | None = None,
         method: Method = "fit",
         mode: str = "power",
