@@ -62,7 +62,7 @@ from lockstep.parallel.bucket import (
     plan_buckets,
 )
 from lockstep.parallel.shared_memory import SharedReduction
-from lockstep.parallel.transport import AllReduce, SkipUnused, Transport, UsedParameters
+from lockstep.parallel.transport import AllReduce, RoundGroup, SkipUnused, Transport, UsedParameters
 
 MIB = 2**20
 
@@ -70,8 +70,6 @@ NESTED = (
     "a parameter of {names} got another gradient after its bucket was reduced: this backward ran others inside, unlike "
     "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
 )
-
-MarksGroup = Callable[[], "comm.Group | Literal[False]"]
 
 
 class Reducer:
@@ -177,7 +175,7 @@ class Reducer:
         self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
         self._probes: list[Any] = []  # autograd hooks that record this
         self._recorded: StaticGraph | None = None
-        self._marks_group: MarksGroup = lambda: process_group
+        self._group_of_round: RoundGroup = lambda: process_group
         self.round_group: comm.Group | Literal[False] = process_group
         self._transport = transport or self._choose_transport(shared_memory)
         if skip_unused and not self._idle:
@@ -192,14 +190,16 @@ class Reducer:
                 return shared
         return AllReduce(self._group)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
+    def register_comm_hook(
+        self, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
+    ) -> None:
         """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
 
         Args:
             state: the hook's first argument.
             hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.parallel.bucket.GradBucket`, whose
                 gradients are not divided by anything; the future holds what takes the buffer's place.
-            marks: asked once a round for the group over which it is agreed who used which parameters: None is
+            round_group: asked once a round for the group over which it is agreed who used which parameters: None is
                 the reducer's group, False leaves it to each rank (steps that reduce nothing).
 
         Raises:
@@ -214,8 +214,8 @@ class Reducer:
 
         self._transport.close()
         self._idle = False
-        if marks is not None:
-            self._marks_group = marks
+        if round_group is not None:
+            self._group_of_round = round_group
         self._transport = HookTransport(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
         self._build()
 
@@ -490,7 +490,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
-            self.round_group = self._marks_group()
+            self.round_group = self._group_of_round()
         record = None if self.zero_weight else self._recorded
         there = record is not None and record.launch(bucket, self._scales_early)
         scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)

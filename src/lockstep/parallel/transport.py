@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from lockstep.ground import comm
 from lockstep.parallel.bucket import ALIGNMENT, Bucket
 
 Size = tuple[int, torch.dtype, torch.device]
+RoundGroup = Callable[[], "comm.Group | Literal[False]"]
+"""Gives the group of the round that begins; False where each rank keeps its own gradients."""
 
 
 class Transport(Protocol):
