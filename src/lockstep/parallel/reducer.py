@@ -12,7 +12,7 @@ Attached to parameters, not to a module: whoever runs the backward says when it 
         optimizer.step()
 
 Words: a *bucket* is a flat buffer in which some gradients lie one after another; a parameter's ``.grad`` is a
-*view* of it. *Marks* say which parameters were *used* (got a gradient); they travel at the buffer's end, or,
+*view* of it. *Used flags* say which parameters got a gradient; they travel at the buffer's end, or,
 where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
 round. A *round* is one reduction of all buckets; a `lockstep.parallel.transport.Transport` makes it.
 
@@ -96,7 +96,7 @@ class Reducer:
         plan: bucket layout of an earlier run (`plan`), to get its bits with three and more ranks. It is kept
             until a parameter thaws; without it the layout follows the order in which the first gradients come.
         static_graph: every backward gives gradients to the same parameters, equally often, in the same order:
-            after the first ones this costs one autograd hook a bucket, and no marks travel.
+            after the first ones this costs one autograd hook a bucket, and no used flags travel.
         sparse: names of parameters whose gradients are sparse.
         shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
         skip_unused: leave out the buckets that no rank uses in the first round of a layout.
@@ -114,7 +114,7 @@ class Reducer:
         lock: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
         round_group: the group of the last round; False: its gradients stayed where they were.
         rounds: completed rounds.
-        collectives: reductions of buckets and of marks so far.
+        collectives: reductions of buckets and of used flags so far.
         bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
 
     Raises:
@@ -282,7 +282,7 @@ class Reducer:
     def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
         """Make the buckets of the plan, with memory from the transport."""
         for _ in range(2):
-            self._inline = self._transport.inline_marks and not self._sparse and not self._static
+            self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
             for index, names in enumerate(self._plan):
                 kind = SparseBucket if names[0] in self._sparse else Bucket
@@ -387,9 +387,9 @@ class Reducer:
         if self._recorded is not None and not self.zero_weight:
             for bucket in early:  # the others were just looked at
                 self._recorded.check(bucket)
-        for bucket, marks in zip(self._buckets, anywhere, strict=True):
+        for bucket, used in zip(self._buckets, anywhere, strict=True):
             bucket.show()
-            bucket.give_back(self._views, marks)
+            bucket.give_back(self._views, used)
             bucket.waiting.clear()
         self._prepared = False
         if settled:
@@ -546,15 +546,15 @@ class Reducer:
 
     def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
         """From now on, hold every backward to what this one did."""
-        marks = {
-            name: mark
+        used = {
+            name: flag
             for bucket, found in zip(self._buckets, anywhere, strict=True)
-            for name, mark in zip(bucket.names, found or (), strict=True)
+            for name, flag in zip(bucket.names, found or (), strict=True)
         }
         if not self._layout_settled:
             self._remake()
         self._remove_hooks()
-        by_bucket = [[marks[name] for name in bucket.names] for bucket in self._buckets]
+        by_bucket = [[used[name] for name in bucket.names] for bucket in self._buckets]
         self._recorded = StaticGraph(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.lock)
         self._hooks = self._recorded.hooks
         self._overlap = True

@@ -298,7 +298,7 @@ class HookTransport(AllReduce):
     """
 
     divides = False
-    inline_marks = False
+    inline_used = False
     alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
 
     def __init__(
