@@ -1,4 +1,4 @@
-"""A promise that all backwards are alike: one autograd hook a bucket, no marks, and an error when it is broken."""
+"""A promise that all backwards are alike: one autograd hook a bucket, no used flags, and an error when it is broken."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_one_process(
                 assert grad is None or torch.allclose(grad, reference, rtol=1e-12, atol=1e-15)
         assert buckets > 2
         assert hooks < buckets + 1  # one a bucket, none where nothing is used
-        assert collectives == 4 * buckets + 1  # and the marks of the first round
+        assert collectives == 4 * buckets + 1  # and the used flags of the first round
 
 
 def _on_rank(jobs: list[Any], big: int) -> Any:

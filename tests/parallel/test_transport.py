@@ -34,10 +34,10 @@ def test_a_hook_waits_for_the_last_one_on_gloo_only(monkeypatch: pytest.MonkeyPa
     assert asked == [True] * waits
 
 
-# -- the message of marks ------------------------------------------------------------------------------------
+# -- the message of used flags ------------------------------------------------------------------------------------
 
 
-class Marked:
+class Used:
     """As much of a bucket as the message looks at."""
 
     def __init__(self, *used: int) -> None:
@@ -46,7 +46,7 @@ class Marked:
 
 def _heard(used: list[list[list[int]]], willing: list[bool]) -> tuple[list[list[int]], bool]:
     rank = dist.get_rank()
-    message = UsedParameters([Marked(*marks) for marks in used[rank]], willing[rank], None)  # type: ignore[misc]
+    message = UsedParameters([Used(*marks) for marks in used[rank]], willing[rank], None)  # type: ignore[misc]
     assert message.nbytes == 1 + sum(map(len, used[rank]))
     parts, agreed = message.wait()
     return [[int(mark != 0) for mark in part or ()] for part in parts], agreed
@@ -61,11 +61,11 @@ def test_each_rank_hears_who_used_what(ranks: RankPool) -> None:
 
 def test_who_used_everything_does_not_look() -> None:
     """Looking is waiting: a GPU would come to an end with its backward in every round of a communication hook."""
-    everything: Any = UsedParameters([Marked(1, 1), Marked(1)], False, None)  # type: ignore[list-item]
-    everything._marks = None
+    everything: Any = UsedParameters([Used(1, 1), Used(1)], False, None)  # type: ignore[list-item]
+    everything._flags = None
     assert everything.wait() == ([b"\1\1", b"\1"], False)
     for used, willing in (((1, 1), True), ((1, 0), False)):
-        looks: Any = UsedParameters([Marked(*used)], willing, None)  # type: ignore[list-item]
+        looks: Any = UsedParameters([Used(*used)], willing, None)  # type: ignore[list-item]
         assert looks.wait() == ([list(used)], willing)
 
 

@@ -182,12 +182,12 @@ spares three passes over memory, and costs an operation."""
 
 
 class Bucket:
-    """Some parameters' gradients in one buffer, followed by their marks where those travel with them.
+    """Some parameters' gradients in one buffer, followed by their used flags where those travel with them.
 
     Args:
         index: place in the round.
         names, parameters: in the order of the buffer; of one dtype and device.
-        marked: whether the marks stand at the buffer's end.
+        holds_used: whether the used flags stand at the buffer's end.
         alignment: bytes at whose multiples a gradient starts.
 
     Attributes:
@@ -198,7 +198,7 @@ class Bucket:
         starts: where each begins in ``buffer``, in elements.
         big: indices of the parameters of `BIG` and more elements.
         scaled: of those, the ones whose gradients lie in the buffer, scaled.
-        used: a mark for each parameter: 1 where it has a gradient.
+        used: the used flags, one for each parameter: 1 where it has a gradient.
         waiting: indices of the parameters whose gradients must come before the bucket may travel.
         kept: gradients from before a backward of weight 0.
         work: what is under way; whoever put it there waits for it.
@@ -210,7 +210,7 @@ class Bucket:
     is_sparse = False
 
     def __init__(
-        self, index: int, names: Sequence[str], parameters: Sequence[Parameter], marked: bool, alignment: int
+        self, index: int, names: Sequence[str], parameters: Sequence[Parameter], holds_used: bool, alignment: int
     ) -> None:
         self.index = index
         self.names = list(names)
@@ -223,9 +223,9 @@ class Bucket:
         self.big = [index for index, p in enumerate(self.parameters) if p.numel() >= BIG]
         self.scaled: set[int] = set()
         self._scalar: tuple[float, float | Tensor] = (1.0, 1.0)
-        self._marks = torch.frombuffer(self.used, dtype=torch.uint8)
+        self._used_flags = torch.frombuffer(self.used, dtype=torch.uint8)
         self._everyone = range(len(self.parameters))
-        self._marked = marked
+        self.holds_used = holds_used
         first = self.parameters[0]
         self.dtype, self.device = first.dtype, first.device
         self.starts, self.end = offsets((p.numel() for p in self.parameters), first.element_size(), alignment)
@@ -233,7 +233,7 @@ class Bucket:
     @property
     def size(self) -> tuple[int, torch.dtype, torch.device]:
         """Length, dtype and device of the flat buffer that it wants (two real numbers for a complex one)."""
-        length = self.end + len(self.parameters) * self._marked
+        length = self.end + len(self.parameters) * self.holds_used
         if self.dtype.is_complex:
             return 2 * length, self.dtype.to_real(), self.device
         return length, self.dtype, self.device
@@ -296,7 +296,7 @@ class Bucket:
                 for parameter, view in self._small:
                     parameter.grad = view
             return
-        self.used[:] = b"\1" * count if len(with_grad) == count else _marks(with_grad, count)
+        self.used[:] = b"\1" * count if len(with_grad) == count else _used_flags(with_grad, count)
         if views:
             for index, (parameter, view) in enumerate(self._pairs):
                 grad = parameter.grad
@@ -307,10 +307,11 @@ class Bucket:
     def _may_be_moved(self) -> bool:
         """Whether ``parameter.grad.data = ...`` may have given a view other memory, for all that can be seen in time.
 
-        One that is moved lets go of the buffer's memory. Where each microsecond counts (``static_graph``: no marks) the
-        number of its users tells; but who keeps the old memory alive (``old = p.grad.data``) makes up for one.
+        One that is moved lets go of the buffer's memory. Where each microsecond counts (``static_graph``, which needs
+        no used flags), the number of its users tells; but who keeps the old memory alive (``old = p.grad.data``) makes
+        up for one.
         """
-        if self._marked:
+        if self.holds_used:
             return list(map(Tensor.data_ptr, self.views)) != self._places
         return _users_of(self._storage) != self._uses
 
@@ -348,7 +349,7 @@ class Bucket:
         return self._scalar[1]
 
     def collect(self, views: bool, scale: float, there: bool = False) -> float:
-        """Bring into the buffer what is not there, and the marks.
+        """Bring into the buffer what is not there, and the used flags.
 
         Args:
             views: whether gradients are views of the buffer.
@@ -380,11 +381,11 @@ class Bucket:
                     if index not in self.scaled:
                         self._settle(index, views, scalar)
             scale = 1
-        if self._marked:
+        if self.holds_used:
             if 0 in self.used:
                 # a GPU reads what it is given later than here, and what is not pinned lets this process wait for it
-                marks = self._marks.pin_memory() if self.device.type == "cuda" else self._marks
-                self._tail.copy_(marks, non_blocking=True)
+                flags = self._used_flags.pin_memory() if self.device.type == "cuda" else self._used_flags
+                self._tail.copy_(flags, non_blocking=True)
             else:
                 self._tail.fill_(1)
         return scale
@@ -401,8 +402,8 @@ class Bucket:
             parameter.grad = view
 
     def used_anywhere(self) -> Sequence[Any]:
-        """After a round whose marks travelled in the buffer: who got a gradient on any rank."""
-        # Only a rank that lacks gradients has to look at the marks: a GPU waits here, and seldom has to.
+        """After a round whose used flags travelled in the buffer: who got a gradient on any rank."""
+        # Only a rank that lacks gradients has to look at them: a GPU waits here, and seldom has to.
         return self._tail.tolist() if 0 in self.used else self.used
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
@@ -469,8 +470,8 @@ class SparseBucket(Bucket):
         return scale
 
     def used_anywhere(self) -> Sequence[Any]:
-        """A sparse gradient's mark travels apart."""
-        raise AssertionError("marks of sparse gradients travel apart")
+        """A sparse gradient's used flag travels apart."""
+        raise AssertionError("used flags of sparse gradients travel apart")
 
     def give_back(self, views: bool, anywhere: Sequence[Any] | None) -> None:
         """Leave the parameter with the reduced gradient, or None where no rank had one."""
@@ -546,11 +547,11 @@ def _users_of(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def _marks(indices: Iterable[int], count: int) -> bytearray:
-    marks = bytearray(count)
+def _used_flags(indices: Iterable[int], count: int) -> bytearray:
+    flags = bytearray(count)
     for index in indices:
-        marks[index] = 1
-    return marks
+        flags[index] = 1
+    return flags
 
 
 def _fill(view: Tensor, grad: Tensor | None) -> None:

@@ -311,12 +311,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         try:
             check_hook(state, hook, self._watch.parameters, self.process_group)
             state = prepare_state(state, self.process_group, hook)
-            marks = marks_of(hook, state)
-            self.reducer.register_comm_hook(state, hook, marks)
+            round_group = marks_of(hook, state)
+            self.reducer.register_comm_hook(state, hook, round_group)
         except Exception as error:
             self._noted(error)
             raise
-        self._comm_hook = (state, hook, marks)
+        self._comm_hook = (state, hook, round_group)
 
     # -- a step
 

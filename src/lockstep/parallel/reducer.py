@@ -12,7 +12,7 @@ Attached to parameters, not to a module: whoever runs the backward says when it 
         optimizer.step()
 
 Words: a *bucket* is a flat buffer in which some gradients lie one after another; a parameter's ``.grad`` is a
-*view* of it. *Marks* say which parameters were *used* (got a gradient); they travel at the buffer's end, or,
+*view* of it. *Used flags* say which parameters got a gradient; they travel at the buffer's end, or,
 where that cannot be (a communication hook sees the buffer, sparse gradients have none), in one small message a
 round. A *round* is one reduction of all buckets; a `lockstep.parallel.transport.Transport` makes it.
 
@@ -62,7 +62,7 @@ from lockstep.parallel.bucket import (
     plan_buckets,
 )
 from lockstep.parallel.shared_memory import SharedReduction
-from lockstep.parallel.transport import AllReduce, SkipUnused, Transport, UsedParameters
+from lockstep.parallel.transport import AllReduce, RoundGroup, SkipUnused, Transport, UsedParameters
 
 MIB = 2**20
 
@@ -70,8 +70,6 @@ NESTED = (
     "a parameter of {names} got another gradient after its bucket was reduced: this backward ran others inside, unlike "
     "the first ones (checkpoint(use_reentrant=True)?); use_reentrant=False does not"
 )
-
-MarksGroup = Callable[[], "comm.Group | Literal[False]"]
 
 
 class Reducer:
@@ -98,7 +96,7 @@ class Reducer:
         plan: bucket layout of an earlier run (`plan`), to get its bits with three and more ranks. It is kept
             until a parameter thaws; without it the layout follows the order in which the first gradients come.
         static_graph: every backward gives gradients to the same parameters, equally often, in the same order:
-            after the first ones this costs one autograd hook a bucket, and no marks travel.
+            after the first ones this costs one autograd hook a bucket, and no used flags travel.
         sparse: names of parameters whose gradients are sparse.
         shared_memory: on one host, let CPU tensors be summed in memory that the ranks share, not over TCP.
         skip_unused: leave out the buckets that no rank uses in the first round of a layout.
@@ -116,7 +114,7 @@ class Reducer:
         lock: held by what happens inside a backward: autograd has a thread for each of a module's GPUs.
         round_group: the group of the last round; False: its gradients stayed where they were.
         rounds: completed rounds.
-        collectives: reductions of buckets and of marks so far.
+        collectives: reductions of buckets and of used flags so far.
         bytes: bytes that this rank handed to them (to a hook: the uncompressed ones).
 
     Raises:
@@ -177,7 +175,7 @@ class Reducer:
         self._untouched: set[str] = set()  # parameters that no backward has reached in this layout
         self._probes: list[Any] = []  # autograd hooks that record this
         self._recorded: StaticGraph | None = None
-        self._marks_group: MarksGroup = lambda: process_group
+        self._group_of_round: RoundGroup = lambda: process_group
         self.round_group: comm.Group | Literal[False] = process_group
         self._transport = transport or self._choose_transport(shared_memory)
         if skip_unused and not self._idle:
@@ -192,14 +190,16 @@ class Reducer:
                 return shared
         return AllReduce(self._group)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: MarksGroup | None = None) -> None:
+    def register_comm_hook(
+        self, state: object, hook: Callable[..., Any], round_group: RoundGroup | None = None
+    ) -> None:
         """Let ``hook`` reduce the buckets, before the first `prepare`, alike on every rank.
 
         Args:
             state: the hook's first argument.
             hook: ``(state, bucket) -> Future``; the bucket is a `lockstep.parallel.bucket.GradBucket`, whose
                 gradients are not divided by anything; the future holds what takes the buffer's place.
-            marks: asked once a round for the group over which it is agreed who used which parameters: None is
+            round_group: asked once a round for the group over which it is agreed who used which parameters: None is
                 the reducer's group, False leaves it to each rank (steps that reduce nothing).
 
         Raises:
@@ -214,8 +214,8 @@ class Reducer:
 
         self._transport.close()
         self._idle = False
-        if marks is not None:
-            self._marks_group = marks
+        if round_group is not None:
+            self._group_of_round = round_group
         self._transport = HookTransport(self._group, state, hook, lambda: self._buckets, lambda: self.round_group)
         self._build()
 
@@ -282,7 +282,7 @@ class Reducer:
     def _fill_buckets(self, awake: dict[str, Parameter]) -> None:
         """Make the buckets of the plan, with memory from the transport."""
         for _ in range(2):
-            self._inline = self._transport.inline_marks and not self._sparse and not self._static
+            self._inline = self._transport.inline_used and not self._sparse and not self._static
             made: list[Bucket] = []
             for index, names in enumerate(self._plan):
                 kind = SparseBucket if names[0] in self._sparse else Bucket
@@ -387,9 +387,9 @@ class Reducer:
         if self._recorded is not None and not self.zero_weight:
             for bucket in early:  # the others were just looked at
                 self._recorded.check(bucket)
-        for bucket, marks in zip(self._buckets, anywhere, strict=True):
+        for bucket, used in zip(self._buckets, anywhere, strict=True):
             bucket.show()
-            bucket.give_back(self._views, marks)
+            bucket.give_back(self._views, used)
             bucket.waiting.clear()
         self._prepared = False
         if settled:
@@ -490,7 +490,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.index == 0:  # asked before the hook is called, which counts its rounds
-            self.round_group = self._marks_group()
+            self.round_group = self._group_of_round()
         record = None if self.zero_weight else self._recorded
         there = record is not None and record.launch(bucket, self._scales_early)
         scale = bucket.collect(self._views, self._scale, there and self._views and not bucket.is_sparse)
@@ -546,15 +546,15 @@ class Reducer:
 
     def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
         """From now on, hold every backward to what this one did."""
-        marks = {
-            name: mark
+        used = {
+            name: flag
             for bucket, found in zip(self._buckets, anywhere, strict=True)
-            for name, mark in zip(bucket.names, found or (), strict=True)
+            for name, flag in zip(bucket.names, found or (), strict=True)
         }
         if not self._layout_settled:
             self._remake()
         self._remove_hooks()
-        by_bucket = [[marks[name] for name in bucket.names] for bucket in self._buckets]
+        by_bucket = [[used[name] for name in bucket.names] for bucket in self._buckets]
         self._recorded = StaticGraph(self._buckets, self._arrived, by_bucket, self._complete, self._views, self.lock)
         self._hooks = self._recorded.hooks
         self._overlap = True

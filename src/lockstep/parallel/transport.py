@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from lockstep.ground import comm
 from lockstep.parallel.bucket import ALIGNMENT, Bucket
 
 Size = tuple[int, torch.dtype, torch.device]
+RoundGroup = Callable[[], "comm.Group | Literal[False]"]
+"""Gives the group of the round that begins; False where each rank keeps its own gradients."""
 
 
 class Transport(Protocol):
@@ -22,13 +24,13 @@ class Transport(Protocol):
     bucket in order, from inside the backward, then `wait` for each; `close` at the end.
 
     Attributes:
-        inline_marks: whether the marks of used parameters may stand at a buffer's end and are summed with it.
+        inline_used: whether the used flags may stand at a buffer's end and are summed with it.
         alignment: bytes at whose multiples a gradient starts in a buffer.
         divides: whether gradients are divided before they are summed.
     """
 
     divides: bool
-    inline_marks: bool
+    inline_used: bool
     alignment: int
 
     def buffers(self, sizes: list[Size]) -> list[Tensor] | None:
@@ -57,7 +59,7 @@ class AllReduce:
     """One asynchronous all-reduce a bucket."""
 
     divides = True
-    inline_marks = True
+    inline_used = True
     alignment = ALIGNMENT
 
     def __init__(self, group: comm.Group) -> None:
@@ -93,7 +95,7 @@ def all_gather(flat: Tensor, part: Tensor, group: comm.Group) -> Any:
 
 
 class UsedParameters:
-    """The marks of all buckets of a round, one byte for each parameter, on their way over ``group``.
+    """The used flags of all buckets of a round, one byte for each parameter, on their way over ``group``.
 
     Args:
         buckets: of the round, all launched.
@@ -110,16 +112,16 @@ class UsedParameters:
         # A rank that used everything and is not willing knows what comes of it. A GPU would wait here for all of its
         # backward, in each round.
         self._looks = willing or any(0 in used for used in self._own)
-        marks = bytearray([not willing]) + b"".join(bucket.used for bucket in buckets)
-        self._marks = torch.frombuffer(marks, dtype=torch.uint8)
+        flags = bytearray([not willing]) + b"".join(bucket.used for bucket in buckets)
+        self._flags = torch.frombuffer(flags, dtype=torch.uint8)
         self.nbytes = 0
         self.work: Any = None
         if comm.world_size(group) > 1:
-            if comm.carrier(group, self._marks.device).type == "cuda":
+            if comm.carrier(group, self._flags.device).type == "cuda":
                 # from pinned memory, so that this process does not wait for the kernels of the backward
-                self._marks = self._marks.pin_memory().to(buckets[0].device, non_blocking=True)
-            self.nbytes = self._marks.nbytes
-            self.work = dist.all_reduce(self._marks, dist.ReduceOp.MAX, group, async_op=True)
+                self._flags = self._flags.pin_memory().to(buckets[0].device, non_blocking=True)
+            self.nbytes = self._flags.nbytes
+            self.work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group, async_op=True)
 
     def wait(self) -> tuple[list[Sequence[Any] | None], bool]:
         """For each bucket who got a gradient on any rank; and whether all ranks were willing."""
@@ -127,7 +129,7 @@ class UsedParameters:
             self.work.wait()
         if not self._looks:
             return list(self._own), False
-        unwilling, *found = self._marks.tolist()
+        unwilling, *found = self._flags.tolist()
         parts: list[Sequence[Any] | None] = []
         start = 0
         for own in self._own:
@@ -148,7 +150,7 @@ USED_LATER = (
 class SkipUnused:
     """Carries buckets as another transport does, but for those that no rank used in the first round of their layout.
 
-    What the ranks used they know from the marks that travel with the buckets; where marks do not travel so (sparse
+    What the ranks used they know from the used flags that travel with the buckets; where those do not travel so (sparse
     gradients, ``static_graph=True``), all buckets are carried.
 
     Attributes:
@@ -159,7 +161,7 @@ class SkipUnused:
 
     def __init__(self, inner: Transport, group: comm.Group) -> None:
         self.inner = inner
-        self.divides, self.inline_marks, self.alignment = inner.divides, inner.inline_marks, inner.alignment
+        self.divides, self.inline_used, self.alignment = inner.divides, inner.inline_used, inner.alignment
         self.skipped: set[int] = set()
         self.skipped_collectives = 0
         self.skipped_bytes = 0
@@ -204,7 +206,7 @@ class SkipUnused:
         self.inner.wait(bucket)
         if self._is_settled:
             return
-        if bucket._marked and not any(bucket.used_anywhere()):
+        if bucket.holds_used and not any(bucket.used_anywhere()):
             self._unused.add(bucket.index)
         if bucket.index + 1 == self._count:
             self._is_settled = len(self._unused) < self._count  # not after a round in which nobody used anything

@@ -140,13 +140,13 @@ def agree(group: comm.Group, device: torch.device, active: bool, sync: bool, buf
         buffers: whether it takes buffers before its forward.
     """
     world = comm.world_size(group)
-    marks = torch.zeros(world + 2, dtype=torch.int32)
+    votes = torch.zeros(world + 2, dtype=torch.int32)
     if active:
-        marks[comm.rank(group)], marks[world], marks[world + 1] = 1, sync, buffers
-    marks = marks.to(comm.carrier(group, device))
+        votes[comm.rank(group)], votes[world], votes[world + 1] = 1, sync, buffers
+    votes = votes.to(comm.carrier(group, device))
     if world > 1:
-        dist.all_reduce(marks, group=group)
-    found = marks.tolist()
+        dist.all_reduce(votes, group=group)
+    found = votes.tolist()
     there = [rank for rank in range(world) if found[rank]]
     return JoinAgreement(len(there), there[-1] if there else 0, found[world] > 0, found[world + 1] > 0)
 

@@ -299,7 +299,7 @@ class DDPStrategy(RankedStrategy):
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Reductions of buckets and marks in this fit so far, and their bytes; what a hook sends is not in them."""
+        """Reductions of buckets and used flags in this fit so far, and their bytes, without what a hook sends."""
         return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
 
     def teardown(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.parallel.bucket import Bucket, GradBucket
 from lockstep.parallel.hooks.ordering import carrier, completed, submit
-from lockstep.parallel.transport import AllReduce, Size
+from lockstep.parallel.transport import AllReduce, RoundGroup, Size
 
 # -- which hook it is ----------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class HookTransport(AllReduce):
     """
 
     divides = False
-    inline_marks = False
+    inline_used = False
     alignment = 1  # as torch lays gradients out: a hook may rely on there being no gaps
 
     def __init__(
@@ -307,7 +307,7 @@ class HookTransport(AllReduce):
         state: object,
         hook: Callable[..., Any],
         buckets: Callable[[], Sequence[Bucket]],
-        over: Callable[[], comm.Group | Literal[False]],
+        over: RoundGroup,
     ) -> None:
         super().__init__(group)
         self._state, self._hook, self._buckets, self._over = state, in_order(hook, group), buckets, over

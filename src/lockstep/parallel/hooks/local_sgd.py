@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.compress import allreduce
 from lockstep.parallel.hooks.hook_transport import innermost, torch_name
 from lockstep.parallel.hooks.ordering import completed
+from lockstep.parallel.transport import RoundGroup
 
 # -- the ranks of a node -------------------------------------------------------------------------------------
 
@@ -68,9 +68,6 @@ def this_node() -> tuple[str, str, str]:
 
 
 # -- the hook ------------------------------------------------------------------------------------------------
-
-
-Marks = Callable[[], "comm.Group | Literal[False]"]
 
 
 class PostLocalSGDState:
@@ -157,7 +154,7 @@ def post_local_sgd(state: PostLocalSGDState, bucket: GradBucket) -> torch.future
     return completed(bucket.buffer())
 
 
-def marks_of(hook: object, state: Any) -> Marks | None:
+def marks_of(hook: object, state: Any) -> RoundGroup | None:
     """Over which group the ranks agree on the parameters that were used, where that changes with a hook's rounds.
 
     Args:
@@ -171,9 +168,11 @@ def marks_of(hook: object, state: Any) -> Marks | None:
     """
     inner = innermost(hook)
     if inner is post_local_sgd:
-        return lambda: _marks(state.iteration < state.start, state.process_group, state.subgroup, state.local_allreduce)
+        return lambda: _group_of_round(
+            state.iteration < state.start, state.process_group, state.subgroup, state.local_allreduce
+        )
     if torch_name(inner) == "post_localSGD_hook":
-        return lambda: _marks(
+        return lambda: _group_of_round(
             state.iter < state.start_localSGD_iter,
             state.process_group,
             state.subgroup,
@@ -182,7 +181,9 @@ def marks_of(hook: object, state: Any) -> Marks | None:
     return None
 
 
-def _marks(whole: bool, group: comm.Group, subgroup: comm.Group, together: bool) -> comm.Group | Literal[False]:
+def _group_of_round(
+    whole: bool, group: comm.Group, subgroup: comm.Group, together: bool
+) -> comm.Group | Literal[False]:
     if whole:
         return group
     if not together or subgroup is None or comm.world_size(subgroup) == 1:

@@ -106,7 +106,7 @@ class Scatter:
     """
 
     divides = True
-    inline_marks = False  # the mark of a parameter would be summed on one rank alone
+    inline_used = False  # a used flag would be summed on one rank alone
     alignment = STEP
 
     def __init__(self, group: comm.Group, whole: Callable[[], bool]) -> None:

@@ -528,7 +528,7 @@ def _odd(optimizer: Optimizer, key: str, shape: Sequence[int], expected: Sequenc
 # -- parameters under way: whoever reads one waits for it ----------------------------------------------------
 
 
-Arrive = Callable[[Iterable["Parameter | None"]], None]
+WaitFor = Callable[[Iterable["Parameter | None"]], None]
 
 
 class AwaitedParameters(dict[str, "Parameter | None"]):
@@ -537,13 +537,13 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
     Copies and pickles of it are plain dicts.
     """
 
-    def __init__(self, parameters: dict[str, Parameter | None], arrive: Arrive) -> None:
+    def __init__(self, parameters: dict[str, Parameter | None], wait_for: WaitFor) -> None:
         super().__init__(parameters)
-        self._arrive = arrive
+        self._wait_for = wait_for
 
     def __getitem__(self, name: str) -> Parameter | None:
         parameter = dict.__getitem__(self, name)
-        self._arrive((parameter,))
+        self._wait_for((parameter,))
         return parameter
 
     def get(self, name: str, default: object = None) -> Any:
@@ -551,11 +551,11 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
 
     def items(self) -> Any:
         """Names and parameters, when all are there."""
-        self._arrive(dict.values(self))
+        self._wait_for(dict.values(self))
         return dict.items(self)
 
     def values(self) -> Any:
-        self._arrive(dict.values(self))
+        self._wait_for(dict.values(self))
         return dict.values(self)
 
     def copy(self) -> dict[str, Parameter | None]:
@@ -568,17 +568,17 @@ class AwaitedParameters(dict[str, "Parameter | None"]):
 class AwaitedList(list[Parameter]):
     """The parameters of an optimizer's group: reading one waits until it is there. Copies of it are plain lists."""
 
-    def __init__(self, parameters: Iterable[Parameter], arrive: Arrive) -> None:
+    def __init__(self, parameters: Iterable[Parameter], wait_for: WaitFor) -> None:
         super().__init__(parameters)
-        self._arrive = arrive
+        self._wait_for = wait_for
 
     def __iter__(self) -> Any:
-        self._arrive(self.unawaited())
+        self._wait_for(self.unawaited())
         return list.__iter__(self)
 
     def __getitem__(self, place: SupportsIndex | slice) -> Any:
         found: Any = list.__getitem__(self, place)
-        self._arrive(found if isinstance(place, slice) else (found,))
+        self._wait_for(found if isinstance(place, slice) else (found,))
         return found
 
     def unawaited(self) -> list[Parameter]:
@@ -592,11 +592,11 @@ class AwaitedList(list[Parameter]):
 class _BeforeForward:
     """A forward pre-hook that waits for the module's own parameters; a copy of it does nothing."""
 
-    def __init__(self, parameters: Sequence[Parameter | None], arrive: Arrive) -> None:
-        self._parameters, self._arrive = parameters, arrive
+    def __init__(self, parameters: Sequence[Parameter | None], wait_for: WaitFor) -> None:
+        self._parameters, self._wait_for = parameters, wait_for
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        self._arrive(self._parameters)
+        self._wait_for(self._parameters)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return _Nothing, ()
@@ -609,22 +609,22 @@ class _Nothing:
         pass
 
 
-class Arrivals:
+class PrefetchWait:
     """Has every module under ``module`` wait for its own parameters.
 
     Args:
         module: whose parameters are exchanged while others are already used.
-        arrive: waits for those of the given parameters that are under way.
+        wait_for: waits for those of the given parameters that are under way.
     """
 
-    def __init__(self, module: nn.Module, arrive: Arrive) -> None:
+    def __init__(self, module: nn.Module, wait_for: WaitFor) -> None:
         self._modules: list[nn.Module] = []
         self._hooks: list[Any] = []
         for owner in module.modules():
             if owner._parameters:
                 parameters = tuple(owner._parameters.values())
-                self._hooks.append(owner.register_forward_pre_hook(_BeforeForward(parameters, arrive), prepend=True))
-                vars(owner)["_parameters"] = AwaitedParameters(owner._parameters, arrive)
+                self._hooks.append(owner.register_forward_pre_hook(_BeforeForward(parameters, wait_for), prepend=True))
+                vars(owner)["_parameters"] = AwaitedParameters(owner._parameters, wait_for)
                 self._modules.append(owner)
 
     def remove(self) -> None:

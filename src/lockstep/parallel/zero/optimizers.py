@@ -20,10 +20,10 @@ from lockstep.ground.gradients import clip_by_value
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.zero.exchange import SharedBuffer
 from lockstep.parallel.zero.flat_parameters import (
-    Arrivals,
     AwaitedList,
     FlatBuffer,
     ParamShard,
+    PrefetchWait,
     can_wait,
     cut_state,
     find_aliases,
@@ -210,7 +210,7 @@ class ShardedOptimizers:
         ] = {}  # parameters in the memory of another one, which is cut
         self._under_way: list[FlatBuffer] = []
         self._kept = self._detached = False
-        self._arrivals: Arrivals | None = None
+        self._prefetch_wait: PrefetchWait | None = None
         self._methods: dict[int, dict[str, Callable[..., Any]]] = {}  # the optimizers' own, by their id
         for optimizer in self._optimizers:
             self._take_over(optimizer)
@@ -250,8 +250,8 @@ class ShardedOptimizers:
     def lay_out(self, buckets: Iterable[Bucket], padded: Sequence[Tensor]) -> None:
         """Take the parameters into buffers as ``buckets`` are, with what there is of state. A collective."""
         self.wait()
-        if self._arrivals is not None:
-            self._arrivals.remove()
+        if self._prefetch_wait is not None:
+            self._prefetch_wait.remove()
         spread = [shard.parameter for shard in self._shards.values() if shard.parameter.grad is shard.shown]
         for parameter in spread:
             self._shards[id(parameter)].keep()
@@ -289,7 +289,7 @@ class ShardedOptimizers:
         for parameter in spread:
             if id(parameter) in self._shards:
                 self._shards[id(parameter)].show_kept()
-        self._arrivals = Arrivals(self._module, self._arrive) if can_wait(self._module) else None
+        self._prefetch_wait = PrefetchWait(self._module, self._wait_for) if can_wait(self._module) else None
         for optimizer in self._optimizers:
             self._await_groups(optimizer)
 
@@ -308,9 +308,9 @@ class ShardedOptimizers:
             self.wait(patience)
         finally:
             self._under_way.clear()
-            if self._arrivals is not None:
-                self._arrivals.remove()
-                self._arrivals = None
+            if self._prefetch_wait is not None:
+                self._prefetch_wait.remove()
+                self._prefetch_wait = None
             for optimizer in self._optimizers:
                 self._await_groups(optimizer)
             shared = [(p, shard) for p, shard in self._aliases.values() if p.data_ptr() == shard.parameter.data_ptr()]
@@ -349,7 +349,7 @@ class ShardedOptimizers:
         while self._under_way:
             self._finish(self._under_way[0], patience)
 
-    def _arrive(self, parameters: Iterable[Parameter | None]) -> None:
+    def _wait_for(self, parameters: Iterable[Parameter | None]) -> None:
         if self._under_way:
             for parameter in parameters:
                 shard = self._shards.get(id(parameter))
@@ -362,10 +362,10 @@ class ShardedOptimizers:
         """Let whoever reads parameters in the optimizer's groups wait for them, too; or no longer."""
         for group in optimizer.param_groups:
             parameters = group["params"]
-            if self._arrivals is None:
+            if self._prefetch_wait is None:
                 group["params"] = list(parameters)
             elif type(parameters) is not AwaitedList:
-                group["params"] = AwaitedList(parameters, self._arrive)
+                group["params"] = AwaitedList(parameters, self._wait_for)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
         own = self._methods[id(optimizer)]["zero_grad"]
@@ -552,7 +552,7 @@ class ShardedOptimizers:
             if not shard.is_bound():
                 shard.bind()
         if self._aliases:
-            self._arrive(p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
+            self._wait_for(p for group in optimizer.param_groups for p in list.__iter__(group["params"]))
         with self.lent(optimizer):
             yield
 
@@ -563,7 +563,7 @@ class ShardedOptimizers:
         for index in sorted(flats, reverse=True):  # the forward's order
             flats[index].send()
             self._under_way.append(flats[index])
-        if self._arrivals is None:
+        if self._prefetch_wait is None:
             self.wait()
         torch.autograd.graph.increment_version([shard.parameter for shard in shards])
 

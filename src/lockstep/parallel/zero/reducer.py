@@ -102,7 +102,7 @@ class ShardedReducer(Reducer):
         finally:
             super().detach()
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any], marks: object = None) -> None:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any], round_group: object = None) -> None:
         raise RuntimeError(
             "register_comm_hook: a communication hook reduces whole buckets, and with a sharded optimizer "
             "(shard_optimizer) each rank reduces its slice: use one of them"
