@@ -147,7 +147,7 @@ def _is_other(name: str, asked: set[str]) -> bool:
     return name.startswith(PREFIX) and name not in asked
 
 
-def _variable(name: Any) -> str:
+def _variable(name: object) -> str:
     """The variable that ``name`` stands for."""
     bare = name.removeprefix(PREFIX) if isinstance(name, str) else ""
     if bare in NAMES:
@@ -160,7 +160,7 @@ def _variable(name: Any) -> str:
     )
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, int) or (isinstance(value, str) and value and "\0" not in value):

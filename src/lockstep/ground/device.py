@@ -185,7 +185,7 @@ def _indices(devices: Devices, present: int, kind: str) -> list[int]:
     return indices
 
 
-def _number(devices: Any) -> int | None:
+def _number(devices: object) -> int | None:
     """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
     if isinstance(devices, bool):
         return None
@@ -204,7 +204,7 @@ class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` 
     """Anything with a method ``to``: tensors, packed sequences, a user's own batch class."""
 
     @classmethod
-    def __subclasshook__(cls, subclass: Any) -> Any:
+    def __subclasshook__(cls, subclass: type) -> Any:
         return True if callable(getattr(subclass, "to", None)) else NotImplemented
 
 

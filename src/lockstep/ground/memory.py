@@ -20,7 +20,7 @@ _SAYINGS = (
 """What errors say that come as plain RuntimeErrors where memory is used up."""
 
 
-def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
     """A copy of a nested collection with its tensors detached from their graphs.
 
     Args:

@@ -7,20 +7,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
 PARENT = "LOCKSTEP_PARENT"
 """The variable with the process that a rank must not outlive."""
 _PR_SET_PDEATHSIG = 1
 
 
-def prctl() -> Any:
+def prctl() -> Callable[..., int] | None:
     """The system's function that makes a bond; None on systems other than Linux. To be found before a fork: a child
     should do as little as it can."""
     return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
-def bind(prctl: Any) -> None:
+def bind(prctl: Callable[..., int]) -> None:
     """Have the system kill this process when the thread that started it ends; ``prctl`` as :func:`prctl` gives it."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -69,7 +68,7 @@ def become(parent: int, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def _end_with_starter(prctl: Any, parent: int) -> None:
+def _end_with_starter(prctl: Callable[..., int] | None, parent: int) -> None:
     if prctl is not None:
         bind(prctl)
         if os.getppid() != parent:  # it ended before the bond was made

@@ -19,7 +19,7 @@ from lockstep.ground.seed import current_seed
 from lockstep.launch.environment import free_port, share_cores
 from lockstep.launch.inherit import SEED, bind_loader_workers
 from lockstep.supervise.client import Side, Supervised, at_launcher
-from lockstep.supervise.status import NOTES, attended
+from lockstep.supervise.status import MAILBOX, noted_call
 
 T = TypeVar("T")
 
@@ -65,12 +65,12 @@ class ScriptLauncher:
         check_not_nested(self.world)
         share_cores(os.environ, self.world.local_size)
         bind_loader_workers()
-        address = os.environ.get(NOTES, "")
+        address = os.environ.get(MAILBOX, "")
         if not address and not _sides:
             found = at_launcher(self.world)
             _sides.extend([] if found is None else [found])
         with _sides[0].listening() if _sides else nullcontext():
-            with attended(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
+            with noted_call(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
                 return function(*args, **kwargs)
 
 

@@ -46,7 +46,7 @@ def dealt_out(cluster: DescribesRanks | None = None) -> bool:
     return True if cluster is not None and name is None else is_placed(os.environ, name)
 
 
-def _known(cluster: Any) -> str | None:
+def _known(cluster: object) -> str | None:
     """The name of a cluster of which lockstep reads the variables itself."""
     name = getattr(cluster, "cluster", None)
     return NAMES.get(name) if isinstance(name, str) else None
@@ -68,7 +68,7 @@ def directly(function: Callable[..., T], *args: Any) -> T:
         raise
 
 
-def launcher(kind: str | None, placement: Placement, asked: Any = None) -> Callable[..., Any]:
+def launcher(kind: str | None, placement: Placement, asked: object = None) -> Callable[..., Any]:
     """What calls a function on all ranks: ``launch(function, *args)``.
 
     Args:
