@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 from lockstep.cluster.detect import NAMES, Placement, detect, is_placed
 from lockstep.cluster.environments import DescribesRanks, described_world
-from lockstep.launch.script import ScriptLauncher, command_line
+from lockstep.launch.script import ScriptLauncher, become_srun, command_line
 from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
-from lockstep.launch.srun import become_srun
 from lockstep.supervise.status import watch_uncaught
 
 T = TypeVar("T")
