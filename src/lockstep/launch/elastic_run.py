@@ -43,7 +43,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import parent_death
 from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
 from lockstep.launch.environment import free_port
-from lockstep.launch.inherit import PARENT
+from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.stack import one_line
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from lockstep.cluster.world import World
 from lockstep.ground.installed import EXIT_SUPERVISOR
 from lockstep.ground.rank import log
-from lockstep.launch.inherit import PARENT, started_in
+from lockstep.launch.inherit import started_in
+from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
 from lockstep.supervise.channel import Channel, Message
 from lockstep.supervise.signals import SignalPipe
