@@ -17,7 +17,7 @@ from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
 from lockstep.data.workers import opened
-from lockstep.supervise.signals import heeding
+from lockstep.supervise.signals import handling
 from tests.data.loaders import epoch, feed_of
 
 WORKERS = 2
@@ -187,7 +187,7 @@ class Patient(Dataset[int]):
 def test_workers_do_not_see_the_signals_that_are_heeded(context: str) -> None:
     noted: list[int] = []
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-    with heeding(numbers, noted.append):
+    with handling(numbers, noted.append):
         feed = DataLoader(Patient(), batch_size=1, num_workers=1, multiprocessing_context=context)
         iterator = opened(feed)
         first = int(next(iterator))
@@ -210,5 +210,5 @@ class Masks(Dataset[bool]):
 
 def test_workers_hear_what_nobody_heeds() -> None:
     assert [bool(found) for found in opened(DataLoader(Masks(), num_workers=1))] == [False] * 4
-    with heeding([signal.SIGUSR1], print):
+    with handling([signal.SIGUSR1], print):
         assert [bool(found) for found in opened(DataLoader(Masks(), num_workers=1))] == [True] * 4

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.ground.device import ACCELERATORS, REFUSED, Accelerator, move_data_to_device, resolve_accelerator
+from lockstep.ground.device import (
+    ACCELERATORS,
+    REFUSED,
+    Accelerator,
+    garbage_collection_cuda,
+    is_oom_error,
+    move_data_to_device,
+    recursive_detach,
+    resolve_accelerator,
+)
 from lockstep.ground.errors import MisconfigurationException
 
 META = torch.device("meta")
@@ -164,3 +173,46 @@ def test_an_accelerator_that_is_to_come_needs_one_row(monkeypatch: pytest.Monkey
     monkeypatch.setitem(ACCELERATORS, "abacus", Abacus)
     assert resolve_accelerator("abacus", 2) == ("meta", [META] * 2)
     assert resolve_accelerator(Abacus()) == resolve_accelerator("auto") == ("meta", [META] * 3)
+
+
+def test_detaches_throughout() -> None:
+    x = torch.ones(2, requires_grad=True)
+    detached = recursive_detach({"a": [2 * x], "b": "text"}, to_cpu=True)
+    assert not detached["a"][0].requires_grad
+    assert detached["a"][0].tolist() == [2, 2]
+    assert detached["b"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_oom"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("DefaultCPUAllocator"), False),
+    ],
+)
+def test_out_of_memory(error: Exception, is_oom: bool) -> None:
+    assert is_oom_error(error) is is_oom
+
+
+def test_the_host_is_recognised_by_a_true_failure() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert is_oom_error(raised.value)
+
+
+def test_collects_cycles() -> None:
+    import weakref
+
+    class Node:
+        pass
+
+    node = Node()
+    node.self = node  # type: ignore[attr-defined]
+    gone = weakref.ref(node)
+    del node
+    garbage_collection_cuda()
+    assert gone() is None

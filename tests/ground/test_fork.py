@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from lockstep.ground import fork
-from lockstep.ground.installed import FORK_THREADS
+from lockstep.ground import fork, installed
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks
 
@@ -73,7 +72,7 @@ def test_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forks_wait() -> bool:
     on_ranks(max_epochs=1, limit_train_batches=1).fit(Slope(), numbers(2))
-    return FORK_THREADS.is_installed
+    return installed.FORK_THREADS.is_installed
 
 
 @linux

@@ -10,7 +10,7 @@ import pytest
 from lockstep.launch.processes import Ended
 from lockstep.supervise.causes import Cause, Divergence, Stand, cause_of, first_cause, strayed
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.status import Notes, leave_note
+from lockstep.supervise.status import Mailbox, leave_note
 
 
 def caught(error: Exception) -> Exception:
@@ -28,17 +28,17 @@ def test_a_note_says_what_and_where() -> None:
     note = cause_of(2, caught(ValueError("no such\nfile")))
     assert note.rank == 2
     assert note.reason == r"ValueError: no such\nfile"
-    assert note.place.startswith(__file__)
+    assert note.location.startswith(__file__)
     assert "Traceback" in note.trace
-    assert str(note) == f"rank 2 failed first, at {note.place}: ValueError: no such\\nfile"
+    assert str(note) == f"rank 2 failed first, at {note.location}: ValueError: no such\\nfile"
 
 
 def test_an_exception_that_was_never_raised_has_no_place() -> None:
-    assert cause_of(0, KeyError("x")).place.startswith(__file__)  # where the note was taken
+    assert cause_of(0, KeyError("x")).location.startswith(__file__)  # where the note was taken
 
 
 def test_notes_come_in_order_of_time_and_the_last_of_each_rank_counts() -> None:
-    notes = Notes()
+    notes = Mailbox()
     for note in (cause(1, 5.0), cause(0, 3.0), cause(1, 2.0)):
         leave_note(notes.address, note)
     assert notes.read() == [cause(1, 2.0), cause(0, 3.0)]
@@ -46,7 +46,7 @@ def test_notes_come_in_order_of_time_and_the_last_of_each_rank_counts() -> None:
 
 
 def test_notes_tell_where_a_rank_stands() -> None:
-    notes = Notes()
+    notes = Mailbox()
     assert not notes.is_inside(1)
     came = Stand(1, 2.0, 1, True, "train.py:9", 77, "/proc/77/fd/5")
     leave_note(notes.address, came)
@@ -57,7 +57,7 @@ def test_notes_tell_where_a_rank_stands() -> None:
 
 
 def test_a_process_that_got_only_the_address_writes_nowhere() -> None:
-    notes, other = Notes(), Notes()
+    notes, other = Mailbox(), Mailbox()
     foreign = f"{other.descriptor}:{notes.address.split(':')[1]}"
     leave_note(foreign, cause(1, 1.0))
     assert other.read() == notes.read() == []

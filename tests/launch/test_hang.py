@@ -41,7 +41,7 @@ def note(number: int, operation: str = "all_reduce", **changed: Any) -> Note:
         "members": (0, 1, 2),
         "payload": "",
         "elements": -1,
-        "place": f"/me/train.py:{number}",
+        "location": f"/me/train.py:{number}",
         "function": "training_step",
         "phase": "",
         "batch": -1,
@@ -58,19 +58,19 @@ def past(number: int, operation: str = "all_reduce", **changed: Any) -> Note:
     return note(number, operation, left=41.0, done=41.0, **changed)
 
 
-def sight(rank: int, *notes: Note, **changed: Any) -> RankSnapshot:
+def snapshot(rank: int, *notes: Note, **changed: Any) -> RankSnapshot:
     return RankSnapshot(rank, NOW, Stand(rank, 1.0, 1, True, "/me/fit.py:7"), notes=notes, **changed)
 
 
-def text(sights: list[RankSnapshot]) -> str:
-    return str(compare(sights) or "")
+def text(snapshots: list[RankSnapshot]) -> str:
+    return str(compare(snapshots) or "")
 
 
 def test_two_operations_as_one_collective_are_a_proof() -> None:
     ranks = [
-        sight(0, note(417, "barrier", place="/me/save.py:31", function="save")),
-        sight(1, note(417, phase="on_validation_epoch_end", place="/me/train.py:88")),
-        sight(2, past(416)),
+        snapshot(0, note(417, "barrier", location="/me/save.py:31", function="save")),
+        snapshot(1, note(417, phase="on_validation_epoch_end", location="/me/train.py:88")),
+        snapshot(2, past(416)),
     ]
     assert text(ranks) == (
         "the ranks' calls do not match: rank 0 waits in barrier #417, /me/save.py:31 (save); rank 1 waits in "
@@ -80,7 +80,7 @@ def test_two_operations_as_one_collective_are_a_proof() -> None:
 
 def test_it_is_one_also_when_all_have_gone_on() -> None:
     """Two calls of one size in swapped order are silent garbage on gloo."""
-    ranks = [sight(0, past(9), past(8, "broadcast"), past(7)), sight(1, past(9), past(8), past(7))]
+    ranks = [snapshot(0, past(9), past(8, "broadcast"), past(7)), snapshot(1, past(9), past(8), past(7))]
     assert "rank 0 called broadcast #8, /me/train.py:8 (training_step); rank 1 called all_reduce #8" in text(ranks)
 
 
@@ -95,15 +95,15 @@ def test_it_is_one_also_when_all_have_gone_on() -> None:
     ],
 )
 def test_what_may_be_different_is_no_proof(other: Note) -> None:
-    assert text([sight(0, note(417)), sight(1, other)]) == ""
+    assert text([snapshot(0, note(417)), snapshot(1, other)]) == ""
 
 
 def test_ranks_that_need_one_another_in_two_groups_are_a_proof() -> None:
     pair = {"group": "1", "members": (0, 1)}
     ranks = [
-        sight(0, note(5), past(3, **pair)),
-        sight(1, note(4, "barrier", **pair), past(4)),
-        sight(2, past(4), stack=WORKING),
+        snapshot(0, note(5), past(3, **pair)),
+        snapshot(1, note(4, "barrier", **pair), past(4)),
+        snapshot(2, past(4), stack=WORKING),
     ]
     assert "rank 0 waits in all_reduce #5, /me/train.py:5 (training_step); rank 1 waits in barrier #4" in text(ranks)
 
@@ -111,21 +111,21 @@ def test_ranks_that_need_one_another_in_two_groups_are_a_proof() -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        sight(1, past(4)),  # it does something else, and may come
-        sight(1, note(4, "barrier", group="1", members=(0, 1)), past(5)),  # it has been there
-        sight(1, note(4, "broadcast", group="1", members=(0, 1), root=1), past(4)),  # its source needs nobody
-        sight(1, note(4, "barrier", group="1", members=(1, 2)), past(4)),  # it needs others
-        sight(1, note(4, "barrier", group="1", members=(0, 1))),  # nobody knows where it was before
-        sight(1, note(4, "barrier", group="1", members=(0, 1), aside=True), past(4)),  # another thread is there
+        snapshot(1, past(4)),  # it does something else, and may come
+        snapshot(1, note(4, "barrier", group="1", members=(0, 1)), past(5)),  # it has been there
+        snapshot(1, note(4, "broadcast", group="1", members=(0, 1), root=1), past(4)),  # its source needs nobody
+        snapshot(1, note(4, "barrier", group="1", members=(1, 2)), past(4)),  # it needs others
+        snapshot(1, note(4, "barrier", group="1", members=(0, 1))),  # nobody knows where it was before
+        snapshot(1, note(4, "barrier", group="1", members=(0, 1), aside=True), past(4)),  # another thread is there
     ],
 )
 def test_a_circle_that_may_open_is_no_proof(second: RankSnapshot) -> None:
-    assert text([sight(0, note(5), past(3, group="1", members=(0, 1))), second]) == ""
+    assert text([snapshot(0, note(5), past(3, group="1", members=(0, 1))), second]) == ""
 
 
 def test_a_stopped_rank_for_which_others_wait_is_given_up() -> None:
-    halted = sight(1, past(4), state=STOPPED, stopped=3.0)
-    waiting = sight(0, stack=REDUCING, still=4.0)
+    halted = snapshot(1, past(4), state=STOPPED, stopped=3.0)
+    waiting = snapshot(0, stack=REDUCING, still=4.0)
     assert text([waiting, halted]) == (
         "rank 1 is stopped, /me/train.py:4 (SIGSTOP), and rank 0 waits in reducing gradients in backward, /me/fit.py:7"
     )
@@ -139,9 +139,9 @@ def test_a_stopped_rank_for_which_others_wait_is_given_up() -> None:
 
 def test_who_waits_for_whom_is_told() -> None:
     ranks = [
-        sight(0, note(417, "barrier", place="/me/save.py:31", function="save"), state=RUNS),
-        sight(1, note(417, phase="on_validation_epoch_end", batch=7)),
-        sight(2, past(416), stack=LOADING, still=55.0, phase="training_step", batch=1204),
+        snapshot(0, note(417, "barrier", location="/me/save.py:31", function="save"), state=RUNS),
+        snapshot(1, note(417, phase="on_validation_epoch_end", batch=7)),
+        snapshot(2, past(416), stack=LOADING, still=55.0, phase="training_step", batch=1204),
     ]
     found = overdue(ranks, 60.0)
     assert found is not None
@@ -158,11 +158,11 @@ def test_who_waits_for_whom_is_told() -> None:
 
 def test_a_worker_of_a_loader_tells_where_it_is() -> None:
     queue = Stack((Frame(f"{TORCH}utils/data/dataloader.py", 2, "_get_data"), Frame("/me/fit.py", 7, "<module>")))
-    assert sight(2, stack=queue, worker=LOADING).described() == "is in its data loader, /me/data.py:12"
+    assert snapshot(2, stack=queue, worker=LOADING).described() == "is in its data loader, /me/data.py:12"
 
 
 def test_ranks_alike_are_told_once() -> None:
-    ranks = [sight(rank, stack=REDUCING, still=5.0) for rank in range(3)] + [sight(3, stack=WORKING)]
+    ranks = [snapshot(rank, stack=REDUCING, still=5.0) for rank in range(3)] + [snapshot(3, stack=WORKING)]
     found = overdue(ranks, 3.0)
     assert found is not None
     assert str(found) == (
@@ -181,13 +181,13 @@ def test_a_long_stack_is_told_in_a_few_lines() -> None:
 
 
 def test_sights_travel_as_json() -> None:
-    one = sight(1, note(3), past(2), stack=REDUCING, worker=LOADING, state=STOPPED, stopped=2.5, batch=3)
+    one = snapshot(1, note(3), past(2), stack=REDUCING, worker=LOADING, state=STOPPED, stopped=2.5, batch=3)
     assert RankSnapshot.of(json.loads(json.dumps(one.plain()))) == one
 
 
 def test_a_call_of_autograds_is_where_the_backward_was_called() -> None:
     backward = Stack((Frame(f"{TORCH}autograd/graph.py", 5, "backward"), Frame("/me/train.py", 140, "training_step")))
-    ranks = [sight(0, note(4, place=""), stack=backward), sight(1, note(4, "barrier"), stack=WORKING)]
+    ranks = [snapshot(0, note(4, location=""), stack=backward), snapshot(1, note(4, "barrier"), stack=WORKING)]
     assert "rank 0 waits in all_reduce #4, /me/train.py:140 (training_step)" in text(ranks)
-    ranks[0] = replace(ranks[0], notes=(past(4, place=""),))
+    ranks[0] = replace(ranks[0], notes=(past(4, location=""),))
     assert "rank 0 called all_reduce #4, /me/fit.py:7 (training_step)" in text(ranks)

@@ -20,7 +20,7 @@ SECONDS = 12.0
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
 
-def place(mark: str) -> str:
+def location(mark: str) -> str:
     """The line of the script that a comment marks."""
     return marked(SCRIPT, rf"{mark}\b")
 
@@ -74,7 +74,7 @@ class Run:
 def test_calls_that_do_not_match_end_the_run(tmp_path: Path, what: str, strategy: str) -> None:
     """On gloo they were silent garbage, an abort without a line, or half an hour's wait."""
     run = Run(tmp_path, what, strategy)
-    first, second = (place(f"{what} {rank}") for rank in range(2))
+    first, second = (location(f"{what} {rank}") for rank in range(2))
     assert run.says("the ranks' calls do not match: rank 0", first, "; rank 1", second) < SECONDS
     assert run.code not in (0, None)
 
@@ -93,7 +93,8 @@ def test_a_rank_that_takes_its_time_is_told_and_let_be(tmp_path: Path, what: str
     run = Run(tmp_path, what, "ddp", workers)
     where = "data loader" if what == "loader" else "its own code"
     assert (
-        run.says("rank 0 is in", where, place("loader" if what == "loader" else "long 0"), "; rank 1 waits") < SECONDS
+        run.says("rank 0 is in", where, location("loader" if what == "loader" else "long 0"), "; rank 1 waits")
+        < SECONDS
     )
     assert run.code == 0, "\n".join(run.lines)
     assert sum("the run goes on" in line for line in run.lines) == 1
@@ -102,5 +103,5 @@ def test_a_rank_that_takes_its_time_is_told_and_let_be(tmp_path: Path, what: str
 @pytest.mark.slow
 def test_a_wait_that_is_too_long_ends_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, "long", "ddp", 0, "ended")
-    assert run.says("rank 0 is in its own code", place("long 0"), "hang_kill=4 s are over") < SECONDS
+    assert run.says("rank 0 is in its own code", location("long 0"), "hang_kill=4 s are over") < SECONDS
     assert run.code not in (0, None)

@@ -119,8 +119,8 @@ def test_the_last_line_of_a_script(tmp_path: Path, what: str, hook: str, says: s
     assert ended.returncode == 1
 
 
-def _note(rank: int, reason: str = "ValueError: no", place: str = "train.py:7", lost: bool = False) -> Cause:
-    return Cause(rank, float(rank), reason, place, "\n".join("traceback" for _ in range(MOST)), lost=lost)
+def _note(rank: int, reason: str = "ValueError: no", location: str = "train.py:7", lost: bool = False) -> Cause:
+    return Cause(rank, float(rank), reason, location, "\n".join("traceback" for _ in range(MOST)), lost=lost)
 
 
 def test_ranks_that_failed_alike_are_told_in_one_line() -> None:

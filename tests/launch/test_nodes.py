@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.supervise.causes import Cause
-from lockstep.supervise.channel import SILENCE, Hub, Line, Nodes
+from lockstep.supervise.channel import SILENCE, Channel, Hub, Nodes
 
 SECONDS = 20
 
@@ -49,7 +49,7 @@ def test_what_one_says_reaches_all_others(nodes: list[Node]) -> None:
 
 def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -> None:
     nodes[1].hub.close()
-    nodes[2].hub._lines[0].hang_up()  # as the system does for a process that is killed
+    nodes[2].hub._channels[0].hang_up()  # as the system does for a process that is killed
     assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without a word")
     assert nodes[0].lost.empty()
 
@@ -57,7 +57,7 @@ def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -
 def test_a_stranger_is_not_let_in(nodes: list[Node]) -> None:
     assert nodes[0].hub._door is not None
     port = nodes[0].hub._door.getsockname()[1]
-    stranger = Line(socket.create_connection(("127.0.0.1", port)))
+    stranger = Channel(socket.create_connection(("127.0.0.1", port)))
     assert stranger.send({"token": "guessed", "node": 7, "host": "x"})
     assert stranger.receive() is None
     stranger.close()
@@ -75,7 +75,7 @@ def test_a_hub_that_cannot_be_reached() -> None:
 
 def test_the_system_asks_a_silent_machine_for_half_a_minute(nodes: list[Node]) -> None:
     """A message of one's own now and then took a loaded machine for dead."""
-    connection = nodes[1].hub._lines[0]._socket
+    connection = nodes[1].hub._channels[0]._socket
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     if hasattr(socket, "TCP_KEEPIDLE"):
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)

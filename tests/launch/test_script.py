@@ -19,8 +19,8 @@ from lockstep.cluster.local import rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.inherit import started_in
-from lockstep.launch.script import NOTES, RANK_OF, ScriptLauncher, check_not_nested, command_line
-from lockstep.supervise.status import Notes
+from lockstep.launch.script import MAILBOX, RANK_OF, ScriptLauncher, check_not_nested, command_line
+from lockstep.supervise.status import Mailbox
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -87,10 +87,10 @@ def test_starts_the_same_command_once_for_each_rank_and_reuses_them(script: Path
     code, lines, errors = run(script, "nothing", "-X", "utf8", "-m", "package.train")
     assert (code, errors) == (0, [])
     begins = [line for line in lines if line.startswith("begins")]
-    place = script.parent.parent.resolve()
+    location = script.parent.parent.resolve()
     assert begins == [
-        f"begins 0 {place} --flag x {{'utf8': True}} None",
-        f"begins 1 {place} --flag x {{'utf8': True}} 5",
+        f"begins 0 {location} --flag x {{'utf8': True}} None",
+        f"begins 1 {location} --flag x {{'utf8': True}} 5",
     ]
     assert [line.rsplit(" ", 1)[0] for line in lines if line.startswith("trains")] == [
         "trains a 0 True",
@@ -243,10 +243,10 @@ def test_an_interactive_session_is_told_what_to_do(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_started_rank_calls_and_leaves_a_note_on_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = Notes()
+    notes = Mailbox()
     for name, value in rank_variables(World(1, 2, 1, 2, 0, 1, "127.0.0.1", 4000)).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(NOTES, notes.address)
+    monkeypatch.setenv(MAILBOX, notes.address)
     monkeypatch.setenv(RANK_OF, "")
     launcher = ScriptLauncher(TWO)
     assert launcher.launch(lambda a, b: (a, b, launcher.world.rank, launcher.world.port), 1, b=2) == (1, 2, 1, 4000)

@@ -18,12 +18,12 @@ from lockstep.cluster.detect import Placement
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed
-from lockstep.launch.processes import Children
+from lockstep.launch.processes import RankProcesses
 from lockstep.launch.spawn import SpawnLauncher, _failure
 from lockstep.launch.topology import launcher
 from lockstep.supervise.causes import Divergence
-from lockstep.supervise.monitor import Verdict, Watch
-from lockstep.supervise.status import Notes
+from lockstep.supervise.monitor import RankMonitor, Verdict
+from lockstep.supervise.status import Mailbox
 
 TWO = World(0, 2, 0, 2, 0, 1, "127.0.0.1", 0)
 
@@ -128,8 +128,8 @@ def test_ranks_are_as_the_calling_process_was() -> None:
 
 def test_the_stacks_of_ranks_that_went_different_ways_come_before_the_last_line() -> None:
     """Under strategy="ddp" they stood on the screen, and here only the line that says who waits for whom."""
-    children, notes = Children(), Notes()
-    watch = Watch(notes, True, print, dict)
+    children, notes = RankProcesses(), Mailbox()
+    watch = RankMonitor(notes, True, print, dict)
     verdict = Verdict(Divergence("rank 1 is stopped", "rank 0:\n    train.py:3 in wait"))
     said = str(_failure("ddp_spawn", children, notes, verdict, watch))
     watch.stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.srun import STARTED, arguments, become_srun
+from lockstep.launch.script import STARTED, arguments, become_srun
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 

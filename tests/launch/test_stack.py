@@ -29,7 +29,7 @@ from lockstep.supervise.stack import (
 from lockstep.testing import BoringModel
 
 C10D = Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "all_reduce")
-STOP = Frame(f"{LOCKSTEP}loop/fit.py", 8, "_agree_on_stopping")
+STOP = Frame(f"{LOCKSTEP}loop/session.py", 8, "agree_on_ending")
 USERS = Frame("/home/me/train.py", 3, "main")
 
 
@@ -37,7 +37,7 @@ def test_the_line_of_the_user_is_named_not_that_of_a_library() -> None:
     with pytest.raises(RuntimeError) as caught:
         BoringModel()(torch.zeros(3))
     first = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
-    assert stack_of(caught.value).place() == f"{__file__}:{first}"
+    assert stack_of(caught.value).location() == f"{__file__}:{first}"
 
 
 class Broken(torch.utils.data.Dataset[int]):
@@ -55,7 +55,7 @@ def test_an_exception_in_a_loader_worker_is_placed_in_the_worker() -> None:
     try:
         next(batches)
     except ValueError as error:
-        found = (stack_of(error).place(), reason_of(error))
+        found = (stack_of(error).location(), reason_of(error))
     batches._shutdown_workers()  # type: ignore[attr-defined]
     line = inspect.getsourcelines(Broken.__getitem__)[1] + 1
     assert found == (f"{__file__}:{line}", "ValueError: no such label (in a loader worker)")

@@ -21,9 +21,9 @@ from lockstep.launch.environment import free_port
 from lockstep.launch.processes import Ended, Foreign, is_stopped
 from lockstep.supervise import client, status
 from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
-from lockstep.supervise.channel import Line
+from lockstep.supervise.channel import Channel
 from lockstep.supervise.stack import shortened
-from lockstep.supervise.status import Notes
+from lockstep.supervise.status import Mailbox
 from tests.launch.sessions import members
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -213,8 +213,8 @@ def test_a_failure_on_one_node_is_told_on_each(tmp_path: Path) -> None:
         for node in (0, 1)
     ]
     screens = [process.communicate(timeout=100)[1].splitlines() for process in both]
-    place = f"{tmp_path}/train.py:7"
-    told = f"lockstep: rank 1 on {socket.gethostname()} failed first, at {place}: ValueError: no such label"
+    location = f"{tmp_path}/train.py:7"
+    told = f"lockstep: rank 1 on {socket.gethostname()} failed first, at {location}: ValueError: no such label"
     assert [screen[-1] for screen in screens] == [told, told]
     assert [process.returncode for process in both] == [1, 1]
     assert not any("closed by peer" in line for line in screens[0])
@@ -294,14 +294,14 @@ def test_an_end_that_nobody_saw_is_told_as_such() -> None:
 
 def test_a_rank_that_lost_another_is_told_why() -> None:
     """It said "Connection closed by peer", which is no reason."""
-    notes = Notes()
+    notes = Mailbox()
     notes.leave({"first": "rank 1 (process 7) was killed by SIGKILL", "rank": 1})
     with pytest.raises(
         RankFailed, match=r"rank 1 .* was killed by SIGKILL \(this is rank 0, which lost it in"
     ) as raised:
-        with status.attended(0, notes.address):
+        with status.noted_call(0, notes.address):
             lose()
-    status.attended(0, "").__enter__()
+    status.noted_call(0, "").__enter__()
     notes.close()
     assert raised.value.rank == 1
     assert isinstance(raised.value, RuntimeError)
@@ -309,11 +309,11 @@ def test_a_rank_that_lost_another_is_told_why() -> None:
 
 
 def test_errors_of_its_own_stay() -> None:
-    notes = Notes()
+    notes = Mailbox()
     notes.leave({"first": "rank 1 failed", "rank": 1})
-    with pytest.raises(RuntimeError, match="mine"), status.attended(0, notes.address):
+    with pytest.raises(RuntimeError, match="mine"), status.noted_call(0, notes.address):
         raise RuntimeError("mine")
-    status.attended(0, "").__enter__()
+    status.noted_call(0, "").__enter__()
     notes.close()
 
 
@@ -323,13 +323,13 @@ def test_the_line_with_the_first_cause_stays_the_last(
 ) -> None:
     """Under torchrun, where the supervisor speaks at once, "rank 0 lost the others" came after it."""
     monkeypatch.setattr(status, "PATIENCE", 0.05)
-    notes = Notes()
+    notes = Mailbox()
     for note in first:
         notes.leave(note)
-    with pytest.raises(RuntimeError) as raised, status.attended(0, notes.address):
+    with pytest.raises(RuntimeError) as raised, status.noted_call(0, notes.address):
         lose()
     sys.excepthook(type(raised.value), raised.value, None)
-    status.attended(0, "").__enter__()
+    status.noted_call(0, "").__enter__()
     notes.close()
     error = capsys.readouterr().err
     assert said in error
@@ -338,13 +338,13 @@ def test_the_line_with_the_first_cause_stays_the_last(
 
 def test_a_run_whose_ranks_went_different_ways_is_given_up() -> None:
     """A rank that was stopped, and went on to tell where it was, trained on and said last how its fit had ended."""
-    notes = Notes()
-    with status.attended(0, notes.address):
+    notes = Mailbox()
+    with status.noted_call(0, notes.address):
         notes.leave({"first": "rank 1 failed", "rank": 1})
         assert not status.is_given_up()
         notes.leave({"first": "rank 1 is stopped", "rank": -1})
         assert status.is_given_up()
-    status.attended(0, "").__enter__()
+    status.noted_call(0, "").__enter__()
     assert not status.is_given_up()
     notes.close()
 
@@ -411,7 +411,7 @@ def test_the_end_of_another_ones_child_is_seen() -> None:
 
 
 def test_a_line_carries_messages_both_ways() -> None:
-    here, there = map(Line, socket.socketpair())
+    here, there = map(Channel, socket.socketpair())
     assert here.send({"a": 1})
     assert here.send({"b": "x" * 100_000}) or True
     assert there.receive() == {"a": 1}

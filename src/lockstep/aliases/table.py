@@ -229,7 +229,7 @@ UTILITIES: dict[str, Rows | Refused] = {
         "GradClipAlgorithmType": reasons.ENUM,
         "LightningEnum": Refused("derive from Python's own: class Word(str, enum.Enum)."),
         **_all("disable_possible_user_warnings is_shared_filesystem", reasons.INNER),
-        **_all("find_shared_parameters set_shared_parameters", "ground.tying"),
+        **_all("find_shared_parameters set_shared_parameters", "ground.parameters"),
         "is_picklable": reasons.PICKLE,
         "measure_flops": "ground.throughput",
         "suggested_max_num_workers": "data.workers",
@@ -266,7 +266,7 @@ UTILITIES: dict[str, Rows | Refused] = {
         **_all("LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE", reasons.INNER),
     },
     "utilities.model_summary.model_summary_deepspeed": reasons.DEEPSPEED,
-    "utilities.parameter_tying": _all("find_shared_parameters set_shared_parameters", "ground.tying"),
+    "utilities.parameter_tying": _all("find_shared_parameters set_shared_parameters", "ground.parameters"),
     "utilities.parsing": {
         "is_picklable": reasons.PICKLE,
         **_all("clean_namespace collect_init_args get_init_args parse_class_init_keys", reasons.HPARAMS),

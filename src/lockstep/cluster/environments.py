@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Protocol
 
 from lockstep.cluster import slurm
 from lockstep.cluster.detect import LOCAL, cluster_named, find
@@ -280,7 +280,7 @@ NAMES = ("creates_processes_externally", "main_address", "main_port")
 METHODS = ("world_size", "global_rank", "local_rank", "node_rank")
 
 
-def describes_ranks(thing: Any) -> bool:
+def describes_ranks(thing: object) -> bool:
     """Whether an object has everything that :class:`DescribesRanks` names; none of it is asked yet."""
     kind = type(thing)
     return all(hasattr(kind, name) for name in NAMES) and all(callable(getattr(kind, name, None)) for name in METHODS)

@@ -26,7 +26,7 @@ else:
             self.method = method
             update_wrapper(self, method)
 
-        def __get__(self, instance: Any, kind: type) -> Callable[..., Any]:
+        def __get__(self, instance: object, kind: type) -> Callable[..., Any]:
             if instance is None:
                 return self.method.__get__(kind)
 

@@ -201,7 +201,7 @@ class _AllGather(torch.autograd.Function):
 
 
 @waits()
-def all_gather_object(obj: Any, group: Group = None) -> list[Any]:
+def all_gather_object(obj: object, group: Group = None) -> list[Any]:
     """Every rank's ``obj``, by rank. Objects travel pickled: only between processes that trust each other."""
     world = world_size(group)
     if world == 1:

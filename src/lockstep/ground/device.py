@@ -1,14 +1,19 @@
-"""Devices: the kinds that a run can use, which of them it uses, and how a batch gets there."""
+"""Devices: the kinds that a run can use, which of them it uses, how a batch gets there, and memory that runs out."""
 
 from __future__ import annotations
 
+import gc
 from abc import ABCMeta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
+
+# -- accelerators --------------------------------------------------------------------------------------------
+
 
 # -- accelerators --------------------------------------------------------------------------------------------
 
@@ -185,7 +190,7 @@ def _indices(devices: Devices, present: int, kind: str) -> list[int]:
     return indices
 
 
-def _number(devices: Any) -> int | None:
+def _number(devices: object) -> int | None:
     """The count that ``2`` or ``"2"`` stands for; None for lists, ``"0,2"`` and everything else."""
     if isinstance(devices, bool):
         return None
@@ -204,7 +209,7 @@ class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` 
     """Anything with a method ``to``: tensors, packed sequences, a user's own batch class."""
 
     @classmethod
-    def __subclasshook__(cls, subclass: Any) -> Any:
+    def __subclasshook__(cls, subclass: type) -> Any:
         return True if callable(getattr(subclass, "to", None)) else NotImplemented
 
 
@@ -253,3 +258,40 @@ def resolve_accelerator(
     """
     found = find_accelerator(accelerator)
     return found.device_type, found.get_parallel_devices(devices)
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+_SAYINGS = (
+    "DefaultCPUAllocator",  # the host's memory
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN answers where its workspace does not fit
+)
+"""What errors say that come as plain RuntimeErrors where memory is used up."""
+
+
+def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
+    """A copy of a nested collection with its tensors detached from their graphs.
+
+    Args:
+        in_dict: a dict, or anything that `lockstep.ground.tree.tree_map` goes through.
+        to_cpu: also bring them to the CPU.
+    """
+    return tree_map(lambda t: t.detach().cpu() if to_cpu else t.detach(), in_dict, Tensor)
+
+
+def is_oom_error(exception: BaseException) -> bool:
+    """Whether an exception says that a device's memory, or the host's, is used up."""
+    return isinstance(exception, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(exception, RuntimeError) and any(saying in str(exception) for saying in _SAYINGS)
+    )
+
+
+def garbage_collection_cuda() -> None:
+    """Collect Python's garbage and give the cached memory of CUDA devices back to them."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -40,7 +40,7 @@ class AttributeDict(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {key!r}") from None
 
-    def __setattr__(self, key: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: object) -> None:
         self[key] = value
 
     def __delattr__(self, key: str) -> None:
@@ -71,7 +71,7 @@ class HyperparametersMixin:
 
     def save_hyperparameters(
         self,
-        *args: Any,
+        *args: object,
         ignore: str | Iterable[str] | None = None,
         frame: FrameType | None = None,
         logger: bool = True,
@@ -135,7 +135,7 @@ class HyperparametersMixin:
         for name in ignore_list:
             self.hparams.pop(name, None)
 
-    def _set_hparams(self, hparams: Any) -> None:
+    def _set_hparams(self, hparams: object) -> None:
         if isinstance(hparams, Namespace):
             hparams = vars(hparams)
         if not isinstance(hparams, MutableMapping):
@@ -182,7 +182,7 @@ def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | No
     return {name: found[name] for name in args}, "kwargs"
 
 
-def _same(value: Any, container: Any) -> bool:
+def _same(value: object, container: object) -> bool:
     if value is container:
         return True
     try:
@@ -236,7 +236,7 @@ def merged_hyperparameters(sources: Iterable[Any]) -> dict[str, Any]:
     return merged
 
 
-def _init_arguments(obj: Any, frame: FrameType | None) -> tuple[dict[str, Any], int]:
+def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any], int]:
     """Arguments of all ``__init__`` calls of `obj` that are running, from `frame` outwards, and how many they are."""
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init}, 1
@@ -253,7 +253,7 @@ def _init_arguments(obj: Any, frame: FrameType | None) -> tuple[dict[str, Any], 
     return found, calls
 
 
-def _arguments_of_init(obj: Any, frame: FrameType) -> dict[str, Any] | None:
+def _arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
     """The arguments of the call that `frame` is, if that is an ``__init__`` of `obj`; None otherwise."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 class _Uninitialized(TorchFunctionMode):
     """Skips the functions of ``torch.nn.init``."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]

@@ -192,7 +192,7 @@ GLOBALS = {
     "supervise/stack.py": {"_file": "where answers lie", "_bell": "how one asks", "_say": "who answers"},
     "supervise/status.py": {"_rank": "this process as a rank"},
     "supervise/trace_memory.py": {"_own": "this process' trace"},
-    "supervise/collective_trace.py": {"_noting": "the same", "_replaced": "what stood in torch's place"},
+    "supervise/collective_trace.py": {"_trace": "the same", "_replaced": "what stood in torch's place"},
     "launch/script.py": {"_sides": "this process' side of its supervisor"},
     "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
     "parallel/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},

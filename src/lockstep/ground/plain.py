@@ -27,13 +27,13 @@ class NotPlain(TypeError):
         keys: the way to it from the value that was asked about.
     """
 
-    def __init__(self, value: Any, keys: tuple[Any, ...]) -> None:
+    def __init__(self, value: object, keys: tuple[Any, ...]) -> None:
         super().__init__(f"{described(value)} has no plain form")
         self.value = value
         self.keys = keys
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` in tensors, numbers, strings, and dicts, lists, tuples, sets of them; its containers are copied.
 
     A path becomes a string, an ``Enum`` its value, a ``Namespace``, dataclass or other mapping a dict, a NumPy number a
@@ -45,9 +45,9 @@ def plain(value: Any) -> Any:
     return _plain(value, (), frozenset())
 
 
-def _plain(value: Any, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
+def _plain(value: object, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
     kind = type(value)
-    if kind in LEAVES or kind in TENSORS or (kind is int and value.bit_length() < 64):
+    if kind in LEAVES or kind in TENSORS or (type(value) is int and value.bit_length() < 64):
         return value
     if isinstance(value, Enum):
         return _plain(value.value, keys, around)
@@ -72,7 +72,7 @@ def _plain(value: Any, keys: tuple[Any, ...], around: frozenset[int]) -> Any:
 _TEXTS = (str, bytes, bytearray, memoryview)
 
 
-def _other(value: Any, keys: tuple[Any, ...]) -> Any:
+def _other(value: object, keys: tuple[Any, ...]) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         number = value.item()
@@ -90,7 +90,7 @@ def _other(value: Any, keys: tuple[Any, ...]) -> Any:
     raise NotPlain(value, keys)
 
 
-def can_be_read_back(value: Any) -> bool:
+def can_be_read_back(value: object) -> bool:
     """Whether ``torch.load(weights_only=True)`` gives back what ``torch.save`` writes of `value`; tried out."""
     buffer = io.BytesIO()
     try:
@@ -102,7 +102,7 @@ def can_be_read_back(value: Any) -> bool:
     return True
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """What `value` is, with its article: "the class torch.optim.Adam", "a function"."""
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"

@@ -73,13 +73,13 @@ Example::
 
 
 @rank_zero_only
-def rank_zero_debug(message: object, *args: Any, **kwargs: Any) -> None:
+def rank_zero_debug(message: object, *args: object, **kwargs: Any) -> None:
     """Log at debug level, on rank 0. Arguments as of `logging.Logger.debug`."""
     log.debug(message, *args, **_at_caller(kwargs))
 
 
 @rank_zero_only
-def rank_zero_info(message: object, *args: Any, **kwargs: Any) -> None:
+def rank_zero_info(message: object, *args: object, **kwargs: Any) -> None:
     """Log at info level, on rank 0. Arguments as of `logging.Logger.info`."""
     log.info(message, *args, **_at_caller(kwargs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 
@@ -123,7 +123,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         set_random_states(states)
 
 
-def _checked(seed: Any) -> int:
+def _checked(seed: SupportsInt | str) -> int:
     try:
         number = int(seed)
     except (TypeError, ValueError):

@@ -76,11 +76,11 @@ class Attempts(ABC):
             Superseded: there is a newer one.
         """
 
-    def claim(self) -> Any:
+    def claim(self) -> tuple[str, int] | None:
         """What the other ranks have to know of an attempt that rank 0 has entered; None: nothing."""
         return None
 
-    def join(self, claim: Any) -> None:  # noqa: B027, there may be nothing to take over
+    def join(self, claim: tuple[str, int]) -> None:  # noqa: B027, there may be nothing to take over
         """On the other ranks: take over what rank 0 has told."""
 
     @abstractmethod
@@ -217,7 +217,7 @@ class Job(Attempts):
         return ""
 
 
-def job_here(folder: str, cluster: Any = None, environ: Mapping[str, str] = os.environ) -> Job | None:
+def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Job | None:
     """The job that this process is a task of; None elsewhere.
 
     Args:
@@ -305,10 +305,10 @@ class Run(Attempts):
                     file.write(f"{self.path}\n")
         self.check()
 
-    def claim(self) -> Any:
+    def claim(self) -> tuple[str, int]:
         return self.path, self.attempt
 
-    def join(self, claim: Any) -> None:
+    def join(self, claim: tuple[str, int]) -> None:
         self.path, self.attempt = _entered[self._folder, self.name] = claim
 
     def newest(self, call: int) -> str | None:
@@ -354,7 +354,7 @@ def leave_nothing(path: str, done: bool) -> None:
     storage.remove(path)
 
 
-def attempts_here(folder: str, cluster: Any = None, environ: Mapping[str, str] = os.environ) -> Attempts | None:
+def attempts_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Attempts | None:
     """What this process is an attempt at: a run of ``lockstep run`` that may be started anew, or a SLURM job.
 
     Args:

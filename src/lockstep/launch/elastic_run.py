@@ -18,6 +18,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -42,7 +43,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import parent_death
 from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
 from lockstep.launch.environment import free_port
-from lockstep.launch.inherit import PARENT
+from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.stack import one_line
 
@@ -150,7 +151,7 @@ class Agent(LocalElasticAgent):
             return "the ranks of this node hang in the system, and cannot be ended"
         return _first(self._result.failures)
 
-    def pass_on(self, number: int, frame: Any) -> None:
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
         """A signal's handler: the ranks get it."""
         context = self._pcontext
         for process in () if context is None else context.pids().values():

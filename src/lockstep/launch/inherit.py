@@ -1,4 +1,4 @@
-"""What a process takes over from whoever started it: its rank, the seed, its bond to the parent."""
+"""What a process takes over from whoever started it: its rank, the seed, and its end with the parent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch.utils.data.dataloader
 
@@ -60,9 +59,9 @@ def bind_loader_workers() -> None:
         FORK_WORKERS.at_fork(after_in_child=functools.partial(_bind_loader_worker, found))
 
 
-def _bind_loader_worker(found: Any) -> None:
+def _bind_loader_worker(found: Callable[..., int]) -> None:
     frame, made = sys._getframe(), threading.main_thread() is threading.current_thread()
-    while made and frame is not None:  # the bond is to a thread, so that of the loader must be the main one
+    while made and frame is not None:  # what counts is the end of a thread, so the loader's must be the main one
         if frame.f_code.co_filename == _LOADER:
             bind(found)
             return

@@ -1,4 +1,4 @@
-"""Bonds: the system ends a process when the one that started it ends. As a script it bonds the command of a rank."""
+"""The system ends a process when the one that started it ends. As a script this sees to the command of a rank."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
 PARENT = "LOCKSTEP_PARENT"
 """The variable with the process that a rank must not outlive."""
 _PR_SET_PDEATHSIG = 1
 
 
-def prctl() -> Any:
-    """The system's function that makes a bond; None on systems other than Linux. To be found before a fork: a child
+def prctl() -> Callable[..., int] | None:
+    """The system's ``prctl``, which asks for it; None on systems other than Linux. To be found before a fork: a child
     should do as little as it can."""
     return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
-def bind(prctl: Any) -> None:
+def bind(prctl: Callable[..., int]) -> None:
     """Have the system kill this process when the thread that started it ends; ``prctl`` as :func:`prctl` gives it."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -41,13 +40,13 @@ def end_with(parent: int) -> None:
     if os.getppid() == parent:
         bind(found)
     if os.getppid() != parent and not is_alive(parent):
-        os._exit(1)  # it ended before the bond was made
+        os._exit(1)  # it ended before that was asked for
 
 
 def bound() -> Callable[[], None]:
     """What a started rank does first: be in a group of its own, and end with this process.
 
-    The bond is to the thread that starts it, which has to be one that does not end before the process.
+    What counts is the end of the thread that starts it, which has to be one that does not end before the process.
     """
     found, parent = prctl(), os.getpid()
 
@@ -62,17 +61,17 @@ def bound() -> Callable[[], None]:
 def become(parent: int, command: list[str]) -> None:
     """Replace this process by ``command``, which the system kills when the process ``parent`` ends.
 
-    An agent may be killed at any moment, and its ranks would go on without it. The bond holds from before the first
+    An agent may be killed at any moment, and its ranks would go on without it. This holds from before the first
     line of the script, whatever the script imports. On systems other than Linux there is none.
     """
     _end_with_starter(prctl(), parent)
     os.execv(command[0], command)
 
 
-def _end_with_starter(prctl: Any, parent: int) -> None:
+def _end_with_starter(prctl: Callable[..., int] | None, parent: int) -> None:
     if prctl is not None:
         bind(prctl)
-        if os.getppid() != parent:  # it ended before the bond was made
+        if os.getppid() != parent:  # it ended before that was asked for
             os._exit(1)
 
 

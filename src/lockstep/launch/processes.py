@@ -64,7 +64,7 @@ class Ended:
         return f"ended{early} with exit code {self.code}"
 
 
-class Children:
+class RankProcesses:
     """The processes of the ranks.
 
     Each is waited for by a thread of its own, so that a failure is known within milliseconds and in the
@@ -296,7 +296,8 @@ class _Started:
         code = None
         if hasattr(os, "waitid"):  # not on macOS
             with contextlib.suppress(ChildProcessError):
-                code = _exit_code(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT))
+                info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+                code = None if info is None else _exit_code(info)
         if code is None:
             code, self._buried = self._process.wait(), True
         self._over.set()
@@ -424,7 +425,7 @@ def _zombie_code(process: int) -> int | None:
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else None
 
 
-def _exit_code(info: Any) -> int:
+def _exit_code(info: os.waitid_result) -> int:
     """As ``Popen.returncode``."""
     return int(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)
 

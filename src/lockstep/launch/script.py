@@ -1,25 +1,30 @@
-"""``strategy="ddp"``: this script, started once for each rank of the node."""
+"""``strategy="ddp"``: this script, started once for each rank of the node, or by ``srun`` for each task of a job."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lockstep.cluster.detect import LOCAL, detect
 from lockstep.cluster.local import is_started, on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed
 from lockstep.launch.environment import free_port, share_cores
-from lockstep.launch.inherit import SEED, bind_loader_workers
+from lockstep.launch.inherit import SEED, bind_loader_workers, started_in
 from lockstep.supervise.client import Side, Supervised, at_launcher
-from lockstep.supervise.status import NOTES, attended
+from lockstep.supervise.status import MAILBOX, noted_call
+
+# -- the script, once for each rank --------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -65,12 +70,12 @@ class ScriptLauncher:
         check_not_nested(self.world)
         share_cores(os.environ, self.world.local_size)
         bind_loader_workers()
-        address = os.environ.get(NOTES, "")
+        address = os.environ.get(MAILBOX, "")
         if not address and not _sides:
             found = at_launcher(self.world)
             _sides.extend([] if found is None else [found])
         with _sides[0].listening() if _sides else nullcontext():
-            with attended(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
+            with noted_call(self.world.rank, _sides[0].address if _sides else address, launched=bool(_sides)):
                 return function(*args, **kwargs)
 
 
@@ -157,3 +162,66 @@ def _begin(world: World) -> Supervised:
 def side() -> Side | None:
     """This process' side of its supervisor; None where it has none, or is a rank that the supervisor has started."""
     return _sides[0] if _sides else None
+
+
+# -- the batch script of a SLURM job, by srun ----------------------------------------------------------------
+
+
+STARTED = "LOCKSTEP_SRUN"
+"""The variable with the job in which srun was started so: the tasks have to be known as such."""
+
+
+def become_srun(environ: Mapping[str, str] = os.environ) -> NoReturn:
+    """Replace this process by ``srun`` with the same command line, which starts it once for each task of the job.
+
+    The lines of the script before its first Trainer have run once here, and run again in each task. srun takes the
+    numbers of nodes and tasks from the job, and all variables of this process reach every task.
+
+    Raises:
+        MisconfigurationException: there is no srun, or no script that could be started again.
+    """
+    import __main__
+
+    job = environ["SLURM_JOB_ID"]
+    tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES", "?"))
+    if environ.get(STARTED) == job:
+        raise MisconfigurationException(
+            f"{STARTED}={job}: srun was started for SLURM job {job}, and this process is still no task of it "
+            "(SLURM_STEP_ID is not set): start the script by srun yourself, and remove nothing of SLURM's variables"
+        )
+    program = shutil.which("srun", path=environ.get("PATH"))
+    if program is None:
+        raise MisconfigurationException(
+            f"this is the batch script of SLURM job {job} with SLURM_NTASKS={tasks}, and srun, which starts its tasks, "
+            "is not on PATH: add its folder, or give plugins=LightningEnvironment() for ranks on this node only"
+        )
+    command = command_line(__main__, sys.argv, sys.orig_argv)
+    if command is None:
+        raise MisconfigurationException(
+            f"this is the batch script of SLURM job {job} with SLURM_NTASKS={tasks}, whose tasks srun starts with the "
+            "script that runs here, and there is none: save the code as a file and run that"
+        )
+    words = arguments(program, command, environ)
+    log.info("lockstep: SLURM job %s has %s tasks: starting %s", job, tasks, " ".join(words))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if started_in is not None:
+        os.chdir(started_in)
+    os.execve(program, words, {**environ, STARTED: job})
+
+
+def arguments(program: str, command: list[str], environ: Mapping[str, str]) -> list[str]:
+    """The words of srun's command.
+
+    Args:
+        program: the path of srun.
+        command: of a task.
+        environ: the environment of the batch script.
+    """
+    # a task that fails ends the others; and variables such as NCCL_DEBUG reach them under `sbatch --export=NONE`, too
+    words = [program, "--kill-on-bad-exit=1", "--export=ALL"]
+    if "SLURM_NTASKS" not in environ:
+        words += ["--ntasks-per-node=1"]
+    if "SLURM_CPUS_PER_TASK" in environ:  # which srun does not take from the job since SLURM 22.05
+        words += [f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}"]
+    return [*words, *command]

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from typing import IO, Any, NoReturn, TypeVar
 
 import torch
@@ -32,11 +33,11 @@ from lockstep.ground.seed import current_seed, hand_down_seed, random_states, se
 from lockstep.launch.environment import free_port, share_cores
 from lockstep.launch.inherit import bind_loader_workers, inherit
 from lockstep.launch.parent_death import PARENT
-from lockstep.launch.processes import GRACE, Children, Ended
+from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
-from lockstep.supervise.monitor import Verdict, Watch
+from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import calling, one_line
-from lockstep.supervise.status import Notes, attended, failed, watch_uncaught
+from lockstep.supervise.status import Mailbox, failed, noted_call, watch_uncaught
 
 # -- objects on their way ------------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ STAYS = ("cpu", "meta")
 """Types of devices whose tensors travel as they are."""
 
 
-def pack(obj: Any, file: IO[bytes]) -> None:
+def pack(obj: object, file: IO[bytes]) -> None:
     """Write an object by cloudpickle, with all its tensors as CPU tensors.
 
     A process that reads it can have other devices, or none; on a GPU each reader would allocate a copy.
@@ -56,7 +57,7 @@ def pack(obj: Any, file: IO[bytes]) -> None:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, thing: Any) -> Any:
+        def reducer_override(self, thing: object) -> Any:
             if isinstance(thing, Tensor) and thing.device.type not in STAYS:
                 return _on_cpu(thing).__reduce_ex__(2)
             return super().reducer_override(thing)
@@ -119,43 +120,45 @@ class SpawnLauncher:
             KeyboardInterrupt: a second Ctrl-C came, or the first one while nothing can be ended in order.
         """
         world = replace(self.world, port=self.world.port or free_port())
-        notes, verdicts = Notes(), list[Verdict]()
-        children = Children(None, notes.is_inside, notes.is_someone_ending, notes.failed_at, lambda rank: tell(rank))
+        mailbox, verdicts = Mailbox(), list[Verdict]()
+        processes = RankProcesses(
+            None, mailbox.is_inside, mailbox.is_someone_ending, mailbox.failed_at, lambda rank: tell(rank)
+        )
 
         def stop(verdict: Verdict) -> None:
             verdicts.append(verdict)
-            children.stop(GRACE / 4)
+            processes.stop(GRACE / 4)
 
         def tell(rank: int) -> None:
             """Let the others, whose collectives raise now, know why."""
-            first = early_cause(children.failed, notes.read(), watch.stands()) if children.failed else None
-            if first is not None and not notes.others("first"):
-                notes.leave({"first": str(first), "rank": first.rank})
+            first = early_cause(processes.failed, mailbox.read(), monitor.stands()) if processes.failed else None
+            if first is not None and not mailbox.others("first"):
+                mailbox.leave({"first": str(first), "rank": first.rank})
 
-        watch = Watch(notes, world.local_size == world.size, stop, lambda: children.ended)
+        monitor = RankMonitor(mailbox, world.local_size == world.size, stop, lambda: processes.ended)
         # Each of the files is open in parent and child and has no name: nothing is left if either is killed.
         with tempfile.TemporaryFile(prefix="lockstep-") as result:
             try:
-                self.start(children, Call(function, args, kwargs, world, calling().place()), result, notes)
-                watch.start()
+                self.start(processes, Call(function, args, kwargs, world, calling().location()), result, mailbox)
+                monitor.start()
                 try:
-                    children.wait()
+                    processes.wait()
                 except KeyboardInterrupt:
                     # a rank that stops its training in order still has a result; a second Ctrl-C ends all
-                    watch.interrupt()
-                    children.wait()
-                if children.failed or verdicts:
+                    monitor.interrupt()
+                    processes.wait()
+                if processes.failed or verdicts:
                     watch_uncaught()
-                    raise _failure(self.strategy, children, notes, verdicts[0] if verdicts else None, watch)
+                    raise _failure(self.strategy, processes, mailbox, verdicts[0] if verdicts else None, monitor)
                 result.seek(0)
                 returned: T = unpack(result)
                 return returned
             finally:
-                watch.stop()
-                children.stop()
-                notes.close()
+                monitor.stop()
+                processes.stop()
+                mailbox.close()
 
-    def start(self, children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
+    def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
         """Start the ranks of this node, and begin to watch them."""
         world = call.world
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -168,10 +171,10 @@ class SpawnLauncher:
                     environ[PARENT] = str(os.getpid())
                 # opened once for each rank, since a file that is handed down twice has one position
                 with open(file.name, "rb") as copy:
-                    handed = (copy.fileno(), result.fileno(), notes.descriptor)
-                    words = [str(handed[0]), str(handed[1]), notes.address, str(rank.rank)]
-                    children.start(rank.rank, [sys.executable, *flags, "-c", _BOOT, *words], environ, handed)
-        children.watch()
+                    handed = (copy.fileno(), result.fileno(), mailbox.descriptor)
+                    words = [str(handed[0]), str(handed[1]), mailbox.address, str(rank.rank)]
+                    processes.start(rank.rank, [sys.executable, *flags, "-c", _BOOT, *words], environ, handed)
+        processes.watch()
 
 
 def _on_one_host(world: World) -> dict[str, str]:
@@ -204,17 +207,19 @@ def _write(call: Call, file: IO[bytes], strategy: str) -> None:
     file.flush()
 
 
-def _failure(strategy: str, children: Children, notes: Notes, verdict: Verdict | None, watch: Watch) -> BaseException:
+def _failure(
+    strategy: str, processes: RankProcesses, mailbox: Mailbox, verdict: Verdict | None, monitor: RankMonitor
+) -> BaseException:
     """What to raise in the calling process: the first cause; or that all was interrupted."""
-    ranks = {end.rank for end in children.failed}
+    ranks = {end.rank for end in processes.failed}
     cause: Cause | Ended | Divergence | None = None if verdict is None else verdict.cause
     if cause is None and not (verdict is not None and verdict.interrupted):
-        noted = notes.read()
+        noted = mailbox.read()
         caught = [cause for cause in noted if cause.rank in ranks] or noted
-        cause = first_cause(children.failed, caught, watch.stands(), proof=watch.divergence())
+        cause = first_cause(processes.failed, caught, monitor.stands(), proof=monitor.divergence())
     if (verdict is not None and verdict.interrupted) or (isinstance(cause, Cause) and cause.is_interrupt):
         return KeyboardInterrupt(*([str(cause)] if isinstance(cause, Divergence) else []))
-    if isinstance(cause, Ended) and watch.interrupted_at is not None and cause.code in (-2, 130):
+    if isinstance(cause, Ended) and monitor.interrupted_at is not None and cause.code in (-2, 130):
         return KeyboardInterrupt()
     before = ""  # the first cause is the last thing on the screen
     if isinstance(cause, Cause) and not cause.is_exit:
@@ -224,12 +229,12 @@ def _failure(strategy: str, children: Children, notes: Notes, verdict: Verdict |
     return RuntimeError(f"{before}strategy={strategy!r}: {one_line(str(cause), None)}")
 
 
-def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:
+def work(file: IO[bytes], result: str, mailbox: str, rank: str) -> None:
     """The life of a rank in a fresh process: read the call, and make it.
 
     Args:
         file: with the call.
-        result, notes, rank: as for :func:`live`.
+        result, mailbox, rank: as for :func:`live`.
     """
 
     def read() -> Call:
@@ -238,16 +243,16 @@ def work(file: IO[bytes], result: str, notes: str, rank: str) -> None:
             call: Call = unpack(file)
         return call
 
-    live(read, int(result), notes, int(rank))
+    live(read, int(result), mailbox, int(rank))
 
 
-def live(take: Callable[[], Call], result: int, notes: str, rank: int) -> NoReturn:
+def live(take: Callable[[], Call], result: int, mailbox: str, rank: int) -> NoReturn:
     """The life of a rank: take over the call, make it, leave its result or a note on its failure.
 
     Args:
         take: gives the call.
         result: descriptor of the file for the result.
-        notes: address of the notes.
+        mailbox: its address.
         rank: this process' global rank.
     """
     try:
@@ -255,13 +260,13 @@ def live(take: Callable[[], Call], result: int, notes: str, rank: int) -> NoRetu
         call = take()
         share_cores(os.environ, call.world.local_size)
         bind_loader_workers()
-        with attended(rank, notes, call.called):
+        with noted_call(rank, mailbox, call.called):
             returned = call.function(*call.args, **call.kwargs)
         with os.fdopen(result, "wb") as out:
             if rank == call.world.rank:
                 pack(returned, out)
     except BaseException as error:
-        failed(error, rank, notes)
+        failed(error, rank, mailbox)
         _end(1)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -346,7 +351,7 @@ class ForkLauncher(SpawnLauncher):
             raise _refusal(self.strategy, reason)
         return super().launch(function, *args, **kwargs)
 
-    def start(self, children: Children, call: Call, result: IO[bytes], notes: Notes) -> None:
+    def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
         """Copy this process for each rank of the node, and begin to watch them."""
         for stream in (sys.stdout, sys.stderr):  # else what waits in them is written once more by each copy
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -364,12 +369,14 @@ class ForkLauncher(SpawnLauncher):
                 torch.set_num_threads(threads)
                 return call
 
-            def body(number: int = rank.rank, environ: Mapping[str, str] = environ, take: Any = take) -> None:
+            def body(
+                number: int = rank.rank, environ: Mapping[str, str] = environ, take: Callable[[], Call] = take
+            ) -> None:
                 os.environ.update(environ)
-                live(take, result.fileno(), notes.address, number)
+                live(take, result.fileno(), mailbox.address, number)
 
-            children.take(rank.rank, _fork(body, f"lockstep-rank-{rank.rank}"))
-        children.watch()
+            processes.take(rank.rank, _fork(body, f"lockstep-rank-{rank.rank}"))
+        processes.watch()
 
 
 def why_not() -> str | None:
@@ -475,7 +482,7 @@ def _fork(body: Callable[[], object], name: str) -> Forked:
     return Forked(pid)
 
 
-def _be_a_child(process: Any) -> NoReturn:
+def _be_a_child(process: BaseProcess) -> NoReturn:
     """The life of a copy. It never comes back: the lines that called it are the parent's."""
     code = 1
     try:
@@ -486,6 +493,6 @@ def _be_a_child(process: Any) -> NoReturn:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         atexit._clear()  # the parent does these itself
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-        code = process._bootstrap()
+        code = process._bootstrap()  # type: ignore[attr-defined]
     finally:
         os._exit(code)

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 from lockstep.cluster.detect import NAMES, Placement, detect, is_placed
 from lockstep.cluster.environments import DescribesRanks, described_world
-from lockstep.launch.script import ScriptLauncher, command_line
+from lockstep.launch.script import ScriptLauncher, become_srun, command_line
 from lockstep.launch.spawn import ForkLauncher, SpawnLauncher
-from lockstep.launch.srun import become_srun
 from lockstep.supervise.status import watch_uncaught
 
 T = TypeVar("T")
@@ -46,7 +45,7 @@ def dealt_out(cluster: DescribesRanks | None = None) -> bool:
     return True if cluster is not None and name is None else is_placed(os.environ, name)
 
 
-def _known(cluster: Any) -> str | None:
+def _known(cluster: object) -> str | None:
     """The name of a cluster of which lockstep reads the variables itself."""
     name = getattr(cluster, "cluster", None)
     return NAMES.get(name) if isinstance(name, str) else None
@@ -68,7 +67,7 @@ def directly(function: Callable[..., T], *args: Any) -> T:
         raise
 
 
-def launcher(kind: str | None, placement: Placement, asked: Any = None) -> Callable[..., Any]:
+def launcher(kind: str | None, placement: Placement, asked: object = None) -> Callable[..., Any]:
     """What calls a function on all ranks: ``launch(function, *args)``.
 
     Args:

@@ -19,7 +19,7 @@ from lockstep.launch.attempts import Attempts, attempts_here, await_end
 from lockstep.loop import state
 from lockstep.loop.session import Session
 from lockstep.loop.state import load_weights
-from lockstep.supervise.signals import end_at_once, heeding, is_under_lockstep, send_again, unheeded
+from lockstep.supervise.signals import by_default, end_at_once, handling, is_under_lockstep, send_again
 from lockstep.supervise.status import is_given_up
 
 TERMINATED = "SIGTERM"
@@ -39,7 +39,7 @@ OFTEN = 600.0
 def undisturbed(session: Session) -> Iterator[None]:
     """Have the signals that ask a job to requeue end nothing while a module is evaluated: there is nothing to save."""
     job = attempts_here(session.config.default_root_dir, session.cluster)
-    with heeding(() if job is None else job.asks, lambda number: None):
+    with handling(() if job is None else job.asks, lambda number: None):
         yield
 
 
@@ -91,7 +91,7 @@ class Signals:
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
-            with heeding(numbers, self._note):
+            with handling(numbers, self._note):
                 yield
         finally:
             if self._clock is not None:
@@ -211,7 +211,7 @@ class Signals:
 
     def _leave(self, job: Attempts, number: int) -> str | None:
         """Wait to be ended; gives the reason if the job was not requeued, None where it is time to end by oneself."""
-        with unheeded(signal.SIGTERM):  # it comes before scontrol returns, and ends a rank that waits for rank 0, too
+        with by_default(signal.SIGTERM):  # it comes before scontrol returns, and ends a rank that waits for rank 0, too
             refused = ""
             if number != signal.SIGTERM:
                 if self.session.is_global_zero:

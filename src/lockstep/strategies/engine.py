@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.ground.gradients import clip_by_value
+from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.late_parameters import beside

@@ -139,7 +139,7 @@ def _nccl_variables(asked: Mapping[str, Any]) -> NcclVariables:
 
 
 def _check_nccl(device_type: str) -> None:
-    from lockstep.launch.nccl import check_nccl
+    from lockstep.cluster.nccl import check_nccl
 
     check_nccl(device_type)
 

@@ -31,7 +31,7 @@ class Cause:
     rank: int
     at: float  #: seconds on the clock that the processes of this machine share (``time.monotonic``)
     reason: str  #: ``"ValueError: what it said"``
-    place: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
+    location: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
     trace: str  #: the traceback as Python prints it
     call: int = 0  #: the call in which it came, counted from 1; 0: in none
     lost: bool = False  #: whether a collective raised it: mostly since another rank had failed before
@@ -49,10 +49,10 @@ class Cause:
 
     def is_like(self, other: Cause) -> bool:
         """Whether another rank failed of the same, at the same line."""
-        return (self.reason, self.place, self.lost) == (other.reason, other.place, other.lost)
+        return (self.reason, self.location, self.lost) == (other.reason, other.location, other.lost)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed first, at {self.place}: {self.reason}"
+        return f"rank {self.rank} failed first, at {self.location}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Stand:
     at: float  #: since when, on the clock of ``time.monotonic``
     call: int  #: which call, counted from 1
     inside: bool  #: whether it is in the call, or has come out of it
-    place: str  #: the line of the user's code that called
+    location: str  #: the line of the user's code that called
     process: int = 0  #: id of the rank's process
     answers: str = ""  #: where it answers for its stack
     ended: bool = False  #: whether its process has come to its end
-    ledger: str = ""  #: where its ledger of collectives lies
+    collectives: str = ""  #: where its trace of collectives lies
     hang_timeout: float | None = None  #: seconds of waiting after which it is told who waits for whom; None: never
     hang_kill: float | None = None  #: seconds of waiting after which the run is ended; None: never
 
@@ -96,7 +96,7 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
     stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
     lost = stack.waits and isinstance(error, RuntimeError)  # torch's errors of collectives are RuntimeErrors
     trace = shortened(error)[-TRACE:]
-    return Cause(rank, time.monotonic(), reason_of(error), stack.place(called), trace, call, lost, stack.doing)
+    return Cause(rank, time.monotonic(), reason_of(error), stack.location(called), trace, call, lost, stack.doing)
 
 
 def first_cause(
@@ -133,7 +133,7 @@ def first_cause(
         return caught[0]
     if proof is not None:
         return proof
-    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.place})" for c in noted}) or noted[0]
+    return _gone(noted, stands or {}) or mismatch({c.rank: f"{c.doing} ({c.location})" for c in noted}) or noted[0]
 
 
 def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
@@ -141,7 +141,7 @@ def _gone(lost: list[Cause], stands: Mapping[int, Stand]) -> Divergence | None:
     for cause in lost:
         for stand in stands.values():
             if cause.call and has_left(stand, cause.call) and stand.at <= cause.at:
-                return left(stand, [cause.rank], f"{cause.doing} ({cause.place})")
+                return left(stand, [cause.rank], f"{cause.doing} ({cause.location})")
     return None
 
 
@@ -158,7 +158,7 @@ def has_left(stand: Stand, call: int) -> bool:
 
 def left(stand: Stand, waiting: Sequence[int], where: str) -> Divergence:
     """A rank came out of a call, or to its end, and others wait for it."""
-    did = f"left the call at {stand.place}" if stand.call else "made no call"
+    did = f"left the call at {stand.location}" if stand.call else "made no call"
     if stand.ended:
         did += " and came to its end"
     return Divergence(f"rank {stand.rank} {did}, and {named(waiting)} waits for it in {where}. {RULE}")
@@ -214,10 +214,10 @@ def strayed(stands: Mapping[int, Stand], stacks: Mapping[int, Stack], everyone: 
     for rank, stack in sorted(waiting.items()):
         for stand in stands.values():
             if has_left(stand, stands[rank].call):
-                return left(stand, [rank], stack.described(stands[rank].place))
+                return left(stand, [rank], stack.described(stands[rank].location))
     calls = {stand.call for stand in stands.values()}
     if everyone and len(calls) == 1 and waiting.keys() == stands.keys():
-        return mismatch({rank: stack.described(stands[rank].place) for rank, stack in waiting.items()})
+        return mismatch({rank: stack.described(stands[rank].location) for rank, stack in waiting.items()})
     return None
 
 
@@ -312,7 +312,7 @@ def also_failed(cause: First | None, notes: Iterable[Cause], host: str = "") -> 
     like = sorted(each.rank for each in own if isinstance(cause, Cause) and each.is_like(cause))
     where = f" on {host}" if host else ""
     lines = [f"{named(like)}{where} failed alike"] if like else []
-    ways = alike((each.rank, f"at {each.place}: {each.reason}") for each in own if each.rank not in like)
+    ways = alike((each.rank, f"at {each.location}: {each.reason}") for each in own if each.rank not in like)
     lines += [f"{named(sorted(ranks))}{where} failed, too, {words}" for words, ranks in ways[:OTHERS]]
     rest = sorted(rank for _, ranks in ways[OTHERS:] for rank in ranks)
     return [*lines, f"{named(rest)}{where} failed in other ways"] if rest else lines

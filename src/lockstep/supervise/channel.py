@@ -29,7 +29,7 @@ PATIENCE = 1
 Message = dict[str, Any]
 
 
-class Line:
+class Channel:
     """One end of it. Any thread may send; one thread at a time may receive.
 
     Args:
@@ -172,7 +172,7 @@ class Hub:
         self.node, self.host = node, host
         self._on_lost, self._on_met = on_lost, on_met
         self._listeners: dict[str, Heard] = {}
-        self._lines: dict[int, Line] = {}
+        self._channels: dict[int, Channel] = {}
         self._lock = threading.Lock()
         self._door: socket.socket | None = None
         self._token = ""
@@ -182,7 +182,7 @@ class Hub:
     def nodes(self) -> list[int]:
         """The other nodes with which this one is connected."""
         with self._lock:
-            return sorted(self._lines)
+            return sorted(self._channels)
 
     def listen(self, topic: str, heard: Heard) -> None:
         """Have ``heard(node, body)`` called, in a thread of this hub, for each message on a topic."""
@@ -212,16 +212,16 @@ class Hub:
         except OSError:
             return False
         connection.settimeout(None)
-        line = Line(_kept_alive(connection))
-        if not line.send({"token": token, "node": self.node, "host": self.host}):
+        channel = Channel(_kept_alive(connection))
+        if not channel.send({"token": token, "node": self.node, "host": self.host}):
             return False
         with self._lock:
-            self._lines[0] = line
-        threading.Thread(target=self._hear, args=(0, address, line), name="lockstep-node-0", daemon=True).start()
+            self._channels[0] = channel
+        threading.Thread(target=self._hear, args=(0, address, channel), name="lockstep-node-0", daemon=True).start()
         self._on_met(0)
         return True
 
-    def send(self, topic: str, body: Any) -> None:
+    def send(self, topic: str, body: object) -> None:
         """Tell all other nodes something that JSON can say."""
         self._pass({"node": self.node, "topic": topic, "body": body}, but=None)
 
@@ -234,15 +234,15 @@ class Hub:
             self._door.close()
         self._pass({"node": self.node, "farewell": True}, but=None)
         with self._lock:
-            lines = list(self._lines.values())
-        for line in lines:
-            line.hang_up()
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.hang_up()
 
     def _pass(self, message: Message, but: int | None) -> None:
         with self._lock:
-            lines = [line for node, line in self._lines.items() if node != but]
-        for line in lines:
-            line.send(message)
+            channels = [channel for node, channel in self._channels.items() if node != but]
+        for channel in channels:
+            channel.send(message)
 
     def _answer(self) -> None:
         """In a thread: let the other nodes in."""
@@ -256,22 +256,22 @@ class Hub:
 
     def _admit(self, connection: socket.socket) -> None:
         connection.settimeout(CALLING)
-        line = Line(_kept_alive(connection))
-        hello = line.receive()
+        channel = Channel(_kept_alive(connection))
+        hello = channel.receive()
         if hello is None or not secrets.compare_digest(str(hello.get("token")), self._token):
-            line.close()  # none of ours
+            channel.close()  # none of ours
             return
         connection.settimeout(None)
         node, host = int(hello["node"]), str(hello["host"])
         with self._lock:
-            self._lines[node] = line
+            self._channels[node] = channel
         self._on_met(node)
-        self._hear(node, host, line)
+        self._hear(node, host, channel)
 
-    def _hear(self, node: int, host: str, line: Line) -> None:
+    def _hear(self, node: int, host: str, channel: Channel) -> None:
         """In a thread: what one node says, until it has gone."""
         well = False
-        while (message := line.receive()) is not None:
+        while (message := channel.receive()) is not None:
             well = well or (bool(message.get("farewell")) and message["node"] == node)
             if self.node == 0:
                 self._pass(message, but=node)
@@ -279,11 +279,11 @@ class Hub:
             if heard is not None:
                 heard(int(message["node"]), message["body"])
         with self._lock:
-            self._lines.pop(node, None)
+            self._channels.pop(node, None)
         if not well and not self._closing:
-            silent = line.error is not None and line.error.errno in _UNREACHED
+            silent = channel.error is not None and channel.error.errno in _UNREACHED
             self._on_lost(node, host, SILENT if silent else "ended without a word")
-        line.close()
+        channel.close()
 
 
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)

@@ -15,16 +15,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lockstep.cluster.world import World
 from lockstep.ground.installed import EXIT_SUPERVISOR
 from lockstep.ground.rank import log
-from lockstep.launch.inherit import PARENT, started_in
+from lockstep.launch.inherit import started_in
+from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
-from lockstep.supervise.channel import Line, Message
-from lockstep.supervise.signals import Ear
-from lockstep.supervise.status import NOTES, Notes, leave_note
+from lockstep.supervise.channel import Channel, Message
+from lockstep.supervise.signals import SignalPipe
+from lockstep.supervise.status import MAILBOX, Mailbox, leave_note
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 OFF = "LOCKSTEP_SUPERVISE"
 """The variable that, at 0, has ranks of a launcher do without a supervisor."""
@@ -60,7 +64,7 @@ class Supervised:
         environ: for them.
 
     Attributes:
-        address: of the notes.
+        address: of the mailbox.
         listening: a context in which the supervisor hears of Ctrl-C, also while this process waits in a collective.
     """
 
@@ -70,21 +74,21 @@ class Supervised:
         self._world = world
         self._starts = command is not None
         self._process = os.getpid()
-        self._notes = Notes()
-        self._ear = Ear()
-        self.address = self._notes.address
+        self._mailbox = Mailbox()
+        self._signal_pipe = SignalPipe()
+        self.address = self._mailbox.address
         self.listening: Callable[[], AbstractContextManager[None]] = (
-            self._ear.listening if self._starts else nullcontext
+            self._signal_pipe.listening if self._starts else nullcontext
         )
         self._answers: dict[str, Message] = {}
         self._answered = threading.Condition()
         self._over = False
         here, there = socket.socketpair()
-        self._line = Line(here)
-        self._supervisor = _start(there, self._notes, self._ear)
+        self._channel = Channel(here)
+        self._supervisor = _start(there, self._mailbox, self._signal_pipe)
         there.close()
-        environ = {} if environ is None else {**environ, NOTES: self.address}
-        self._line.send(
+        environ = {} if environ is None else {**environ, MAILBOX: self.address}
+        self._channel.send(
             {
                 "process": self._process,
                 "rank": world.rank,
@@ -106,17 +110,17 @@ class Supervised:
 
     def open_hub(self) -> tuple[int, str] | None:
         """On the first node: the port where its supervisor listens for those of the others, and the word they need."""
-        self._line.send({"say": "hub", "address": self._world.address})
+        self._channel.send({"say": "hub", "address": self._world.address})
         answer = self._answer("hub", MEETING)
         return None if answer is None else (answer["port"], answer["token"])
 
     def join_hub(self, address: str, port: int, token: str) -> None:
         """On another node: tell the supervisor where the first node's listens."""
-        self._line.send({"say": "join", "address": address, "port": port, "token": token})
+        self._channel.send({"say": "join", "address": address, "port": port, "token": token})
 
     def _hear(self) -> None:
         """In a thread: do what the supervisor says."""
-        while (message := self._line.receive()) is not None:
+        while (message := self._channel.receive()) is not None:
             if message["do"] == "end":
                 self._end(message["text"], message["code"])
             with self._answered:
@@ -138,7 +142,7 @@ class Supervised:
             worker.kill()
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             sys.stdout.flush()
-        self._line.send({"say": "acts"})
+        self._channel.send({"say": "acts"})
         with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode(errors="replace") if text else b"")
         os._exit(code)
@@ -154,26 +158,26 @@ class Supervised:
         if os.getpid() != self._process:  # a process that was forked here
             return
         if not self._starts:
-            if _take_leave(self._line, self.address, self._world.rank):
+            if _take_leave(self._channel, self.address, self._world.rank):
                 self._answer("go", FAREWELL)
             return
-        self._line.send(_last_word(self._world.rank))
+        self._channel.send(_last_word(self._world.rank))
         try:
             if self._answer("go", PATIENCE) is None and not self._over:
-                self._line.send({"say": "running"})
+                self._channel.send({"say": "running"})
                 running = self._answer("running", MEETING)
                 log.info("waiting for ranks %s to end", running and running["ranks"])
                 self._answer("go", None)
         except KeyboardInterrupt:
-            self._line.send({"say": "stop"})
+            self._channel.send({"say": "stop"})
             self._answer("go", PATIENCE)
         self._over = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._supervisor.wait(PATIENCE)
 
 
-def _start(line: socket.socket, notes: Notes, ear: Ear) -> subprocess.Popen[bytes]:
-    handed = [line.fileno(), notes.descriptor, ear.fileno()]
+def _start(channel: socket.socket, notes: Mailbox, signal_pipe: SignalPipe) -> subprocess.Popen[bytes]:
+    handed = [channel.fileno(), notes.descriptor, signal_pipe.fileno()]
     order = {
         "prefixes": [sys.prefix, sys.exec_prefix],
         "paths": sys.path,
@@ -214,7 +218,7 @@ class Found:
         world: of this process.
 
     Attributes:
-        address: of the notes; "" as long as the supervisor is not found.
+        address: of the mailbox; "" as long as the supervisor is not found.
     """
 
     def __init__(self, world: World) -> None:
@@ -222,7 +226,7 @@ class Found:
         self.listening = nullcontext
         self._world = world
         self._process = os.getpid()
-        self._line: Line | None = None
+        self._channel: Channel | None = None
         self._told = threading.Event()
         self._come = threading.Event()
         self._seek = threading.Thread(target=self._find, name="lockstep-supervised", daemon=True)
@@ -233,32 +237,32 @@ class Found:
     def _find(self) -> None:
         """In a thread: look for it, and hear what it says."""
         name, until = "\0" + meeting_name(self._world), time.monotonic() + MEETING
-        while time.monotonic() < until and self._line is None:
+        while time.monotonic() < until and self._channel is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(name)
-                self._line = Line(connection)
+                self._channel = Channel(connection)
             except OSError:
                 connection.close()
                 time.sleep(0.05)
-        if self._line is None:
+        if self._channel is None:
             return
-        message, descriptor = self._line.receive_with_file()
+        message, descriptor = self._channel.receive_with_file()
         if message is None or descriptor is None:
             return
-        self._line.send({"rank": self._world.rank})
-        self.address = Notes(descriptor).address
+        self._channel.send({"rank": self._world.rank})
+        self.address = Mailbox(descriptor).address
         status.report_to(self.address)
         self._come.set()
-        while (message := self._line.receive()) is not None:
+        while (message := self._channel.receive()) is not None:
             if message["do"] == "go":
                 self._told.set()
         self._told.set()
 
     def _finish(self) -> None:
-        if os.getpid() != self._process or self._line is None or not self.address:
+        if os.getpid() != self._process or self._channel is None or not self.address:
             return
-        if _take_leave(self._line, self.address, self._world.rank):
+        if _take_leave(self._channel, self.address, self._world.rank):
             self._told.wait(FAREWELL)
 
 
@@ -269,7 +273,7 @@ def _last_word(rank: int) -> Message:
     return {"say": "left", "at": time.monotonic(), "cause": cause}
 
 
-def _take_leave(line: Line, address: str, rank: int) -> bool:
+def _take_leave(channel: Channel, address: str, rank: int) -> bool:
     """At the end of a process that somebody else has started: note how it ends, for a supervisor that cannot ask.
 
     Returns:
@@ -277,7 +281,7 @@ def _take_leave(line: Line, address: str, rank: int) -> bool:
     """
     word = _last_word(rank)
     leave_note(address, {"left": rank, "code": 0 if word["cause"] is None else 1})
-    return word["cause"] is not None and line.send(word)
+    return word["cause"] is not None and channel.send(word)
 
 
 Side = Supervised | Found
@@ -295,7 +299,7 @@ def at_launcher(world: World, environ: Mapping[str, str] = os.environ) -> Side |
         return None
 
 
-def meet_nodes(side: Any, world: World, store: Any) -> None:
+def meet_nodes(side: Side | None, world: World, store: Store) -> None:
     """Have the supervisors of several nodes find each other, through the store where their ranks have met.
 
     Args:
@@ -307,8 +311,8 @@ def meet_nodes(side: Any, world: World, store: Any) -> None:
         return
     key = "lockstep/supervisors"
     if world.node_rank == 0:
-        place = side.open_hub() if isinstance(side, Supervised) else None
-        store.set(key, "" if place is None else f"{place[0]} {place[1]}")
+        location = side.open_hub() if isinstance(side, Supervised) else None
+        store.set(key, "" if location is None else f"{location[0]} {location[1]}")
         return
     port, _, token = store.get(key).decode().partition(" ")
     if token and isinstance(side, Supervised):

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import GroupMember
 from lockstep.ground.doing import waits
 from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
-from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, Ledger, own
+from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 
 # -- what is noted -------------------------------------------------------------------------------------------
 
@@ -128,8 +128,8 @@ class _Group:
         self.whole = whole and self.counts
 
 
-class Noting:
-    """Makes functions of torch's write what they do into this process' ledger.
+class CollectiveTrace:
+    """Makes functions of torch's write what they do into this process' trace.
 
     Attributes:
         where: gives the hook in which this rank is, and the batch; None: nobody knows.
@@ -137,7 +137,7 @@ class Noting:
     """
 
     def __init__(self) -> None:
-        self.ledger: Ledger = own()
+        self.memory: TraceMemory = own()
         self.where: Callable[[], tuple[str, int]] | None = None
         self.on_group: Callable[[], None] | None = None
         self._busy: set[int] = set()  # threads inside a collective: what that calls in turn is not noted
@@ -145,7 +145,7 @@ class Noting:
         self._watched: list[Any] = []
         self._generations: dict[str, int] = {}
         self._payloads: dict[Any, int] = {}
-        self._places: dict[tuple[int, int], int] = {}
+        self._locations: dict[tuple[int, int], int] = {}
         self._kept: dict[int, CodeType] = {}  # so that no other code gets the id of one that is gone
         self._files: dict[str, int] = {}
         self._phases: dict[str, int] = {"": 0}
@@ -182,10 +182,10 @@ class Noting:
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """``Work.wait``, which notes that what was waited for is complete."""
-        pending, complete = self._pending, self.ledger.complete
+        pending, complete = self._pending, self.memory.complete
 
         @waits()
-        def waited(work: Any, timeout: Any = None) -> Any:
+        def waited(work: dist.Work, timeout: timedelta | None = None) -> Any:
             result = wait(work) if timeout is None else wait(work, timeout)
             if pending:
                 index = pending.pop(id(work), 0)
@@ -207,7 +207,7 @@ class Noting:
         at = names.index("group") if "group" in names else len(names)
         nests = name not in _SIMPLE
         begin = self._begun(_SAME.get(name, name), names, payload, numbered)
-        busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.ledger.leave
+        busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.memory.leave
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or (busy and get_ident() in busy):
@@ -253,9 +253,9 @@ class Noting:
         what = names.index(payload) if payload else -1
         op = names.index("op") if "op" in names else -1
         root, root_name = next(((names.index(each), each) for each in _ROOTS if each in names), (-1, ""))
-        word = self.ledger.word("operation", name)
-        enter, payloads, describe = self.ledger.enter, self._payloads, self._describe
-        place_of, phase_of = self._place, self._phase
+        word = self.memory.word("operation", name)
+        enter, payloads, describe = self.memory.enter, self._payloads, self._describe
+        location_of, phase_of = self._location, self._phase
         main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: _Group) -> int:
@@ -289,7 +289,7 @@ class Noting:
             thread = get_ident()
             if thread != main and thread in threads:  # one of Python's; autograd's are none
                 flags |= ASIDE
-            return enter(number, shape, place_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
+            return enter(number, shape, location_of(sys._getframe(2)), word, known.word, phase, flags, batch, source)
 
         return begin
 
@@ -299,11 +299,11 @@ class Noting:
 
     # -- words
 
-    def _describe(self, tensor: Any, reduction: Any) -> int:
+    def _describe(self, tensor: Tensor, reduction: object) -> int:
         """The word for a tensor, and the reduction of it, if there is one."""
         name = self._reductions.get(id(reduction))
         text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{' ?' if name is None else name}"
-        found = self.ledger.word("payload", text, tensor.numel())
+        found = self.memory.word("payload", text, tensor.numel())
         if found and name is not None:  # other reductions may be gone soon, and their ids another's
             self._payloads[tensor.shape, tensor.dtype, id(reduction)] = found
         return found
@@ -313,16 +313,16 @@ class Noting:
         name, batch = self.where()
         found = self._phases.get(name)
         if found is None:
-            found = self._phases[name] = self.ledger.word("phase", name)
+            found = self._phases[name] = self.memory.word("phase", name)
         return found, batch
 
     def say(self) -> None:
-        """Write into the ledger where this rank is. It may come between any two lines of anybody's."""
+        """Write into the trace where this rank is. It may come between any two lines of anybody's."""
         with contextlib.suppress(Exception):
             if self.where is not None:
-                self.ledger.say(*self._phase())
+                self.memory.say(*self._phase())
 
-    def _place(self, frame: FrameType | None) -> int:
+    def _location(self, frame: FrameType | None) -> int:
         """The innermost line of the user's; 0 where lockstep's loop has made the call."""
         files = self._files
         while frame is not None:
@@ -336,15 +336,15 @@ class Noting:
         if frame is None or kind == _OUTERMOST:
             return 0
         key = (id(code), frame.f_lasti)
-        found = self._places.get(key)
+        found = self._locations.get(key)
         if found is None:
             self._kept[id(code)] = code
-            found = self._places[key] = self.ledger.word("place", code.co_filename, frame.f_lineno, code.co_name)
+            found = self._locations[key] = self.memory.word("location", code.co_filename, frame.f_lineno, code.co_name)
         return found
 
     # -- groups
 
-    def _find(self, group: Any) -> tuple[Any, _Group | None]:
+    def _find(self, group: object) -> tuple[Any, _Group | None]:
         """A group that is new here, or that is named in another way."""
         if not isinstance(group, dist.ProcessGroup):
             try:
@@ -368,11 +368,11 @@ class Noting:
         generation = self._generations[name] = self._generations.get(name, -1) + 1
         if self.on_group is not None:
             self.on_group()
-        word = self.ledger.word("group", f"{name}{chr(39) * generation}", members)
+        word = self.memory.word("group", f"{name}{chr(39) * generation}", members)
         known = self._groups[id(group)] = _Group(word, sequence, whole or sequence == 0)
         key = id(group)
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             self._groups.pop(key, None)
 
         self._watched.append(weakref.ref(group, gone))
@@ -385,7 +385,7 @@ def _kind(file: str) -> int:
     return _USERS
 
 
-def _resolved(group: Any) -> Any:
+def _resolved(group: object) -> Any:
     """The group that a functional collective was given by name, mesh, or mesh and dimension; None where that is not
     told."""
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], int):
@@ -440,7 +440,7 @@ class _Done:
     def __init__(self, result: list[Tensor]) -> None:
         self._result = result
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Nothing is left to wait for."""
         return True
 
@@ -465,7 +465,7 @@ class _Done:
 
 def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def whole(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def whole(tensor: object, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(tensor, Tensor) or tensor.is_contiguous() or tensor.layout != torch.strided:
             return function(tensor, *args, **kwargs)
         given = inspect.signature(function).bind(tensor, *args, **kwargs)
@@ -519,13 +519,14 @@ class _Comparison:
         count = self._counts[group.group_name] = self._counts.get(group.group_name, 0) + 1
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         mine = f"{name}({', '.join(_words(name, given))})"
-        self._store.set(self._key(group, count, rank), f"{mine}\0{calling().place()}")
+        self._store.set(self._key(group, count, rank), f"{mine}\0{calling().location()}")
         found = self._wait([self._key(group, count, other) for other in ranks])
         # whoever has written this one has read those before it
         self._store.delete_key(self._key(group, count - 1, rank))
         if any(call != mine for call, _ in found):
             told = "; ".join(
-                f"rank {other} calls {call} at {place}" for other, (call, place) in zip(ranks, found, strict=False)
+                f"rank {other} calls {call} at {location}"
+                for other, (call, location) in zip(ranks, found, strict=False)
             )
             raise CollectiveMismatch(
                 f"the ranks are about to do different things in collective {count} of their group: {told}. "
@@ -542,7 +543,7 @@ class _Comparison:
             except dist.DistStoreError:
                 continue
         found = [value.decode().split("\0") for value in self._store.multi_get(keys)]
-        return [(call, place) for call, place in found]
+        return [(call, location) for call, location in found]
 
     @staticmethod
     def _key(group: dist.ProcessGroup, count: int, rank: int) -> str:
@@ -564,41 +565,41 @@ def _words(name: str, given: dict[str, Any]) -> Iterator[str]:
 _HOMES = (dist, dist.distributed_c10d)
 _replaced: list[tuple[Any, str, Any]] = []
 """What stood where the gate stands: object, name, value."""
-_noting: Noting | None = None
+_trace: CollectiveTrace | None = None
 
 
 def install_trace() -> None:
     """Have torch's collectives noted from here on, in this process, and strided tensors reduced rightly; once."""
-    global _noting
+    global _trace
     if not _replaced:
         TORCH_COLLECTIVES.install(lambda: take_down)
-        # a process that is forked here must not write into this one's ledger; its own gate, if any, has another
+        # a process that is forked here must not write into this one's trace; its own gate, if any, has another
         FORK_TRACE.at_fork(after_in_child=_forget)
-        _noting = noting = Noting()
+        _trace = trace = CollectiveTrace()
         for name in COLLECTIVES:
             function = getattr(dist.distributed_c10d, name, None)
             if function is not None:
                 _replace(name, _with_note(name, function))
-        _install_messages(noting)
-        _set(dist.Work, "wait", noting.waited(dist.Work.wait))
-        noting.on_group = _take_in_functional
+        _install_messages(trace)
+        _set(dist.Work, "wait", trace.waited(dist.Work.wait))
+        trace.on_group = _take_in_functional
     _take_in_functional()
 
 
 def _forget() -> None:
     take_down()
-    if _noting is not None:
-        _noting.stop()
+    if _trace is not None:
+        _trace.stop()
 
 
 def _take_in_functional() -> None:
     """Note torch's functional collectives once they are imported: DTensor makes them, in groups that are new here."""
     functional = sys.modules.get("torch.distributed._functional_collectives")
-    if functional is not None and _noting is not None and not hasattr(functional.all_reduce, "is_gate"):
+    if functional is not None and _trace is not None and not hasattr(functional.all_reduce, "is_gate"):
         for name in FUNCTIONAL:
             function = getattr(functional, name, None)
             if function is not None:
-                _set(functional, name, _noting.functional(name, function))
+                _set(functional, name, _trace.functional(name, function))
         functional.all_reduce.is_gate = True
 
 
@@ -611,35 +612,35 @@ def take_down() -> None:
 
 def set_location(where: Callable[[], tuple[str, int]] | None) -> None:
     """Say who knows in which hook this rank is, and at which batch; None: nobody any more."""
-    if _noting is not None:
+    if _trace is not None:
         install_trace()
-        _noting.where = where
-        answer_by(None if where is None else _noting.say)
+        _trace.where = where
+        answer_by(None if where is None else _trace.say)
 
 
 def _with_note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    assert _noting is not None
-    noted = _noting.collective(name, function, _whole(function) if name in IN_PLACE else None)
+    assert _trace is not None
+    noted = _trace.collective(name, function, _whole(function) if name in IN_PLACE else None)
     noted.inner = function  # type: ignore[attr-defined]
     return noted
 
 
-def _install_messages(noting: Noting) -> None:
+def _install_messages(trace: CollectiveTrace) -> None:
     """Messages, too. A ``P2POp`` holds ``isend`` or ``irecv``, and torch asks which of them by their identity, so one
     that somebody has taken before is made the one of now."""
     c10d: Any = dist.distributed_c10d
     now = {}
     for name in MESSAGES:
         before = getattr(c10d, name)
-        now[before] = noting.message(name, before)
+        now[before] = trace.message(name, before)
         _replace(name, now[before])
     check, init = c10d._check_op, dist.P2POp.__init__
 
-    def check_op(op: Any) -> None:
+    def check_op(op: Callable[..., object]) -> None:
         check(now.get(op, op))
 
     @functools.wraps(init)
-    def made(self: Any, op: Any, *args: Any, **kwargs: Any) -> None:
+    def made(self: dist.P2POp, op: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         init(self, now.get(op, op), *args, **kwargs)
 
     _set(c10d, "_check_op", check_op)
@@ -677,6 +678,6 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
             _set(home, name, function)
 
 
-def _set(home: Any, name: str, value: Any) -> None:
+def _set(home: object, name: str, value: object) -> None:
     _replaced.append((home, name, getattr(home, name)))
     setattr(home, name, value)

@@ -1,4 +1,4 @@
-"""Who strays: what the ranks' ledgers, stacks and processes say together, once somebody waits. Pure functions.
+"""Who diverges: what the ranks' traces, stacks and processes say together, once somebody waits. Pure functions.
 
 Proofs end a run at once: two ranks did different things as the same collective of one group (`diverged`); ranks wait
 for one another in a circle (`circle`); a rank has been stopped, and others wait for it (`stopped`). All else may come
@@ -53,7 +53,7 @@ class RankSnapshot:
     state: str = SLEEPS
     still: float = 0.0  #: seconds without any work of the processor
     stopped: float = 0.0  #: seconds since it was stopped
-    notes: tuple[Note, ...] = ()  #: the newest of its ledger, the newest first
+    notes: tuple[Note, ...] = ()  #: the newest of its trace, the newest first
     stack: Stack | None = None
     worker: Stack | None = None  #: of a loader's worker, where the rank waits for it
     phase: str = ""  #: the hook in which it is, if it said so
@@ -65,7 +65,7 @@ class RankSnapshot:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> RankSnapshot:
-        """The sight that `plain` was made of."""
+        """The snapshot that `plain` was made of."""
         notes = tuple(Note(**{**note, "members": tuple(note["members"])}) for note in plain["notes"])
         stacks = {name: _stack(plain[name]) for name in ("stack", "worker")}
         return cls(**{**plain, "stand": Stand(**plain["stand"]), "notes": notes, **stacks})
@@ -84,15 +84,15 @@ class RankSnapshot:
         return self.still if self.stack is not None and self.stack.waits else 0.0
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The line of the user's code at which it is; the innermost of the loader's worker where it waits for that."""
         if self.worker is not None:
-            return self.worker.place()
+            return self.worker.location()
         inside = self.inside
-        if self.stack is not None and (inside is None or not inside.place):
-            return self.stack.place(self.stand.place)
+        if self.stack is not None and (inside is None or not inside.location):
+            return self.stack.location(self.stand.location)
         noted = inside or (self.notes[0] if self.notes and self.state in (STOPPED, GONE) else None)
-        return (noted.place if noted is not None else "") or self.stand.place
+        return (noted.location if noted is not None else "") or self.stand.location
 
     def described(self) -> str:
         """What it does, and where: ``"waits in all_reduce #417, train.py:88 (on_validation_epoch_end)"``."""
@@ -110,20 +110,22 @@ class RankSnapshot:
             what = f"waits in {_outstanding(self) or stack.doing or 'a collective'}"
         else:
             what = f"is in {stack.doing}" if stack.doing else "is in its own code"
-        return f"{what}, {self.place}{_when(self)}"
+        return f"{what}, {self.location}{_when(self)}"
 
 
-def _outstanding(sight: RankSnapshot) -> str:
+def _outstanding(snapshot: RankSnapshot) -> str:
     """The oldest asynchronous collective that is not known to be complete."""
-    open_ = [note for note in sight.notes if note.left is not None and note.done is None and not note.aside]
-    return open_[-1].named if open_ and sight.stack is not None and sight.stack.doing == "wait" else ""
+    open_ = [note for note in snapshot.notes if note.left is not None and note.done is None and not note.aside]
+    return open_[-1].named if open_ and snapshot.stack is not None and snapshot.stack.doing == "wait" else ""
 
 
-def _when(sight: RankSnapshot) -> str:
-    inside = sight.inside
+def _when(snapshot: RankSnapshot) -> str:
+    inside = snapshot.inside
     if inside is None:
-        loads = sight.stack is not None and sight.stack.loads  # between two steps: the hook is that of the last one
-        said = ["" if loads else sight.phase, f"since batch {sight.batch}" if sight.batch >= 0 else ""]
+        loads = (
+            snapshot.stack is not None and snapshot.stack.loads
+        )  # between two steps: the hook is that of the last one
+        said = ["" if loads else snapshot.phase, f"since batch {snapshot.batch}" if snapshot.batch >= 0 else ""]
     else:
         said = [inside.phase or inside.function, f"batch {inside.batch}" if inside.batch >= 0 else ""]
     said = [words for words in said if words and words != "<module>"]
@@ -137,33 +139,39 @@ def _stack(plain: Mapping[str, Any] | None) -> Stack | None:
 # -- proofs
 
 
-def compare(sights: Sequence[RankSnapshot]) -> Divergence | None:
+def compare(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     """Whether ranks wait, or will, for what cannot come.
 
     Args:
-        sights: of all ranks that can be seen.
+        snapshots: of all ranks that can be seen.
     """
-    return diverged(sights) or circle(sights) or stopped(sights)
+    return diverged(snapshots) or circle(snapshots) or stopped(snapshots)
 
 
-def diverged(sights: Sequence[RankSnapshot]) -> Divergence | None:
+def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     """Ranks that did different things as the same collective of one group."""
     made: dict[tuple[str, tuple[int, ...], int], list[tuple[RankSnapshot, Note]]] = {}
-    for sight in sights:
-        for note in sight.notes:
+    for snapshot in snapshots:
+        for note in snapshot.notes:
             if note.whole and note.number:
-                made.setdefault((note.group, note.members, note.number), []).append((sight, note))
+                made.setdefault((note.group, note.members, note.number), []).append((snapshot, note))
     for _, notes in sorted(made.items(), key=lambda item: item[0][2]):
         first = notes[0][1]
         if any(first.differs(note) for _, note in notes):
-            return parted([(sight.rank, _place(sight, note), note) for sight, note in notes], _trace(sights))
+            return parted(
+                [(snapshot.rank, _location(snapshot, note), note) for snapshot, note in notes], _trace(snapshots)
+            )
     return None
 
 
-def _place(sight: RankSnapshot, note: Note) -> str:
+def _location(snapshot: RankSnapshot, note: Note) -> str:
     """Where a collective was called; autograd's own threads have no line of the user's, but who waits for them has."""
-    waiting = sight.stack.place(sight.stand.place) if note.inside and sight.stack is not None else sight.stand.place
-    return note.place or waiting
+    waiting = (
+        snapshot.stack.location(snapshot.stand.location)
+        if note.inside and snapshot.stack is not None
+        else snapshot.stand.location
+    )
+    return note.location or waiting
 
 
 def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Divergence:
@@ -174,39 +182,41 @@ def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Divergenc
         trace: stacks of the ranks.
     """
     said = []
-    for rank, place, note in sorted(calls, key=lambda call: call[0]):
+    for rank, location, note in sorted(calls, key=lambda call: call[0]):
         verb = "waits in" if note.inside else "called"
         payload = f" of {note.payload}" if note.payload else ""
         root = f" with rank {note.root}" if note.root >= 0 else ""
         phase = note.phase or (note.function if note.function != "<module>" else "")
         when = ", ".join(filter(None, [phase, f"batch {note.batch}" if note.batch >= 0 else ""]))
-        said.append((rank, f"{verb} {note.named}{payload}{root}, {place}" + (f" ({when})" if when else "")))
+        said.append((rank, f"{verb} {note.named}{payload}{root}, {location}" + (f" ({when})" if when else "")))
     told = "; ".join(f"{named(ranks)} {what}" for what, ranks in odd_first(alike(said)))
     return Divergence(f"the ranks' calls do not match: {told}. {RULE}", trace)
 
 
-def circle(sights: Sequence[RankSnapshot]) -> Divergence | None:
+def circle(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     """Ranks in collectives that need one another, each in another one."""
-    needs = {sight.rank: _needed(sight, sights) for sight in sights}
-    for sight in sights:
-        if sight.rank in _reachable(sight.rank, needs):
-            ranks = _reachable(sight.rank, needs)
-            ours = [other for other in sights if other.rank in ranks and sight.rank in _reachable(other.rank, needs)]
+    needs = {snapshot.rank: _needed(snapshot, snapshots) for snapshot in snapshots}
+    for snapshot in snapshots:
+        if snapshot.rank in _reachable(snapshot.rank, needs):
+            ranks = _reachable(snapshot.rank, needs)
+            ours = [
+                other for other in snapshots if other.rank in ranks and snapshot.rank in _reachable(other.rank, needs)
+            ]
             told = _told(ours)
             return Divergence(
-                f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(sights)
+                f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(snapshots)
             )
     return None
 
 
-def _needed(sight: RankSnapshot, sights: Sequence[RankSnapshot]) -> set[int]:
+def _needed(snapshot: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> set[int]:
     """The ranks without which a rank cannot come out of where it is, and who have not come there."""
-    inside = sight.inside
+    inside = snapshot.inside
     if inside is None or not inside.whole or inside.operation not in TOGETHER:
         return set()
     found = set()
-    for other in sights:
-        if other.rank == sight.rank or other.rank not in inside.members or other.inside is None:
+    for other in snapshots:
+        if other.rank == snapshot.rank or other.rank not in inside.members or other.inside is None:
             continue
         theirs = [note for note in other.notes if (note.group, note.members) == (inside.group, inside.members)]
         numbers = [note.number for note in theirs if note.number]
@@ -227,31 +237,33 @@ def _reachable(rank: int, needs: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def stopped(sights: Sequence[RankSnapshot]) -> Divergence | None:
+def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     """A rank that somebody has stopped, for which others wait. A debugger's, that stops and goes on, is let be."""
-    halted = [sight for sight in sights if sight.state == STOPPED and sight.stopped >= HALTED]
-    waiting = [sight for sight in sights if sight.state in (RUNS, SLEEPS) and sight.waited >= HALTED / 2]
+    halted = [snapshot for snapshot in snapshots if snapshot.state == STOPPED and snapshot.stopped >= HALTED]
+    waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:
         return None
-    return Divergence(f"{_told(halted)} (SIGSTOP), and {_told(waiting)}", _trace(sights))
+    return Divergence(f"{_told(halted)} (SIGSTOP), and {_told(waiting)}", _trace(snapshots))
 
 
 # -- no proofs
 
 
-def overdue(sights: Sequence[RankSnapshot], limit: float) -> Divergence | None:
+def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | None:
     """That ranks have waited longer than so many seconds, and what the others do."""
-    waiting = [sight for sight in sights if sight.waited >= limit]
+    waiting = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
     if not waiting:
         return None
-    seconds = max(sight.waited for sight in waiting)
-    others = [sight for sight in sights if sight not in waiting]
+    seconds = max(snapshot.waited for snapshot in waiting)
+    others = [snapshot for snapshot in snapshots if snapshot not in waiting]
     told = "; ".join(filter(None, [_told(others), _told(waiting)]))
-    return Divergence(f"for {seconds:.0f} s, {told}", _trace(sights))
+    return Divergence(f"for {seconds:.0f} s, {told}", _trace(snapshots))
 
 
-def _told(sights: Iterable[RankSnapshot]) -> str:
-    groups = alike((sight.rank, sight.described()) for sight in sorted(sights, key=lambda sight: sight.rank))
+def _told(snapshots: Iterable[RankSnapshot]) -> str:
+    groups = alike(
+        (snapshot.rank, snapshot.described()) for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)
+    )
     return "; ".join(f"{named(ranks)} {_plural(what) if len(ranks) > 1 else what}" for what, ranks in groups)
 
 
@@ -261,12 +273,12 @@ def _plural(what: str) -> str:
     return f"{plural}{',' if verb.endswith(',') else ''} {rest}".replace(" its ", " their ", 1)
 
 
-def _trace(sights: Iterable[RankSnapshot]) -> str:
+def _trace(snapshots: Iterable[RankSnapshot]) -> str:
     """The ranks' Python stacks, each in a few lines, those alike once."""
     groups = alike(
-        (sight.rank, f"{whose}:\n{brief(stack)}")
-        for sight in sights
-        for stack, whose in ((sight.stack, ""), (sight.worker, ", a worker of its data loader"))
+        (snapshot.rank, f"{whose}:\n{brief(stack)}")
+        for snapshot in snapshots
+        for stack, whose in ((snapshot.stack, ""), (snapshot.worker, ", a worker of its data loader"))
         if stack is not None
     )
     shown = sorted(groups, key=lambda group: (len(group[1]), group[1]))[:STACKS]

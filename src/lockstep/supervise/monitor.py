@@ -1,4 +1,4 @@
-"""The watch over the ranks of a node: what their traces, stacks and processes show from one second to the next."""
+"""Watches the ranks of a node: what their traces, stacks and processes show from one second to the next."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lockstep.supervise.hang import (
     overdue,
     parted,
 )
-from lockstep.supervise.signals import Ear
+from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.stack import Stack, ask, ask_stopped, ask_workers, is_there, one_line, speak
-from lockstep.supervise.status import Notes
+from lockstep.supervise.status import Mailbox
 from lockstep.supervise.trace_memory import Note, Reading
 
-# -- the lookout for hangs -----------------------------------------------------------------------------------
+# -- hangs -----------------------------------------------------------------------------------
 
 
 MOST = 256
@@ -51,14 +51,14 @@ SHOWN = 10.0
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 
-class Channel(Protocol):
+class OtherNodes(Protocol):
     """The way to the supervisors of other nodes."""
 
-    def send(self, topic: str, body: Any) -> None:
+    def send(self, topic: str, body: object) -> None:
         """To all others."""
         ...
 
-    def listen(self, topic: str, callback: Any) -> None:
+    def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
         """``callback(node, body)`` for what comes from others."""
         ...
 
@@ -95,14 +95,14 @@ class Histories:
         return None
 
 
-class Lookout:
+class HangMonitor:
     """Looks at the ranks of a node, and hears of those of others.
 
     Args:
-        channel: to the other nodes; None: there are none, or no way to them.
+        hub: to the other nodes; None: there are none, or no way to them.
     """
 
-    def __init__(self, channel: Channel | None = None) -> None:
+    def __init__(self, hub: OtherNodes | None = None) -> None:
         self._readings: dict[int, tuple[str, Reading]] = {}
         self._stands: dict[int, Stand] = {}
         self._read: dict[int, int] = {}
@@ -112,13 +112,13 @@ class Lookout:
         self._ask_again = 0.0
         self._waits: dict[int, tuple[float, RankSnapshot]] = {}  # ranks whose stacks waited, since when that is known
         self._said: set[tuple[Any, ...]] = set()
-        self._channel = channel
+        self._hub = hub
         self._lock = threading.Lock()
         self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
         self._elsewhere: dict[int, tuple[float, list[RankSnapshot]]] = {}
         self._heard_at, self._shown_at = -PATIENCE, -SHOWN
-        if channel is not None:
-            channel.listen("sights", self._hear)
+        if hub is not None:
+            hub.listen("snapshots", self._hear)
 
     @property
     def is_alarmed(self) -> bool:
@@ -126,7 +126,7 @@ class Lookout:
         return bool(self._halted)
 
     def close(self) -> None:
-        """Let go of the ledgers."""
+        """Let go of the traces."""
         for _, reading in self._readings.values():
             reading.close()
         self._readings.clear()
@@ -155,19 +155,19 @@ class Lookout:
             differing = self._compare_histories()
         if differing is not None:
             return self._told(differing)
-        sights = {rank: self._sight(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
-        late = [sight for sight in sights.values() if sight.stopped >= HALTED]
-        if late or self._is_due(sights, min(limit, kill), now):
-            for rank, sight in sights.items():
-                sights[rank] = self._asked(sight, now)
-        everybody = [*sights.values(), *self._others(sights.values(), limit, now)]
+        snapshots = {rank: self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
+        late = [snapshot for snapshot in snapshots.values() if snapshot.stopped >= HALTED]
+        if late or self._is_due(snapshots, min(limit, kill), now):
+            for rank, snapshot in snapshots.items():
+                snapshots[rank] = self._asked(snapshot, now)
+        everybody = [*snapshots.values(), *self._others(snapshots.values(), limit, now)]
         found = compare(everybody)
         if found is not None and late:
-            return compare([_woken(sight) for sight in everybody]) or found
+            return compare([_woken(snapshot) for snapshot in everybody]) or found
         return found or self._overdue(everybody, limit, kill, now)
 
     def divergence(self) -> Divergence | None:
-        """What all ledgers prove, those of ranks too that have come to their end; once, since it takes a while."""
+        """What all traces prove, those of ranks too that have come to their end; once, since it takes a while."""
         histories = Histories()
         with self._reads:
             for rank, (_, reading) in sorted(self._readings.items()):
@@ -193,13 +193,13 @@ class Lookout:
     # -- one rank
 
     def open(self, stands: Mapping[int, Stand]) -> None:
-        """Open the ledgers of ranks, while their processes live: what is open outlives them."""
+        """Open the traces of ranks, while their processes live: what is open outlives them."""
         with self._reads:
             for rank, stand in stands.items():
                 self._stands[rank] = stand
-                if stand.ledger and self._readings.get(rank, ("",))[0] != stand.ledger:
+                if stand.collectives and self._readings.get(rank, ("",))[0] != stand.collectives:
                     with contextlib.suppress(OSError, ValueError):
-                        self._readings[rank] = stand.ledger, Reading(stand.ledger)
+                        self._readings[rank] = stand.collectives, Reading(stand.collectives)
                         self._read[rank] = 0
 
     def _compare_histories(self) -> dict[int, Note] | None:
@@ -223,12 +223,12 @@ class Lookout:
         return True
 
     def _told(self, notes: Mapping[int, Note]) -> Divergence:
-        sights = [self._asked(self._sight(self._stands[rank], 0.0, 0.0), 0.0) for rank in notes]
-        trace = diverged([replace(sight, notes=(notes[sight.rank],)) for sight in sights])
-        calls = [(rank, note.place or self._stands[rank].place, note) for rank, note in notes.items()]
+        snapshots = [self._asked(self._snapshot(self._stands[rank], 0.0, 0.0), 0.0) for rank in notes]
+        trace = diverged([replace(snapshot, notes=(notes[snapshot.rank],)) for snapshot in snapshots])
+        calls = [(rank, note.location or self._stands[rank].location, note) for rank, note in notes.items()]
         return trace if trace is not None else parted(calls)
 
-    def _sight(self, stand: Stand, still: float, now: float) -> RankSnapshot:
+    def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
         state = _state(stand.process)
         halted = 0.0
         if state == STOPPED:
@@ -238,64 +238,66 @@ class Lookout:
         reading = self._readings.get(stand.rank)
         with self._reads:
             notes = tuple(reading[1].newest(16)) if reading is not None else ()
-        sight = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
-        if sight.inside is None and still == 0.0:
+        snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
+        if snapshot.inside is None and still == 0.0:
             self._waits.pop(stand.rank, None)
-        return sight
+        return snapshot
 
-    def _asked(self, sight: RankSnapshot, now: float) -> RankSnapshot:
+    def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         """With its stack."""
-        if sight.state not in (RUNS, SLEEPS):
-            return sight
-        stack = ask(sight.stand.process, sight.stand.answers)
-        sight = self._spoken(sight)
+        if snapshot.state not in (RUNS, SLEEPS):
+            return snapshot
+        stack = ask(snapshot.stand.process, snapshot.stand.answers)
+        snapshot = self._spoken(snapshot)
         worker = None
         if stack is not None and stack.loads:
-            workers = ask_workers(sight.stand.process, sight.stand.answers)
+            workers = ask_workers(snapshot.stand.process, snapshot.stand.answers)
             worker = next((each for each in workers if each.fetches), None)
-        sight = replace(sight, stack=stack, worker=worker)
-        if sight.waited:
-            self._waits.setdefault(sight.rank, (now, sight))
+        snapshot = replace(snapshot, stack=stack, worker=worker)
+        if snapshot.waited:
+            self._waits.setdefault(snapshot.rank, (now, snapshot))
         else:
-            self._waits.pop(sight.rank, None)
-        return sight
+            self._waits.pop(snapshot.rank, None)
+        return snapshot
 
-    def _spoken(self, sight: RankSnapshot) -> RankSnapshot:
+    def _spoken(self, snapshot: RankSnapshot) -> RankSnapshot:
         """With the hook and the batch at which it is, if it can say so at once."""
-        if sight.inside is not None or sight.rank not in self._readings:
-            return sight
+        if snapshot.inside is not None or snapshot.rank not in self._readings:
+            return snapshot
         begun = time.monotonic()
-        speak(sight.stand.answers)
+        speak(snapshot.stand.answers)
         time.sleep(ANSWER)
-        said = self._readings[sight.rank][1].said(begun)
-        return sight if said is None else replace(sight, phase=said[0], batch=said[1])
+        said = self._readings[snapshot.rank][1].said(begun)
+        return snapshot if said is None else replace(snapshot, phase=said[0], batch=said[1])
 
     # -- those that wait long
 
-    def _is_due(self, sights: Mapping[int, RankSnapshot], limit: float, now: float) -> bool:
+    def _is_due(self, snapshots: Mapping[int, RankSnapshot], limit: float, now: float) -> bool:
         """Whether it is time to ask the ranks for their stacks."""
-        long = frozenset(rank for rank, sight in sights.items() if sight.waited >= limit or sight.still >= limit)
+        long = frozenset(
+            rank for rank, snapshot in snapshots.items() if snapshot.waited >= limit or snapshot.still >= limit
+        )
         due = bool(long) and (bool(long - self._asked_for) or now >= self._ask_again)
         self._asked_for = long
         if due:
             self._ask_again = now + max(limit, 10.0)
         return due
 
-    def _overdue(self, sights: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
-        if self._channel is not None and all(sight.rank in self._stands for sight in sights):
+    def _overdue(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
+        if self._hub is not None and all(snapshot.rank in self._stands for snapshot in snapshots):
             limit += 1.0  # others have not answered yet
-        found = overdue(sights, limit)
-        halted = any(sight.state == STOPPED for sight in sights)  # which is told in a moment
+        found = overdue(snapshots, limit)
+        halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
         if found is not None and found.trace and not halted:
-            key = tuple((sight.rank, sight.place) for sight in sights if sight.waited >= limit)
+            key = tuple((snapshot.rank, snapshot.location) for snapshot in snapshots if snapshot.waited >= limit)
             if key not in self._said:
                 self._said.add(key)
                 _say(found, kill)
         # of one whose stack alone says that it waits, it counts since that was first seen
-        patient = any(sight.inside is not None and sight.waited >= kill for sight in sights)
+        patient = any(snapshot.inside is not None and snapshot.waited >= kill for snapshot in snapshots)
         if not patient and not any(now - since >= kill for since, _ in self._waits.values()):
             return None
-        asked = [self._asked(sight, now) if sight.rank in self._stands else sight for sight in sights]
+        asked = [self._asked(snapshot, now) if snapshot.rank in self._stands else snapshot for snapshot in snapshots]
         final = overdue(asked, min(limit, kill))
         return None if final is None else replace(final, text=f"{final}; hang_kill={kill:g} s are over")
 
@@ -303,32 +305,34 @@ class Lookout:
 
     def _others(self, own: Iterable[RankSnapshot], limit: float, now: float) -> list[RankSnapshot]:
         """The ranks of other nodes, as they were seen there."""
-        if self._channel is None:
+        if self._hub is None:
             return []
         own = list(own)
         # in time, so that others are known when it is told who waits for whom
-        wanted = any(max(sight.waited, sight.still, sight.stopped) >= limit / 2 for sight in own)
+        wanted = any(max(snapshot.waited, snapshot.still, snapshot.stopped) >= limit / 2 for snapshot in own)
         with self._lock:
             heard = now - self._heard_at < PATIENCE
             asks = heard and now - self._shown_at > SHOWN  # ranks are not asked for their stacks each second
-            elsewhere = [sight for at, sights in self._elsewhere.values() if now - at < PATIENCE for sight in sights]
+            elsewhere = [
+                snapshot for at, snapshots in self._elsewhere.values() if now - at < PATIENCE for snapshot in snapshots
+            ]
         if asks:
             self._shown_at = now
-            own = [sight if sight.stack is not None else self._asked(sight, now) for sight in own]
+            own = [snapshot if snapshot.stack is not None else self._asked(snapshot, now) for snapshot in own]
         if wanted or heard:
-            self._channel.send("sights", {"wanted": wanted, "sights": [sight.plain() for sight in own]})
+            self._hub.send("snapshots", {"wanted": wanted, "snapshots": [snapshot.plain() for snapshot in own]})
         return elsewhere
 
-    def _hear(self, node: int, body: Any) -> None:
+    def _hear(self, node: int, body: Mapping[str, Any]) -> None:
         with self._lock:
             now = time.monotonic()
-            before = {sight.rank: sight for sight in self._elsewhere.get(node, (0.0, []))[1]}
-            sights = [RankSnapshot.of(plain) for plain in body["sights"]]
-            for index, sight in enumerate(sights):
-                if sight.stack is None and sight.rank in before:
-                    known = before[sight.rank]
-                    sights[index] = replace(sight, stack=known.stack, worker=known.worker)
-            self._elsewhere[node] = now, sights
+            before = {snapshot.rank: snapshot for snapshot in self._elsewhere.get(node, (0.0, []))[1]}
+            snapshots = [RankSnapshot.of(plain) for plain in body["snapshots"]]
+            for index, snapshot in enumerate(snapshots):
+                if snapshot.stack is None and snapshot.rank in before:
+                    known = before[snapshot.rank]
+                    snapshots[index] = replace(snapshot, stack=known.stack, worker=known.worker)
+            self._elsewhere[node] = now, snapshots
             if body["wanted"]:
                 self._heard_at = now
 
@@ -340,11 +344,11 @@ def _state(process: int) -> str:
         return GONE
 
 
-def _woken(sight: RankSnapshot) -> RankSnapshot:
+def _woken(snapshot: RankSnapshot) -> RankSnapshot:
     """With the stack of a rank that is stopped: it answers before it goes on, and then it is to be ended anyway."""
-    if sight.state != STOPPED:
-        return sight
-    return replace(sight, stack=ask_stopped(sight.stand.process, sight.stand.answers))
+    if snapshot.state != STOPPED:
+        return snapshot
+    return replace(snapshot, stack=ask_stopped(snapshot.stand.process, snapshot.stand.answers))
 
 
 def _say(found: Divergence, kill: float) -> None:
@@ -376,7 +380,7 @@ LATE = 5.0
 """Seconds from one look to the next after which this process was asleep itself."""
 
 OPENING = 30.0
-"""Seconds after the first rank has come to a call in which the others' ledgers are looked for every tenth of one."""
+"""Seconds after the first rank has come to a call in which the others' traces are looked for every tenth of one."""
 
 AT_ONCE = 3.0
 """Seconds that the ranks get to end after a second Ctrl-C."""
@@ -390,28 +394,28 @@ class Verdict:
     interrupted: bool = False
 
 
-class Watch:
+class RankMonitor:
     """A thread that looks at the ranks of a node once a second, and gives its verdict at most once.
 
     Args:
-        notes: of the ranks.
+        mailbox: of the ranks.
         everyone: whether the ranks of this node are all there are.
         on_verdict: called in the thread when the ranks have to be ended.
         ended: ranks whose processes came to their end and did not fail, with the time.
-        channel: to the watches of other nodes; None: there are none, or no way to them.
+        hub: to the monitors of other nodes; None: there are none, or no way to them.
     """
 
     def __init__(
         self,
-        notes: Notes,
+        mailbox: Mailbox,
         everyone: bool,
         on_verdict: Callable[[Verdict], None],
         ended: Callable[[], dict[int, float]],
-        channel: Channel | None = None,
+        hub: OtherNodes | None = None,
     ) -> None:
-        self.ear = Ear()
+        self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
-        self._notes = notes
+        self._mailbox = mailbox
         self._everyone = everyone
         self._on_verdict = on_verdict
         self._ended = ended
@@ -421,7 +425,7 @@ class Watch:
         self._stillness: dict[int, _Stillness] = {}
         self._seconds: dict[int, float] = {}  # for which each rank has not worked
         self._looked_at = 0.0
-        self._lookout = Lookout(channel)
+        self._hangs = HangMonitor(hub)
         self._asked_at, self._wait = 0.0, 0.0
         self._opens_until = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
@@ -433,24 +437,24 @@ class Watch:
     def interrupt(self) -> None:
         """Ctrl-C reached this process, which is no rank itself: pass it on."""
         self._presses += 1
-        self.ear.wake()
+        self.signal_pipe.wake()
 
     def stop(self) -> None:
         """Stop looking; called once, and not from ``on_verdict``."""
         self._stopping.set()
-        self.ear.wake()
+        self.signal_pipe.wake()
         if self._thread.is_alive():
             self._thread.join()
-        self.ear.close()
-        self._lookout.close()
+        self.signal_pipe.close()
+        self._hangs.close()
 
     def divergence(self) -> Divergence | None:
-        """What the ledgers prove, those of ranks included that have come to their end: that calls do not match."""
-        return self._lookout.divergence()
+        """What the traces prove, those of ranks included that have come to their end: that calls do not match."""
+        return self._hangs.divergence()
 
     def stands(self) -> dict[int, Stand]:
         """Where the ranks stand, those included that have come to their end."""
-        stands = self._notes.stands()
+        stands = self._mailbox.stands()
         for rank, at in self._ended().items():
             there = stands.get(rank) or Stand(rank, at, 0, False, "")
             stands[rank] = replace(there, at=min(there.at, at) if not there.inside else at, inside=False, ended=True)
@@ -459,24 +463,24 @@ class Watch:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._await_period()
-            self._presses += self.ear.heard()
+            self._presses += self.signal_pipe.heard()
             verdict = None if self._stopping.is_set() else self._look()
             if verdict is not None and not self._stopping.is_set():
                 self._on_verdict(verdict)
                 return
 
     def _await_period(self) -> None:
-        """Sleep until the next look, or a signal. Ledgers are opened as soon as ranks say where they lie: a rank that
+        """Sleep until the next look, or a signal. Traces are opened as soon as ranks say where they lie: a rank that
         dies in its first second takes an unopened one with it."""
-        until = time.monotonic() + (PERIOD / 4 if self._lookout.is_alarmed else PERIOD)
+        until = time.monotonic() + (PERIOD / 4 if self._hangs.is_alarmed else PERIOD)
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
-                stands = self._notes.stands()
-                self._lookout.open(stands)
+                stands = self._mailbox.stands()
+                self._hangs.open(stands)
                 if stands and self._opens_until == math.inf:
                     self._opens_until = time.monotonic() + OPENING
                 left = min(left, PERIOD / 10)
-            if select.select([self.ear], [], [], left)[0]:
+            if select.select([self.signal_pipe], [], [], left)[0]:
                 return
 
     def _look(self) -> Verdict | None:
@@ -495,15 +499,15 @@ class Watch:
             3 * PERIOD, LATE
         ):  # this process was stopped, or starved: what it knows of time is worth nothing
             self._stillness.clear()
-            self._lookout.forget()
+            self._hangs.forget()
         still = {rank for rank, stand in inside.items() if self._is_still(stand, now)}
         return self._failed(inside, now) or self._stray(stands, inside, still, now) or self._hung(inside, now)
 
     def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
-        """Ranks that wait for what their ledgers say cannot come, or for too long."""
-        if self._presses or any(cause.rank in inside for cause in self._notes.read() if cause.call):
+        """Ranks that wait for what their traces say cannot come, or for too long."""
+        if self._presses or any(cause.rank in inside for cause in self._mailbox.read() if cause.call):
             return None  # it is ending
-        found = self._lookout.look(inside, self._seconds, now)
+        found = self._hangs.look(inside, self._seconds, now)
         return None if found is None else Verdict(found)
 
     def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:
@@ -520,7 +524,7 @@ class Watch:
 
     def _failed(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """A rank that has failed, and has still not come out of its call."""
-        for cause in self._notes.read():
+        for cause in self._mailbox.read():
             stand = inside.get(cause.rank)
             if stand is None or stand.call != cause.call or now - cause.at < FAREWELL or cause.is_interrupt:
                 continue
@@ -545,14 +549,14 @@ class Watch:
         self._asked_at, self._wait = now, min(60.0, 2 * self._wait + 1)
         found = strayed(stands, stacks, self._everyone)
         if found is not None:
-            own = [cause for cause in self._notes.read() if was_caught(cause, stands)]
+            own = [cause for cause in self._mailbox.read() if was_caught(cause, stands)]
             return Verdict(own[0] if own else found, self.interrupted_at is not None)
         waiting = {rank: stack for rank, stack in stacks.items() if stack.waits}
         patience = QUIET if self._everyone else LONGEST  # ranks elsewhere may have more to do
         asked_to_end = self.interrupted_at is not None and now - self.interrupted_at >= patience
         if asked_to_end and waiting.keys() == inside.keys():
             rank, stack = next(iter(waiting.items()))
-            where = stack.described(inside[rank].place)
+            where = stack.described(inside[rank].location)
             return Verdict(
                 Divergence(f"{named(sorted(waiting))} waited in {where} and could not be stopped in order"), True
             )

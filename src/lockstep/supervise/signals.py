@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import current_process
-from typing import Any
+from types import FrameType
 
 from lockstep.ground.installed import FORK_WAKEUP, HANDLERS, PASSED_ON, WAKEUP
 from lockstep.launch.parent_death import PARENT
@@ -24,7 +24,7 @@ ENDED = 128 + signal.SIGTERM
 
 
 @contextmanager
-def heeding(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[None]:
+def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[None]:
     """Have ``note`` called for these signals. Outside the main thread nothing is changed.
 
     A handler that the user has set stays, as does what a parent told this process to ignore. Forked processes, loader
@@ -36,7 +36,7 @@ def heeding(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[Non
     """
     process = os.getpid()
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
             note(number)
 
@@ -65,7 +65,7 @@ def end_at_once() -> None:
 
 
 @contextmanager
-def unheeded(number: int) -> Iterator[None]:
+def by_default(number: int) -> Iterator[None]:
     """Inside, a signal does what the system does by itself: SIGTERM ends this process, also inside a collective."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -123,7 +123,7 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
         return
     process, presses = os.getpid(), 0
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         nonlocal presses
         if os.getpid() != process:  # a process that was forked here: a loader worker, or one of the user's own
             if current_process().daemon:
@@ -145,7 +145,7 @@ def interruptible(ask: Callable[[], None], end: Callable[[], None]) -> Iterator[
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-class Ear:
+class SignalPipe:
     """Hears of every Ctrl-C to this process, also while its main thread waits in a collective.
 
     Python runs handlers in the main thread between two of its instructions, so one that waits for another rank

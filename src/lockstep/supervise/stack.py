@@ -162,7 +162,7 @@ class Stack:
 
     frames: tuple[Frame, ...]
 
-    def place(self, called: str = "") -> str:
+    def location(self, called: str = "") -> str:
         """The innermost line of the user's code, ``"train.py:14"``; where there is none, of any code.
 
         Args:
@@ -201,8 +201,8 @@ class Stack:
         return named[-1] if named else ""
 
     def described(self, called: str = "") -> str:
-        """What it does, and where; ``called`` as for :meth:`place`."""
-        return f"{self.doing or 'its own code'} ({self.place(called)})"
+        """What it does, and where; ``called`` as for :meth:`location`."""
+        return f"{self.doing or 'its own code'} ({self.location(called)})"
 
     def _below_users(self) -> Iterable[Frame]:
         for frame in self.frames:
@@ -357,9 +357,11 @@ def offer() -> str:
         ear, mouth = os.pipe()
         _bell = os.getpid(), mouth
         threading.Thread(target=_attend, args=(ear, _file), name="lockstep-sample", daemon=True).start()
-    places = (_file.fileno(), _bell[1])
+    locations = (_file.fileno(), _bell[1])
     path = f"/proc/{os.getpid()}/fd"
-    return f"{path}/{places[0]}:{os.fstat(places[0]).st_ino}:{path}/{places[1]}:{os.fstat(places[1]).st_ino}"
+    return (
+        f"{path}/{locations[0]}:{os.fstat(locations[0]).st_ino}:{path}/{locations[1]}:{os.fstat(locations[1]).st_ino}"
+    )
 
 
 def _register() -> Callable[[], object]:

@@ -20,7 +20,7 @@ from lockstep.ground.errors import RankFailed
 from lockstep.ground.installed import EXCEPTHOOK
 from lockstep.supervise import stack
 from lockstep.supervise.causes import Cause, Stand, cause_of
-from lockstep.supervise.signals import hear, unheeded
+from lockstep.supervise.signals import by_default, hear
 from lockstep.supervise.stack import (
     MOST,
     MOST_ALONE,
@@ -31,20 +31,20 @@ from lockstep.supervise.stack import (
     reason_of,
     shortened,
 )
-from lockstep.supervise.trace_memory import offer as offer_ledger
+from lockstep.supervise.trace_memory import offer as offer_trace
 
 # -- the mailbox ---------------------------------------------------------------------------------------------
 
 
-NOTES = "LOCKSTEP_NOTES"
-"""The variable with the address of the notes that a rank leaves when it fails."""
+MAILBOX = "LOCKSTEP_MAILBOX"
+"""The variable with the address of the mailbox into which a rank puts notes."""
 
 RANK = "LOCKSTEP_RANK"
 """The variable with the rank of a started process among all, for what it notes before its Trainer."""
 
 
-class Notes:
-    """The notes of all ranks of a node: a file without a name, of which nothing is left, come what may.
+class Mailbox:
+    """What the ranks of a node put in for their supervisor: a file without a name, which leaves nothing.
 
     Args:
         descriptor: of the file, where another process has made it; None: make it.
@@ -69,8 +69,8 @@ class Notes:
         self._others: list[dict[str, Any]] = []
 
     @classmethod
-    def at(cls, address: str) -> Notes | None:
-        """The notes at an address; None if this process cannot read there."""
+    def at(cls, address: str) -> Mailbox | None:
+        """The mailbox at an address; None if this process cannot read there."""
         descriptor, inode = map(int, address.split(":"))
         try:
             return cls(descriptor) if os.fstat(descriptor).st_ino == inode else None
@@ -168,7 +168,7 @@ class _Rank:
         self.address = ""
         self.call = 0
         self.called = ""
-        self.place = ""  # of the call, while it is in it
+        self.location = ""  # of the call, while it is in it
         self.raised: tuple[BaseException, Cause] | None = None
         self.limits: dict[str, Any] = {}
 
@@ -177,23 +177,23 @@ _rank = _Rank()
 
 
 @contextmanager
-def attended(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
+def noted_call(rank: int, address: str, called: str = "", launched: bool = False) -> Iterator[None]:
     """One call, from its first line to its last: where this rank stands, and what ended it, is noted.
 
     Args:
         rank: this process' global rank.
-        address: of the notes of the process that started the ranks; "" where that was somebody else.
+        address: of the mailbox of the process that started the ranks; "" where that was somebody else.
         called: the line of the user's code that called from another process.
         launched: whether an address may be found later (:func:`report_to`).
     """
     _rank.rank, _rank.address = rank, address
     _rank.call, _rank.raised = _rank.call + 1, None
-    place = _rank.called = called or calling().place()
-    _rank.place = place
+    location = _rank.called = called or calling().location()
+    _rank.location = location
     if address or launched:
         hear()
         watch_uncaught()
-        _stand(place, inside=True)
+        _stand(location, inside=True)
     try:
         yield
     except BaseException as error:
@@ -204,8 +204,8 @@ def attended(rank: int, address: str, called: str = "", launched: bool = False) 
             raise reason from error
         raise
     finally:
-        _rank.place = ""
-        _stand(place, inside=False)
+        _rank.location = ""
+        _stand(location, inside=False)
 
 
 def failed(error: BaseException, rank: int | None = None, address: str = "") -> None:
@@ -214,7 +214,7 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
     Args:
         error: what was raised.
         rank: outside a call: this process' global rank.
-        address: outside a call: of the notes.
+        address: outside a call: of the mailbox.
     """
     if rank is not None:
         _rank.rank, _rank.address = rank, address
@@ -226,14 +226,14 @@ def failed(error: BaseException, rank: int | None = None, address: str = "") -> 
 def report_to(address: str) -> None:
     """Leave notes here from now on: the supervisor has been found, maybe while this rank was in a call."""
     _rank.address = address
-    if _rank.place:
-        _stand(_rank.place, inside=True)
+    if _rank.location:
+        _stand(_rank.location, inside=True)
 
 
 def note_early(environ: Mapping[str, str] = os.environ) -> None:
     """In a rank that lockstep has started: note what ends the script before its first call."""
-    if RANK in environ and NOTES in environ and not _rank.address:
-        _rank.rank, _rank.address = int(environ[RANK]), environ[NOTES]
+    if RANK in environ and MAILBOX in environ and not _rank.address:
+        _rank.rank, _rank.address = int(environ[RANK]), environ[MAILBOX]
         watch_uncaught()
 
 
@@ -249,7 +249,7 @@ def named(error: BaseException) -> BaseException:
     if first is None:
         return error
     reason = RankFailed(
-        f"{first[1]} (this is rank {_rank.rank}, which lost it in {note.doing}, {note.place})", first[0]
+        f"{first[1]} (this is rank {_rank.rank}, which lost it in {note.doing}, {note.location})", first[0]
     )
     _rank.raised = (reason, note)
     return reason
@@ -257,7 +257,7 @@ def named(error: BaseException) -> BaseException:
 
 def _first_of_others() -> tuple[int, str] | None:
     """Rank and words of the first cause, where another rank is it; None if nobody knows within a second."""
-    notes, began = Notes.at(_rank.address), time.monotonic()
+    notes, began = Mailbox.at(_rank.address), time.monotonic()
     while notes is not None and time.monotonic() - began < PATIENCE:
         for first in notes.others("first"):
             if first["rank"] != _rank.rank:
@@ -276,7 +276,7 @@ def is_given_up() -> bool:
 
 def _known_firsts() -> list[dict[str, Any]]:
     """What is noted of the first cause; nothing as long as it is not certain."""
-    notes = Notes.at(_rank.address) if _rank.address else None
+    notes = Mailbox.at(_rank.address) if _rank.address else None
     return [] if notes is None else notes.others("first")
 
 
@@ -297,11 +297,11 @@ def expect(hang_timeout: float | None, hang_kill: float | None) -> None:
     _stand(_rank.called, inside=True)
 
 
-def _stand(place: str, inside: bool) -> None:
+def _stand(location: str, inside: bool) -> None:
     if _rank.address:
-        answers, ledger = stack.offer(), offer_ledger()
-        stand = Stand(_rank.rank, time.monotonic(), _rank.call, inside, place, os.getpid(), answers)
-        leave_note(_rank.address, replace(stand, ledger=ledger, **_rank.limits))
+        answers, collectives = stack.offer(), offer_trace()
+        stand = Stand(_rank.rank, time.monotonic(), _rank.call, inside, location, os.getpid(), answers)
+        leave_note(_rank.address, replace(stand, collectives=collectives, **_rank.limits))
 
 
 def watch_uncaught() -> None:
@@ -340,7 +340,7 @@ class _Hook:
         # where a loader's worker has crashed, its handler of SIGCHLD raises for each further worker that ends, here too
         for last in (False, True):
             try:
-                with unheeded(signal.SIGCHLD):
+                with by_default(signal.SIGCHLD):
                     self._tell(kind, error, trace)
                 return
             except RuntimeError:
@@ -359,7 +359,7 @@ class _Hook:
         if note.lost:
             if _known_firsts() or isinstance(error, RankFailed) or not _is_first_to("loses"):
                 return
-            text = f"rank {note.rank} lost the others in {note.doing} ({note.place})"
+            text = f"rank {note.rank} lost the others in {note.doing} ({note.location})"
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's is enough
@@ -393,7 +393,7 @@ def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:
 
 def _is_first_to(what: str) -> bool:
     """Whether this is the first rank of its node to announce something: what one does, the others need not."""
-    notes = Notes.at(_rank.address)
+    notes = Mailbox.at(_rank.address)
     if notes is None:
         return True
     if not any(note[what] == _rank.rank for note in notes.others(what)):

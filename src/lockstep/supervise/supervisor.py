@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
 from lockstep.launch.parent_death import bound
-from lockstep.launch.processes import FAREWELL, GRACE, Children, Ended, Foreign, is_stopped
+from lockstep.launch.processes import FAREWELL, GRACE, Ended, Foreign, RankProcesses, is_stopped
 from lockstep.supervise.causes import (
     Cause,
     Divergence,
@@ -36,9 +36,9 @@ from lockstep.supervise.causes import (
     judgement,
     located,
 )
-from lockstep.supervise.channel import Line, Message, Nodes, caller, door
-from lockstep.supervise.monitor import Verdict, Watch
-from lockstep.supervise.status import RANK, Notes
+from lockstep.supervise.channel import Channel, Message, Nodes, caller, door
+from lockstep.supervise.monitor import RankMonitor, Verdict
+from lockstep.supervise.status import RANK, Mailbox
 
 TICK = 0.1
 """Seconds from one look for the first cause to the next, while it is not certain."""
@@ -60,33 +60,33 @@ class Supervisor:
     """Watches the ranks of a node from their start to the end of the last.
 
     Args:
-        line: to local rank 0.
-        notes: of the ranks.
-        ear: descriptor of a pipe into which the system writes the signals that local rank 0 gets.
+        channel: to local rank 0.
+        mailbox: of the ranks.
+        signal_pipe: descriptor of a pipe into which the system writes the signals that local rank 0 gets.
         order: what local rank 0 wants, see `lockstep.supervise.client`.
     """
 
-    def __init__(self, line: Line, notes: Notes, ear: int, order: Message) -> None:
-        self._line, self._notes, self._ear, self._order = line, notes, ear, order
+    def __init__(self, channel: Channel, mailbox: Mailbox, signal_pipe: int, order: Message) -> None:
+        self._channel, self._mailbox, self._signal_pipe, self._order = channel, mailbox, signal_pipe, order
         self._rank, self._node = int(order["rank"]), int(order["node"])
         self._starts = order["command"] is not None
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._children = Children(
+        self._processes = RankProcesses(
             lambda: self._put("wound up"),
-            notes.is_inside,
-            notes.is_someone_ending,
-            notes.failed_at,
+            mailbox.is_inside,
+            mailbox.is_someone_ending,
+            mailbox.failed_at,
             lambda rank: self._put("ended"),
             self._is_excused,
         )
-        self._children.hurries = self._starts
+        self._processes.hurries = self._starts
         everyone = order["local_size"] == order["size"]
         self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
-        self._watch = Watch(
-            notes, everyone, lambda found: self._put("verdict", found), lambda: self._children.ended, self._nodes.hub
+        self._monitor = RankMonitor(
+            mailbox, everyone, lambda found: self._put("verdict", found), lambda: self._processes.ended, self._nodes.hub
         )
         self._zero = Foreign(order["process"], lambda: self._said(self._rank))
-        self._lines: list[Line] = []
+        self._channels: list[Channel] = []
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
         self._interrupted = False  # it was Ctrl-C
         self._has_left = False
@@ -95,7 +95,7 @@ class Supervisor:
         self._first: First | None = None
         self._told = False
 
-    def _put(self, event: str, what: Any = None) -> None:
+    def _put(self, event: str, what: object = None) -> None:
         self._events.put((event, what))
 
     # -- the ranks ---------------------------------------------------------------------------------------------
@@ -103,44 +103,46 @@ class Supervisor:
     def start(self) -> None:
         """Start the other ranks, or let them come, and begin to watch."""
         order = self._order
-        self._children.adopt(self._rank, self._zero, stop=not self._starts)
+        self._processes.adopt(self._rank, self._zero, stop=not self._starts)
         if self._starts:
             first = bound()
             environ = {**order["environ"], order["parent"]: str(os.getpid())}
             for local_rank in range(1, order["local_size"]):
                 environ["LOCAL_RANK"], environ[RANK] = str(local_rank), str(self._rank + local_rank)
-                handed = (self._notes.descriptor,)
-                self._children.start(self._rank + local_rank, order["command"], environ, handed, order["folder"], first)
+                handed = (self._mailbox.descriptor,)
+                self._processes.start(
+                    self._rank + local_rank, order["command"], environ, handed, order["folder"], first
+                )
         elif order["name"]:
             self._thread(self._admit, door(order["name"]))
-        self._children.watch()
-        self._watch.start()
-        self._thread(self._hear, self._line, self._rank)
+        self._processes.watch()
+        self._monitor.start()
+        self._thread(self._hear, self._channel, self._rank)
         self._thread(self._hear_presses)
 
-    def _thread(self, target: Callable[..., None], *args: Any) -> None:
+    def _thread(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
 
     def _admit(self, entrance: socket.socket | None) -> None:
         """In a thread: ranks that somebody else has started come and say who they are."""
         while entrance is not None:
             connection, _ = entrance.accept()
-            process, line = caller(connection), Line(connection)
-            if process <= 0 or not line.send({"do": "come"}, self._notes.descriptor):
-                line.close()
+            process, channel = caller(connection), Channel(connection)
+            if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
+                channel.close()
                 continue
-            hello = line.receive()
+            hello = channel.receive()
             if hello is None:
                 continue
             rank = int(hello["rank"])
-            self._lines.append(line)
-            self._children.adopt(rank, Foreign(process, lambda rank=rank: self._said(rank)))  # type: ignore[misc]
-            self._children.watch()
-            self._thread(self._hear, line, rank)
+            self._channels.append(channel)
+            self._processes.adopt(rank, Foreign(process, lambda rank=rank: self._said(rank)))  # type: ignore[misc]
+            self._processes.watch()
+            self._thread(self._hear, channel, rank)
 
-    def _hear(self, line: Line, rank: int) -> None:
+    def _hear(self, channel: Channel, rank: int) -> None:
         """In a thread: what a rank says."""
-        while (message := line.receive()) is not None:
+        while (message := channel.receive()) is not None:
             if message["say"] == "left" and message["cause"] is not None:
                 message["cause"] = Cause(**message["cause"])
             self._put(message["say"], (rank, message))
@@ -148,21 +150,21 @@ class Supervisor:
     def _hear_presses(self) -> None:
         """In a thread: the signals that rank 0 hears."""
         poll = select.poll()
-        poll.register(self._ear, select.POLLIN)
+        poll.register(self._signal_pipe, select.POLLIN)
         while True:
             poll.poll()
             with contextlib.suppress(BlockingIOError):
-                heard = os.read(self._ear, 4096)
+                heard = os.read(self._signal_pipe, 4096)
                 if not heard:  # rank 0 is gone, and all that it has forked
                     return
                 if signal.SIGTERM in heard:
                     self._sigterm.set()
                 for _ in range(heard.count(signal.SIGINT)):
-                    self._watch.interrupt()
+                    self._monitor.interrupt()
 
     def _said(self, rank: int) -> int | None:
         """The exit code that a rank has announced."""
-        return next((note["code"] for note in self._notes.others("left") if note["left"] == rank), None)
+        return next((note["code"] for note in self._mailbox.others("left") if note["left"] == rank), None)
 
     def _is_excused(self, rank: int, code: int | None) -> bool:
         """Whether an end is what a scheduler asked for, that asked all: it sees to the others, too."""
@@ -173,18 +175,18 @@ class Supervisor:
 
     # -- signals -----------------------------------------------------------------------------------------------
 
-    def heed(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """A signal has come to this process: with others of its group, or its step of a job."""
         if number == signal.SIGINT and self._starts:
-            self._children.signal(number)  # a terminal would have told them
+            self._processes.signal(number)  # a terminal would have told them
         if number == signal.SIGTERM:
             self._sigterm.set()
         if number == signal.SIGTSTP:
-            self._children.signal_groups(signal.SIGSTOP)
+            self._processes.signal_groups(signal.SIGSTOP)
             before = signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)  # stops this process, unless nobody could let its group go on: a shell, say
             signal.signal(number, before)  # later, when it goes on
-            self._children.signal_groups(signal.SIGCONT)
+            self._processes.signal_groups(signal.SIGCONT)
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Supervisor:
                 event, what = self._events.get(timeout=TICK if self._is_open() else IDLE)
             except queue.Empty:
                 self._look()
-                if not self._children.running and self._zero.wait(0):
+                if not self._processes.running and self._zero.wait(0):
                     return  # nobody is left who could bring an event
                 continue
             if handlers[event](what):
@@ -218,35 +220,35 @@ class Supervisor:
     def close(self) -> None:
         """Let go of all."""
         self._nodes.close()
-        self._watch.stop()
+        self._monitor.stop()
 
     def _is_open(self) -> bool:
         """Whether something has failed, and what is not certain yet."""
-        return self._first is None and bool(self._children.failed or self._left)
+        return self._first is None and bool(self._processes.failed or self._left)
 
     def _look(self) -> None:
         if self._is_open():
             found: First | None
-            found = early_cause(self._children.failed, self._notes.read(), self._watch.stands(), self._left)
+            found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
             if isinstance(found, Ended) and found.code in (None, -signal.SIGABRT):  # gloo, where sizes differ
-                found = self._watch.divergence() or found
+                found = self._monitor.divergence() or found
             if found is not None:
                 self._publish(found)
 
-    def _on_ended(self, _: Any) -> bool:
+    def _on_ended(self, _: object) -> bool:
         self._look()
         if self._is_failing():
-            return self._told and not self._children.running
-        if self._starts and not self._has_left and self._rank not in self._children.running:
-            self._children.stop()  # rank 0 ended by itself, outside of any call
+            return self._told and not self._processes.running
+        if self._starts and not self._has_left and self._rank not in self._processes.running:
+            self._processes.stop()  # rank 0 ended by itself, outside of any call
             return True
-        if self._children.running:
+        if self._processes.running:
             return False
-        self._line.send({"do": "go"})
+        self._channel.send({"do": "go"})
         return True
 
     def _is_failing(self) -> bool:
-        return bool(self._children.failed or self._left or self._verdict or self._nodes.decided or self._interrupted)
+        return bool(self._processes.failed or self._left or self._verdict or self._nodes.decided or self._interrupted)
 
     def _on_left(self, what: tuple[int, Message]) -> bool:
         """A rank has come to its end, and waits for its leave; one that a launcher started only if it has failed."""
@@ -255,19 +257,19 @@ class Supervisor:
         if not self._starts:
             if cause is not None:
                 self._left[rank] = cause
-            self._thread(self._children.wind_up, message["at"])
+            self._thread(self._processes.wind_up, message["at"])
             self._look()
             return False
         self._take_leave(*what)
         if self._interrupted and self._verdict is None:
             until = time.monotonic() + GRACE
-            while self._children.running and time.monotonic() < until:
+            while self._processes.running and time.monotonic() < until:
                 time.sleep(TICK / 5)
-            self._children.stop()
-            self._line.send({"do": "go"})
+            self._processes.stop()
+            self._channel.send({"do": "go"})
             return True
         if cause is not None:
-            self._thread(self._children.wind_up, cause.at)
+            self._thread(self._processes.wind_up, cause.at)
         return self._on_ended(None)
 
     def _take_leave(self, rank: int, message: Message) -> None:
@@ -276,27 +278,27 @@ class Supervisor:
         self._interrupted = cause is not None and cause.is_interrupt
         if cause is not None:
             self._left[rank] = cause
-        self._children.has_left(rank, message["at"] if cause is None else None)
+        self._processes.has_left(rank, message["at"] if cause is None else None)
 
-    def _on_stop(self, _: Any) -> bool:
+    def _on_stop(self, _: object) -> bool:
         """Ctrl-C, while rank 0 waited for the others to end."""
-        self._children.stop()
-        self._line.send({"do": "go"})
+        self._processes.stop()
+        self._channel.send({"do": "go"})
         return True
 
     def _on_verdict(self, verdict: Verdict) -> bool:
-        if self._told or self._children.failed:  # what follows from it is under way
+        if self._told or self._processes.failed:  # what follows from it is under way
             return False
         self._verdict = verdict
         cause = verdict.cause
         if cause is not None and not verdict.interrupted:
             self._publish(cause)
-        self._children.stop(GRACE / 4)
+        self._processes.stop(GRACE / 4)
         self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
         return self._conclude()
 
-    def _on_running(self, _: Any) -> bool:
-        self._line.send({"do": "running", "ranks": self._children.running})
+    def _on_running(self, _: object) -> bool:
+        self._channel.send({"do": "running", "ranks": self._processes.running})
         return False
 
     def _on_silent(self, words: str) -> bool:
@@ -309,7 +311,7 @@ class Supervisor:
     def _on_hub(self, what: tuple[int, Message]) -> bool:
         """Local rank 0 asks where the other nodes can call."""
         port, token = self._nodes.open(what[1]["address"])
-        self._line.send({"do": "hub", "port": port, "token": token})
+        self._channel.send({"do": "hub", "port": port, "token": token})
         return False
 
     def _on_join(self, what: tuple[int, Message]) -> bool:
@@ -321,15 +323,15 @@ class Supervisor:
     def _follow(self, decided: dict[str, Any]) -> None:
         """The first cause of all nodes is known: end this node's ranks."""
         if self._nodes.is_elsewhere:
-            self._notes.leave({"first": decided["words"], "rank": decided.get("rank", -1)})
-            self._thread(self._children.wind_up, time.monotonic() - GRACE / 4)
+            self._mailbox.leave({"first": decided["words"], "rank": decided.get("rank", -1)})
+            self._thread(self._processes.wind_up, time.monotonic() - GRACE / 4)
         if not self._starts:
             self._tell_at_once()
 
     def _publish(self, cause: First) -> None:
         """The first cause of this node is certain: tell its ranks, whose collectives raise now, and the other nodes."""
         self._first = cause
-        self._notes.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
+        self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
         self._nodes.say(cause)
         if self._nodes.hub is None and not self._starts:
             self._tell_at_once()
@@ -340,10 +342,10 @@ class Supervisor:
         """Let rank 0 end by itself; longer, if something has been raised in it: it may be saving what it has."""
         until = None if seconds is None else time.monotonic() + seconds
         latest = time.monotonic() + FAREWELL
-        while self._rank in self._children.running and not self._has_left:
+        while self._rank in self._processes.running and not self._has_left:
             self._take_in_left()
             now = time.monotonic()
-            if until is not None and now >= until and not (now < latest and self._notes.is_someone_ending()):
+            if until is not None and now >= until and not (now < latest and self._mailbox.is_someone_ending()):
                 return
             time.sleep(TICK / 5)
 
@@ -363,27 +365,27 @@ class Supervisor:
     def _conclude(self) -> bool:
         """All others have ended: tell why, and end."""
         if self._starts:
-            if self._children.failed and all(end.code == -signal.SIGINT for end in self._children.failed):
+            if self._processes.failed and all(end.code == -signal.SIGINT for end in self._processes.failed):
                 self._await_rank_zero(None)
             if self._interrupted and self._verdict is None:
-                self._line.send({"do": "go"})
+                self._channel.send({"do": "go"})
             else:
                 self._tell_rank_zero(self._judged())
             return True
         if not self._told:
             self._print(self._judged())
-        return not self._children.running
+        return not self._processes.running
 
     def _judged(self) -> Judgement:
-        failed, verdict, shown = self._children.failed, self._verdict, self._who("printed")
-        folded, notes = self._who("folded"), self._notes.read()
+        failed, verdict, shown = self._processes.failed, self._verdict, self._who("printed")
+        folded, notes = self._who("folded"), self._mailbox.read()
         cause: First | None
         if verdict is not None:
             printed = {end.rank for end in failed} | self._left.keys() | shown
             cause, told = verdict.cause, is_told(verdict.cause, printed - folded, notes)
         else:
-            proof = self._watch.divergence()
-            cause, told = final_cause(failed, notes, self._watch.stands(), self._left, shown, proof, folded)
+            proof = self._monitor.divergence()
+            cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
         interrupted = verdict is not None and verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:
@@ -399,7 +401,7 @@ class Supervisor:
 
     def _who(self, did: str) -> set[int]:
         """The ranks that have ``"printed"`` their tracebacks, or that have ``"folded"`` theirs."""
-        return {note[did] for note in self._notes.others(did)}
+        return {note[did] for note in self._mailbox.others(did)}
 
     def _await_decision(self) -> None:
         until, nodes = time.monotonic() + NEWS, self._nodes
@@ -416,9 +418,9 @@ class Supervisor:
     def _tell_rank_zero(self, found: Judgement) -> None:
         """Have rank 0 print the last line and end. Where it cannot, end it, and print."""
         text = "" if self._is_quiet() else _left_to_say(found.text)
-        if self._rank in self._children.running or self._has_left:
+        if self._rank in self._processes.running or self._has_left:
             stopped = is_stopped(self._order["process"])
-            if not stopped and self._line.send({"do": "end", "text": text, "code": found.code}):
+            if not stopped and self._channel.send({"do": "end", "text": text, "code": found.code}):
                 acts = self._await_event("acts", ANSWER)
                 if acts and self._zero.wait(ANSWER):
                     return
@@ -430,7 +432,7 @@ class Supervisor:
     def _is_quiet(self) -> bool:
         """Whether SIGTERM has ended rank 0, and it had been heard before: nothing has failed."""
         return (
-            self._sigterm.is_set() and not self._left and all(end.code in TERMINATED for end in self._children.failed)
+            self._sigterm.is_set() and not self._left and all(end.code in TERMINATED for end in self._processes.failed)
         )
 
     def _await_event(self, wanted: str, seconds: float) -> bool:
@@ -450,7 +452,7 @@ class Supervisor:
         if decided is not None and nodes.is_elsewhere:
             self._print(judgement(Divergence(decided["words"]), True, False, []))
         elif self._first is not None:
-            told = is_told(self._first, self._who("printed"), self._notes.read())
+            told = is_told(self._first, self._who("printed"), self._mailbox.read())
             self._print(judgement(self._first, told, False, [], nodes.host))
 
     def _print(self, found: Judgement) -> None:
@@ -458,8 +460,8 @@ class Supervisor:
         hub = self._nodes.hub
         if not (self._order["one_screen"] and self._node and hub is not None and hub.nodes):
             self._write(_left_to_say(found.text))
-        for line in [self._line, *self._lines]:
-            line.send({"do": "go"})
+        for channel in [self._channel, *self._channels]:
+            channel.send({"do": "go"})
 
     def _write(self, text: str) -> None:
         if text:
@@ -474,22 +476,23 @@ def _left_to_say(text: str) -> str:
     return before.rstrip("\n") if words != last and hand_cause(words) else text
 
 
-def main(line: int, notes: int, ear: int) -> None:
+def main(channel: int, mailbox: int, signal_pipe: int) -> None:
     """The life of the process.
 
     Args:
-        line, notes, ear: descriptors: of the socket to local rank 0, the notes, and the pipe of its signals.
+        channel, mailbox, signal_pipe: descriptors: of the socket to local rank 0, the mailbox, and the pipe of
+            its signals.
     """
-    to_rank_zero = Line(socket.socket(fileno=line))
+    to_rank_zero = Channel(socket.socket(fileno=channel))
     order = to_rank_zero.receive()
     if order is None:  # it has ended already
         return
-    supervisor = Supervisor(to_rank_zero, Notes(notes), ear, order)
+    supervisor = Supervisor(to_rank_zero, Mailbox(mailbox), signal_pipe, order)
     # Handlers, where others would ignore: the ranks that are started are not to inherit it.
     for number in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "TSTP"):
         known = getattr(signal, f"SIG{number}")
         if signal.getsignal(known) is not signal.SIG_IGN:
-            signal.signal(known, lambda number, frame: supervisor.heed(number))
+            signal.signal(known, lambda number, frame: supervisor.on_signal(number))
     promise_cause()
     supervisor.start()
     supervisor.run()

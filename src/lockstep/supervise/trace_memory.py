@@ -1,4 +1,4 @@
-"""A rank's ledger: its newest collectives, in memory that others can read while the rank is stopped, deaf or dead.
+"""A rank's trace: its newest collectives, in memory that others can read while the rank is stopped, deaf or dead.
 
 The memory has no name: it goes when nobody maps it any more. Who watches the ranks opens it by way of ``/proc`` and
 then holds it itself. Nothing here needs torch.
@@ -27,7 +27,7 @@ ENTRIES = 2048
 """Notes that are kept. A power of two."""
 WORDS = 2**18
 """Bytes of words. What finds no place is word 0 of its kind: unknown."""
-KINDS = ("operation", "group", "payload", "place", "phase")
+KINDS = ("operation", "group", "payload", "location", "phase")
 
 ENTRY = struct.Struct("=qqIIHHHHiiddd")
 _MAGIC = 0x6C6F636B73746570
@@ -46,7 +46,7 @@ WHOLE, MESSAGE, ASIDE = 1, 2, 4
 
 @dataclass(frozen=True)
 class Note:
-    """One collective of a rank, as its ledger has it. Times are on the clock of ``time.monotonic``."""
+    """One collective of a rank, as its trace has it. Times are on the clock of ``time.monotonic``."""
 
     index: int  #: counted over all notes of the rank, from 1
     number: int  #: counted over the collectives of the group; 0 for a message from rank to rank
@@ -55,7 +55,7 @@ class Note:
     members: tuple[int, ...]  #: ranks of the group
     payload: str  #: "float32 (4, 8) SUM"
     elements: int  #: of the tensor; -1 where there is none, or ranks may differ
-    place: str  #: "train.py:88"; "" where lockstep made the call by itself
+    location: str  #: "train.py:88"; "" where lockstep made the call by itself
     function: str  #: of that line
     phase: str  #: the hook in which it was called, where the Trainer knows one
     batch: int  #: -1: none
@@ -113,7 +113,7 @@ _OF_ONE_SIZE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduc
 _BITS = re.compile(r"(?:bool|[a-z]+(\d+))")
 
 
-class Ledger:
+class TraceMemory:
     """The side that writes; a process has one, see `own`.
 
     Attributes:
@@ -127,7 +127,7 @@ class Ledger:
     def __init__(self) -> None:
         self.address, handle = "", -1
         if sys.platform.startswith("linux"):
-            handle = os.memfd_create("lockstep-ledger")
+            handle = os.memfd_create("lockstep-trace")
             os.truncate(handle, _SIZE)
             self.address = f"/proc/{os.getpid()}/fd/{handle}:{os.fstat(handle).st_ino}"
         self._memory = mmap.mmap(handle, _SIZE)
@@ -139,7 +139,7 @@ class Ledger:
         self._lock = threading.RLock()  # a signal's handler may have a word, too
         self.enter, self.leave, self.complete = _writers(self._memory, self._longs, self._times)
 
-    def word(self, kind: str, *value: Any) -> int:
+    def word(self, kind: str, *value: object) -> int:
         """Give a word its number; 0 where there is no place for it.
 
         Args:
@@ -174,12 +174,20 @@ def _writers(
     clock, counter, write = time.monotonic, itertools.count(1), ENTRY.pack_into
 
     def enter(
-        number: int, payload: int, place: int, operation: int, group: int, phase: int, flags: int, batch: int, root: int
+        number: int,
+        payload: int,
+        location: int,
+        operation: int,
+        group: int,
+        phase: int,
+        flags: int,
+        batch: int,
+        root: int,
     ) -> int:
         index = next(counter)
         at = _HEADER + (index & _MASK) * 64
         now = clock()
-        write(memory, at, index, number, payload, place, operation, group, phase, flags, batch, root, now, 0.0, 0.0)
+        write(memory, at, index, number, payload, location, operation, group, phase, flags, batch, root, now, 0.0, 0.0)
         longs[_COUNT] = index
         return index
 
@@ -198,19 +206,19 @@ def _writers(
     return enter, leave, complete
 
 
-_own: tuple[int, Ledger] | None = None
+_own: tuple[int, TraceMemory] | None = None
 
 
-def own() -> Ledger:
-    """The ledger of this process, made when it is first asked for."""
+def own() -> TraceMemory:
+    """The trace of this process, made when it is first asked for."""
     global _own
     if _own is None or _own[0] != os.getpid():  # a forked process has one of its own
-        _own = os.getpid(), Ledger()
+        _own = os.getpid(), TraceMemory()
     return _own[1]
 
 
 def offer() -> str:
-    """Let other processes read this one's ledger.
+    """Let other processes read this one's trace.
 
     Returns:
         where it lies: what `Reading` wants to know. "" where a system cannot do that.
@@ -219,23 +227,23 @@ def offer() -> str:
 
 
 class Reading:
-    """A ledger of another process, opened while that still runs, readable for as long as this object lives.
+    """The trace of another process, opened while that still runs, readable for as long as this object lives.
 
     Args:
         address: what the process' `offer` returned.
 
     Raises:
-        OSError, ValueError: there is no ledger.
+        OSError, ValueError: there is no trace.
     """
 
     def __init__(self, address: str) -> None:
         path, _, inode = address.partition(":")
         with open(path, "rb") as file:
             if str(os.fstat(file.fileno()).st_ino) != inode:
-                raise OSError(f"{path} is no ledger")
+                raise OSError(f"{path} is no trace")
             self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
         if self._long(0) != _MAGIC:
-            raise OSError(f"{path} is no ledger")
+            raise OSError(f"{path} is no trace")
         self._length = 0
         self._words: dict[str, list[list[Any]]] = {kind: [] for kind in KINDS}
 
@@ -273,9 +281,9 @@ class Reading:
         values = ENTRY.unpack(raw)
         if values[0] != index:
             return None
-        _, number, payload, place, operation, group, phase, flags, batch, root, entered, left, done = values
+        _, number, payload, location, operation, group, phase, flags, batch, root, entered, left, done = values
         text, elements = self._word("payload", payload, ["", -1])
-        file, line, function = self._word("place", place, ["", 0, ""])
+        file, line, function = self._word("location", location, ["", 0, ""])
         name, members = self._word("group", group, ["", []])
         return Note(
             index=index,
@@ -285,7 +293,7 @@ class Reading:
             members=tuple(members),
             payload=text,
             elements=elements,
-            place=f"{file}:{line}" if file else "",
+            location=f"{file}:{line}" if file else "",
             function=function,
             phase=self._word("phase", phase, [""])[0],
             batch=batch,
@@ -311,5 +319,5 @@ class Reading:
             self._words[kind].append(value)
         self._length = length
 
-    def _long(self, place: int) -> int:
-        return int.from_bytes(self._memory[8 * place : 8 * place + 8], sys.byteorder)
+    def _long(self, location: int) -> int:
+        return int.from_bytes(self._memory[8 * location : 8 * location + 8], sys.byteorder)

@@ -11,8 +11,8 @@ import torch
 from lockstep.callbacks.base import Callback
 from lockstep.data.combined import flatten
 from lockstep.data.source import length_of
+from lockstep.ground.device import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.memory import garbage_collection_cuda, is_oom_error
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.states import TrainerFn
 from lockstep.ground.types import STEP_OUTPUT

@@ -1,5 +1,5 @@
 """Norms of gradients, by the name that users import it from."""
 
-from lockstep.ground.gradients import grad_norm
+from lockstep.ground.parameters import grad_norm
 
 __all__ = ["grad_norm"]

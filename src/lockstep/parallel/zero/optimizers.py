@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
-from lockstep.ground.gradients import clip_by_value
+from lockstep.ground.parameters import clip_by_value
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.zero.exchange import SharedBuffer
 from lockstep.parallel.zero.flat_parameters import (

@@ -96,7 +96,7 @@ def _calls(kind: str) -> str:
 def test_calls_that_do_not_fit_are_named_on_every_rank(ranks: RankPool, kind: str, says: str, world: int) -> None:
     for error in ranks(world).run(_calls, kind):
         assert says in error
-        assert "test_gate.py:" in error
+        assert "test_collective_trace.py:" in error
 
 
 def test_calls_that_fit_are_made(ranks: RankPool) -> None:
@@ -112,8 +112,8 @@ def _noted() -> list[tuple[Any, ...]]:
     from torch.distributed import irecv, isend  # before the gate is put up, as a module's own import
 
     install_trace()
-    assert collective_trace._noting is not None
-    reading, rank = Reading(collective_trace._noting.ledger.address), dist.get_rank()
+    assert collective_trace._trace is not None
+    reading, rank = Reading(collective_trace._trace.memory.address), dist.get_rank()
     before = reading.count
     set_location(lambda: ("on_validation_epoch_end", 7))
     try:
@@ -139,7 +139,16 @@ def _noted() -> list[tuple[Any, ...]]:
     dist.barrier()  # no more
     return [
         *[
-            (note.named, note.payload, note.members, note.whole, note.inside, bool(note.done), note.place, note.batch)
+            (
+                note.named,
+                note.payload,
+                note.members,
+                note.whole,
+                note.inside,
+                bool(note.done),
+                note.location,
+                note.batch,
+            )
             for note in reading.notes(before + 1)
         ],
         (begun.inside, begun.done),
@@ -164,7 +173,7 @@ def test_every_collective_is_noted(ranks: RankPool) -> None:
     assert {members for _, _, members, *_ in found} == {(0, 1)}
     assert not any(inside for _, _, _, _, inside, *_ in found)
     assert [name for name, _, _, _, _, done, *_ in found if not done] == ["batch_isend_irecv"]
-    assert all(place.startswith(f"{__file__}:") for *_, place, _ in found)
+    assert all(location.startswith(f"{__file__}:") for *_, location, _ in found)
     assert {batch for *_, batch in found} == {7}
 
 
@@ -172,8 +181,8 @@ def _past_the_gate() -> list[tuple[str, bool]]:
     take_down()
     before = dist.all_reduce
     install_trace()
-    assert collective_trace._noting is not None
-    reading = Reading(collective_trace._noting.ledger.address)
+    assert collective_trace._trace is not None
+    reading = Reading(collective_trace._trace.memory.address)
     count = reading.count
     try:
         dist.barrier()
@@ -195,8 +204,8 @@ def _compiled() -> tuple[list[float], int, int]:
 
     take_down()
     install_trace()
-    assert collective_trace._noting is not None
-    reading = Reading(collective_trace._noting.ledger.address)
+    assert collective_trace._trace is not None
+    reading = Reading(collective_trace._trace.memory.address)
     count = reading.count
 
     def both(value: torch.Tensor) -> torch.Tensor:
@@ -237,8 +246,8 @@ def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
     """It once wrote words between those of the process that it was forked from, which then were read as one another."""
     install_trace()
     try:
-        assert collective_trace._noting is not None
-        mine, kept = collective_trace._noting.ledger, dist.all_reduce
+        assert collective_trace._trace is not None
+        mine, kept = collective_trace._trace.memory, dist.all_reduce
         reading = Reading(mine.address)
         before = reading.count
         child = os.fork()
@@ -249,7 +258,7 @@ def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
             install_trace()
             dist.all_reduce(torch.ones(3))
             os._exit(
-                0 if passed and collective_trace._noting.ledger is not mine and Reading(own().address).count == 1 else 1
+                0 if passed and collective_trace._trace.memory is not mine and Reading(own().address).count == 1 else 1
             )
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert collective_trace._replaced

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from lockstep.supervise.signals import PASS, Ear, hear, interruptible, pass_on
+from lockstep.supervise.signals import PASS, SignalPipe, hear, interruptible, pass_on
 
 
 class Loop:
@@ -81,7 +81,7 @@ def test_a_loader_worker_takes_no_notice() -> None:
 
 
 def test_the_ear_hears_what_the_main_thread_cannot_handle() -> None:
-    loop, ear, heard = Loop(), Ear(), []
+    loop, ear, heard = Loop(), SignalPipe(), []
 
     def listen() -> None:
         press()
@@ -100,7 +100,7 @@ def test_the_ear_hears_what_the_main_thread_cannot_handle() -> None:
     assert heard[-1] == 1
 
 
-def press_in_silence(ear: Ear) -> None:
+def press_in_silence(ear: SignalPipe) -> None:
     """After listening, nothing is heard."""
     with interruptible(lambda: None, lambda: None):
         press()
@@ -110,7 +110,7 @@ def press_in_silence(ear: Ear) -> None:
 def test_an_ear_leaves_another_listener_alone() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
-    ear, before = Ear(), signal.set_wakeup_fd(write)
+    ear, before = SignalPipe(), signal.set_wakeup_fd(write)
     try:
         with ear.listening():
             assert signal.set_wakeup_fd(write) == write

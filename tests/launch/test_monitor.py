@@ -10,9 +10,9 @@ import pytest
 
 from lockstep.supervise import monitor, stack
 from lockstep.supervise.causes import Cause, Divergence, Stand
-from lockstep.supervise.monitor import Verdict, Watch
+from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.status import Notes, leave_note
+from lockstep.supervise.status import Mailbox, leave_note
 
 IN_BARRIER = Stack(
     (
@@ -29,12 +29,12 @@ class Scene:
     """Two ranks, played: where they stand, what they answer, whether they work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.notes = Notes()
+        self.notes = Mailbox()
         self.verdicts: list[Verdict] = []
         self.answers = {0: WORKING, 1: WORKING}
         self.still = {0, 1}
         self.ended: dict[int, float] = {}
-        self.watch = Watch(self.notes, True, self.verdicts.append, lambda: self.ended)
+        self.watch = RankMonitor(self.notes, True, self.verdicts.append, lambda: self.ended)
         monkeypatch.setattr(monitor, "ask", lambda process, answers: self.answers[process])
         monkeypatch.setattr(monitor, "_runs", lambda process: process not in self.still)
         monkeypatch.setattr(self.watch, "_is_still", lambda stand, now: stand.rank in self.still)

@@ -12,32 +12,41 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise.trace_memory import ENTRIES, WHOLE, WORDS, Ledger, Reading
+from lockstep.supervise.trace_memory import ENTRIES, WHOLE, WORDS, Reading, TraceMemory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
 
-def enter(ledger: Ledger, number: int = 1, **changed: int) -> int:
-    given = {"payload": 0, "place": 0, "operation": 0, "group": 0, "phase": 0, "flags": WHOLE, "batch": -1, "root": -1}
-    return ledger.enter(number, **{**given, **changed})
+def enter(collectives: TraceMemory, number: int = 1, **changed: int) -> int:
+    given = {
+        "payload": 0,
+        "location": 0,
+        "operation": 0,
+        "group": 0,
+        "phase": 0,
+        "flags": WHOLE,
+        "batch": -1,
+        "root": -1,
+    }
+    return collectives.enter(number, **{**given, **changed})
 
 
-def words(ledger: Ledger) -> dict[str, int]:
+def words(collectives: TraceMemory) -> dict[str, int]:
     return {
-        "payload": ledger.word("payload", "float32 (4, 8) SUM", 32),
-        "place": ledger.word("place", "/home/me/train.py", 88, "validation_step"),
-        "operation": ledger.word("operation", "all_reduce"),
-        "group": ledger.word("group", "0", [0, 2]),
-        "phase": ledger.word("phase", "on_validation_epoch_end"),
+        "payload": collectives.word("payload", "float32 (4, 8) SUM", 32),
+        "location": collectives.word("location", "/home/me/train.py", 88, "validation_step"),
+        "operation": collectives.word("operation", "all_reduce"),
+        "group": collectives.word("group", "0", [0, 2]),
+        "phase": collectives.word("phase", "on_validation_epoch_end"),
     }
 
 
 def test_what_is_noted_is_read() -> None:
-    ledger = Ledger()
-    reading = Reading(ledger.address)
-    enter(ledger, 417, **words(ledger), batch=12)
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
+    enter(collectives, 417, **words(collectives), batch=12)
     (note,) = reading.newest()
-    assert (note.named, note.place, note.function) == ("all_reduce #417", "/home/me/train.py:88", "validation_step")
+    assert (note.named, note.location, note.function) == ("all_reduce #417", "/home/me/train.py:88", "validation_step")
     assert (note.group, note.members, note.payload, note.elements) == ("0", (0, 2), "float32 (4, 8) SUM", 32)
     assert (note.phase, note.batch, note.root, note.whole) == ("on_validation_epoch_end", 12, -1, True)
     assert note.inside
@@ -45,29 +54,29 @@ def test_what_is_noted_is_read() -> None:
 
 
 def test_a_call_is_left_and_complete_later() -> None:
-    ledger = Ledger()
-    reading = Reading(ledger.address)
-    first, second = enter(ledger, 1), enter(ledger, 2)
-    ledger.leave(first, complete=True)
-    ledger.leave(second, complete=False)
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
+    first, second = enter(collectives, 1), enter(collectives, 2)
+    collectives.leave(first, complete=True)
+    collectives.leave(second, complete=False)
     newest, oldest = reading.newest()
     assert [newest.number, oldest.number] == [2, 1]
     assert oldest.left == oldest.done
     assert newest.left is not None
     assert newest.done is None
-    ledger.complete(second)
+    collectives.complete(second)
     done = reading.newest(1)[0].done
     assert done is not None
     assert done >= newest.left
 
 
 def test_only_the_newest_are_kept() -> None:
-    ledger = Ledger()
-    reading = Reading(ledger.address)
-    old = enter(ledger, 1)
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
+    old = enter(collectives, 1)
     for number in range(2, ENTRIES + 10):
-        enter(ledger, number)
-    ledger.leave(old, complete=True)  # in its place is another by now
+        enter(collectives, number)
+    collectives.leave(old, complete=True)  # in its place is another by now
     notes = reading.notes(1)
     assert [note.number for note in notes] == list(range(notes[0].number, ENTRIES + 10))
     assert len(notes) >= ENTRIES - 2
@@ -75,19 +84,19 @@ def test_only_the_newest_are_kept() -> None:
 
 
 def test_words_that_find_no_place_are_unknown() -> None:
-    ledger = Ledger()
-    reading = Reading(ledger.address)
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
     for _ in range(WORDS // 1000 + 1):
-        last = ledger.word("place", "x" * 1000, 1, "f")
+        last = collectives.word("location", "x" * 1000, 1, "f")
     assert last == 0
-    enter(ledger, 1, place=last)
-    assert reading.newest()[0].place == ""
+    enter(collectives, 1, location=last)
+    assert reading.newest()[0].location == ""
 
 
 def test_a_rank_that_is_asked_says_where_it_is() -> None:
-    ledger = Ledger()
-    reading = Reading(ledger.address)
-    ledger.say(ledger.word("phase", "training_step"), 1204)
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
+    collectives.say(collectives.word("phase", "training_step"), 1204)
     assert reading.said(0.0) == ("training_step", 1204)
     assert reading.said(float("inf")) is None
 
@@ -104,7 +113,7 @@ time.sleep(60)
 
 
 def test_a_rank_that_was_killed_can_still_be_read() -> None:
-    package = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[Ledger.__module__].__file__ or "")))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[TraceMemory.__module__].__file__ or "")))
     with subprocess.Popen([sys.executable, "-c", RANK, package], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         reading = Reading(process.stdout.readline().strip())
@@ -122,14 +131,14 @@ def test_what_is_no_ledger_is_refused(address: str) -> None:
 
 
 def made(**changed: Any) -> Any:
-    ledger = Ledger()
-    given = words(ledger)
+    collectives = TraceMemory()
+    given = words(collectives)
     if "operation" in changed:
-        given["operation"] = ledger.word("operation", changed["operation"])
+        given["operation"] = collectives.word("operation", changed["operation"])
     if "payload" in changed:
-        given["payload"] = ledger.word("payload", *changed["payload"])
-    enter(ledger, 1, **given, root=changed.get("root", -1))
-    return Reading(ledger.address).newest()[0]
+        given["payload"] = collectives.word("payload", *changed["payload"])
+    enter(collectives, 1, **given, root=changed.get("root", -1))
+    return Reading(collectives.address).newest()[0]
 
 
 @pytest.mark.parametrize(
@@ -183,17 +192,17 @@ class Slow(dict[str, int]):
 
 def test_words_of_several_threads_keep_their_numbers() -> None:
     """Two threads once counted a word of each as one, and all later words were read as those before them."""
-    ledger = Ledger()
-    ledger._counts = Slow(ledger._counts)
+    collectives = TraceMemory()
+    collectives._counts = Slow(collectives._counts)
     said: list[tuple[int, int]] = []
 
     def say(start: int) -> None:
-        said.extend((ledger.word("payload", f"of {value}", value), value) for value in range(start, start + 10))
+        said.extend((collectives.word("payload", f"of {value}", value), value) for value in range(start, start + 10))
 
     threads = [threading.Thread(target=say, args=(10 * number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    reading = Reading(ledger.address)
+    reading = Reading(collectives.address)
     assert [reading._word("payload", number, [])[1] for number, _ in said] == [value for _, value in said]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.supervise.signals import ENDED, heeding, is_under_lockstep, unheeded
+from lockstep.supervise.signals import ENDED, by_default, handling, is_under_lockstep
 from lockstep.testing.pool import RankPool
 from tests.scripts.in_rank import run_script
 
 
 def test_a_signal_is_noted_and_ends_nothing() -> None:
     noted: list[int] = []
-    with heeding([signal.SIGUSR1, signal.SIGTERM], noted.append):
+    with handling([signal.SIGUSR1, signal.SIGTERM], noted.append):
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
     assert noted == [signal.SIGUSR1, signal.SIGTERM]
@@ -27,7 +27,7 @@ def test_handlers_of_the_users_stay() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     try:
-        with heeding([signal.SIGUSR2], lambda number: pytest.fail("the user's handler was replaced")):
+        with handling([signal.SIGUSR2], lambda number: pytest.fail("the user's handler was replaced")):
             os.kill(os.getpid(), signal.SIGUSR2)
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -37,7 +37,7 @@ def test_handlers_of_the_users_stay() -> None:
 def test_forked_processes_take_no_notice() -> None:
     """A loader worker is signalled with its rank, and the run could not come to its boundary without it."""
     noted: list[int] = []
-    with heeding([signal.SIGUSR1], noted.append):
+    with handling([signal.SIGUSR1], noted.append):
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -47,15 +47,15 @@ def test_forked_processes_take_no_notice() -> None:
 
 
 def test_what_is_not_heeded_does_what_the_system_does(ranks: RankPool, tmp_path: Path) -> None:
-    script = tmp_path / "unheeded.py"
+    script = tmp_path / "by_default.py"
     script.write_text("""
 import os, signal
-from lockstep.supervise.signals import heeding, unheeded
-with heeding([signal.SIGTERM], lambda number: print("noted", flush=True)):
-    with unheeded(signal.SIGTERM):
+from lockstep.supervise.signals import handling, by_default
+with handling([signal.SIGTERM], lambda number: print("noted", flush=True)):
+    with by_default(signal.SIGTERM):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    with unheeded(signal.SIGTERM):
+    with by_default(signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGTERM)
     print("not here")
 """)
@@ -65,7 +65,7 @@ with heeding([signal.SIGTERM], lambda number: print("noted", flush=True)):
 
 def test_other_threads_change_nothing() -> None:
     def other() -> None:
-        with heeding([signal.SIGUSR1], print), unheeded(signal.SIGTERM):
+        with handling([signal.SIGUSR1], print), by_default(signal.SIGTERM):
             found.append(signal.getsignal(signal.SIGUSR1))
 
     found: list[object] = []

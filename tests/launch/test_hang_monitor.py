@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.supervise import monitor
 from lockstep.supervise.causes import Divergence, Stand
-from lockstep.supervise.monitor import MOST, Lookout
+from lockstep.supervise.monitor import MOST, HangMonitor
 from lockstep.supervise.stack import LOCKSTEP, Frame, Stack
-from lockstep.supervise.trace_memory import WHOLE, Ledger
+from lockstep.supervise.trace_memory import WHOLE, TraceMemory
 
 REDUCING = Stack((Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"), Frame("/me/fit.py", 7, "<module>")))
 WORKING = Stack((Frame("/me/train.py", 31, "training_step"), Frame("/me/fit.py", 7, "<module>")))
@@ -26,22 +26,24 @@ class Rank:
     """A rank, played by this process: what it writes into its ledger, and answers."""
 
     def __init__(self, rank: int, timeout: float | None, kill: float | None) -> None:
-        self.ledger = Ledger()
-        self.words = {name: self.ledger.word("operation", name) for name in ("all_reduce", "broadcast", "barrier")}
-        self.group = self.ledger.word("group", "0", [0, 1])
+        self.collectives = TraceMemory()
+        self.words = {name: self.collectives.word("operation", name) for name in ("all_reduce", "broadcast", "barrier")}
+        self.group = self.collectives.word("group", "0", [0, 1])
         self.number = 0
         self.stack = WORKING
         self.still = 0.0
-        self.stand = Stand(rank, 0.0, 1, True, "/me/fit.py:7", os.getpid(), str(rank), ledger=self.ledger.address)
+        self.stand = Stand(
+            rank, 0.0, 1, True, "/me/fit.py:7", os.getpid(), str(rank), collectives=self.collectives.address
+        )
         self.stand = Stand(**{**vars(self.stand), "hang_timeout": timeout, "hang_kill": kill})
 
     def enter(self, operation: str = "all_reduce") -> int:
         self.number += 1
-        place = self.ledger.word("place", "/me/train.py", self.number, "training_step")
-        return self.ledger.enter(self.number, 0, place, self.words[operation], self.group, 0, WHOLE, -1, -1)
+        location = self.collectives.word("location", "/me/train.py", self.number, "training_step")
+        return self.collectives.enter(self.number, 0, location, self.words[operation], self.group, 0, WHOLE, -1, -1)
 
     def make(self, operation: str = "all_reduce") -> None:
-        self.ledger.leave(self.enter(operation), complete=True)
+        self.collectives.leave(self.enter(operation), complete=True)
 
 
 class Scene:
@@ -49,7 +51,7 @@ class Scene:
 
     def __init__(self, timeout: float | None = 3.0, kill: float | None = 1800.0, channel: Any = None) -> None:
         self.ranks = [Rank(rank, timeout, kill) for rank in range(2)]
-        self.lookout = Lookout(channel)
+        self.lookout = HangMonitor(channel)
 
     def look(self, later: float = 0.0) -> Divergence | None:
         """What is seen, so many seconds from now."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.launch.processes import Children
+from lockstep.launch.processes import RankProcesses
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -20,26 +20,26 @@ def command(code: str) -> list[str]:
 
 
 @pytest.fixture
-def children() -> Iterator[Children]:
-    made = Children()
+def children() -> Iterator[RankProcesses]:
+    made = RankProcesses()
     yield made
     made.stop()
 
 
-def start(children: Children, *codes: str) -> None:
+def start(children: RankProcesses, *codes: str) -> None:
     for rank, code in enumerate(codes, start=1):
         children.start(rank, command(code), os.environ)
     children.watch()
 
 
-def test_all_end_well(children: Children) -> None:
+def test_all_end_well(children: RankProcesses) -> None:
     start(children, "pass", "pass")
     assert children.wait(30)
     assert children.failed == []
     assert children.running == []
 
 
-def test_wait_gives_up_in_time(children: Children) -> None:
+def test_wait_gives_up_in_time(children: RankProcesses) -> None:
     start(children, "pass", SLEEP)
     began = time.monotonic()
     assert not children.wait(0.3)
@@ -54,7 +54,7 @@ def test_wait_gives_up_in_time(children: Children) -> None:
         ("import os; os.kill(os.getpid(), 9)", -9, r"rank 2 \(process \d+\) was killed by SIGKILL"),
     ],
 )
-def test_one_fails_and_the_others_are_ended(children: Children, code: str, exit_code: int, text: str) -> None:
+def test_one_fails_and_the_others_are_ended(children: RankProcesses, code: str, exit_code: int, text: str) -> None:
     began = time.monotonic()
     start(children, SLEEP, code, SLEEP)
     assert children.wait(30)
@@ -65,7 +65,7 @@ def test_one_fails_and_the_others_are_ended(children: Children, code: str, exit_
 
 def test_a_good_exit_code_in_the_middle_of_something_is_a_failure() -> None:
     """``os._exit(0)`` passed for the end of the script, and another rank was blamed."""
-    watched = Children(None, is_busy=lambda rank: rank == 2)
+    watched = RankProcesses(None, is_busy=lambda rank: rank == 2)
     start(watched, "pass", "pass", SLEEP)
     assert watched.wait(30)
     assert [(end.rank, end.code) for end in watched.failed] == [(2, 0)]
@@ -73,7 +73,7 @@ def test_a_good_exit_code_in_the_middle_of_something_is_a_failure() -> None:
     assert 1 in watched.ended
 
 
-def test_one_that_ignores_sigterm_is_killed(children: Children) -> None:
+def test_one_that_ignores_sigterm_is_killed(children: RankProcesses) -> None:
     read, write = os.pipe()
     with os.fdopen(read) as ready:
         code = f"import os, signal; signal.signal(15, signal.SIG_IGN); os.write({write}, b'x'); {SLEEP}"
@@ -88,13 +88,13 @@ def test_one_that_ignores_sigterm_is_killed(children: Children) -> None:
 
 def test_what_follows_a_failure_is_done_once_and_after_the_end_of_all() -> None:
     calls: list[list[int]] = []
-    watched = Children(lambda: calls.append(watched.running))
+    watched = RankProcesses(lambda: calls.append(watched.running))
     start(watched, "raise SystemExit(1)", "raise SystemExit(1)", SLEEP)
     assert watched.wait(30)
     assert calls == [[]]
 
 
-def test_standard_input_is_closed(children: Children) -> None:
+def test_standard_input_is_closed(children: RankProcesses) -> None:
     start(children, "import sys; raise SystemExit(sys.stdin.read() != '')")
     assert children.wait(30)
     assert children.failed == []
