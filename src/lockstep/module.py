@@ -279,14 +279,14 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         for name, value in items:
             self.log(name, value, **options)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """``print`` on rank 0 only, without tearing the progress bar."""
         if self._trainer is None:
             print(*args, **kwargs)
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: object, group: ProcessGroup | None = None, sync_grads: bool = False) -> Any:
         """The tensors of ``data`` from all ranks: each of shape ``(world_size, *shape)``; as it is on one process.
 
         Args:
@@ -526,7 +526,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             torch.jit.save(found, fspath(file_path))
         return found
 
-    def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
+    def to_tensorrt(self, *args: object, **kwargs: object) -> Any:
         """Refused: export to ONNX, which TensorRT reads.
 
         Raises:

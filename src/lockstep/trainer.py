@@ -396,7 +396,7 @@ class Trainer(Attributes):
         with creating(self.strategy.root_device, dtype, bool(empty_init)):
             yield
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """``print`` on rank 0 only, above the progress bar."""
         self.session.print(*args, **kwargs)
 
@@ -441,10 +441,10 @@ class Trainer(Attributes):
         """The path of the checkpoint of a call: the call's, or else the one that ``trainer.ckpt_path`` was set to."""
         return state.find(self.session, self._ckpt_wanted if asked is None else asked, model_given=model_given)
 
-    def _call(self, loop: spawn_results.Loop, *args: Any) -> Any:
+    def _call(self, loop: spawn_results.Loop, *args: object) -> Any:
         return self._hand_over(loop, *args) if self._spawns else self._launch(loop.run, *args)
 
-    def _hand_over(self, loop: spawn_results.Loop, *args: Any) -> Any:
+    def _hand_over(self, loop: spawn_results.Loop, *args: object) -> Any:
         """Run a loop in spawned or forked processes, and go on here as if it had run here."""
         session = self.session
         call = spawn_results.call if self.strategy.launcher == "spawn" else spawn_results.call_in_copy(session)

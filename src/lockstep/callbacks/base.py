@@ -194,7 +194,7 @@ class Callback:
         """The name its state is kept under; two callbacks of one class need two names to keep two states."""
         return type(self).__qualname__
 
-    def _generate_state_key(self, **kwargs: Any) -> str:
+    def _generate_state_key(self, **kwargs: object) -> str:
         """A ``state_key`` made of the class's name and the arguments that tell its instances apart."""
         return f"{type(self).__qualname__}{kwargs!r}"
 

@@ -37,7 +37,7 @@ class ModelSummary(Callback):
         Trainer(callbacks=[ModelSummary(max_depth=2)])
     """
 
-    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: object) -> None:
         LayerTable(nn.Module(), max_depth)  # tells of a wrong depth before the fit begins
         self._max_depth = max_depth
         self._summarize_kwargs = summarize_kwargs
@@ -111,7 +111,7 @@ class RichModelSummary(ModelSummary):
         Trainer(callbacks=[RichModelSummary(max_depth=2, header_style="bold")])
     """
 
-    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: object) -> None:
         if find_spec("rich") is None:
             raise missing_extra("rich", "rich", "RichModelSummary")
         super().__init__(max_depth, **summarize_kwargs)

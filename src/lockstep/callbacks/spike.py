@@ -30,7 +30,7 @@ class TrainingSpikeException(RuntimeError):
         batch_idx: the batch of the epoch whose loss it was.
     """
 
-    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, batch_idx: int, *args: object, **kwargs: object) -> None:
         super().__init__(f"Training spike detected in batch {batch_idx}", *args, **kwargs)
         self.batch_idx = batch_idx
 

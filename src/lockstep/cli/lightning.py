@@ -43,7 +43,7 @@ INSTANTIATOR = "lockstep.cli.instantiate_module"
 """What hyperparameters of the command line have under ``_instantiator``: who makes a module from them."""
 
 
-def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
+def instantiate_class(args: object, init: dict[str, Any]) -> Any:
     """Make an object from ``{"class_path": ..., "init_args": ...}``.
 
     Args:
@@ -115,7 +115,9 @@ class RecordsHyperparameters:
         self.cli = cli
         self.key = key
 
-    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
+    def __call__(
+        self, class_type: type, *args: object, applied_instantiation_links: dict[str, Any], **kwargs: object
+    ) -> Any:
         recorded = hyperparameters(self.cli.config_dump, applied_instantiation_links, self.key)
         token = given_hyperparameters.set(recorded)
         try:
@@ -452,7 +454,7 @@ class LightningCLI:
             self._dumped = dumped[self.subcommand] if self.subcommand else dumped
         return self._dumped or {}
 
-    def _get(self, config: jsonargparse.Namespace, key: str, default: Any = None) -> Any:
+    def _get(self, config: jsonargparse.Namespace, key: str, default: object = None) -> Any:
         """A value of the config, which may be inside a subcommand."""
         return config.get(str(self.subcommand), config).get(key, default)
 

@@ -178,14 +178,14 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         optimizers, schedulers = ([k for k, (_, to) in each.items() if to == "AUTOMATIC"] for each in registers)
         return optimizers, schedulers
 
-    def class_and_arguments(self, key: str, parsed: Any) -> Any:
+    def class_and_arguments(self, key: str, parsed: object) -> Any:
         """What was parsed for an optimizer or scheduler, with ``class_path`` where the class was fixed."""
         kind, _ = {**self._optimizers, **self._lr_schedulers}[key]
         return parsed if isinstance(kind, tuple) else _with_class(kind)(parsed)
 
 
 def _with_class(kind: type) -> Callable[[Any], dict[str, Any]]:
-    def described(arguments: Any) -> dict[str, Any]:
+    def described(arguments: object) -> dict[str, Any]:
         given = arguments.as_dict() if isinstance(arguments, jsonargparse.Namespace) else arguments
         return {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": given or {}}
 

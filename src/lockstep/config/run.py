@@ -265,7 +265,7 @@ def strip(given: dict[str, Any]) -> bool:
 # -- RunConfig -----------------------------------------------------------------------------------------------
 
 
-def _flag(check: Callable[..., Any], **options: Any) -> Any:
+def _flag(check: Callable[..., Any], **options: object) -> Any:
     """A field of RunConfig, with the check that makes its value of what the user gave."""
     return field(metadata={"check": partial(check, **options)})
 

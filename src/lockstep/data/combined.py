@@ -67,7 +67,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         {'a': 3, 'b': 'x'}
     """
 
-    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+    def __init__(self, iterables: object, mode: Mode = "min_size") -> None:
         if mode not in LENGTHS:
             raise ValueError(f"CombinedLoader(mode={mode!r}): choose one of {', '.join(LENGTHS)}.")
         self._iterables = iterables
@@ -452,7 +452,7 @@ class Mixed(Source):
         size = max(len(weights) for weights in found if weights is not None)
         return [[0.0] * size if weights is None else weights for weights in found]
 
-    def without(self, batch: Any, parts: Sequence[float]) -> Any:
+    def without(self, batch: object, parts: Sequence[float]) -> Any:
         leaves = self.nest.flatten_up_to(batch)
         return tree_unflatten([leaf if part else None for leaf, part in zip(leaves, parts, strict=True)], self.nest)
 

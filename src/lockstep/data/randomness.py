@@ -168,7 +168,7 @@ def generators_of(holders: Iterable[object]) -> list[HeldGenerator]:
     return [known for value in values.values() if (known := held_generator(value)) is not None]
 
 
-def _without_arrays(state: Any) -> Any:
+def _without_arrays(state: object) -> Any:
     """NumPy's arrays as lists, which it takes back too."""
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}

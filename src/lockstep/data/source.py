@@ -152,7 +152,7 @@ class Source(ABC):
         """:meth:`weights` of each loader of which a micro-batch holds a part; asked in place of those."""
         return [self.weights(number)]
 
-    def without(self, batch: Any, parts: Sequence[float]) -> Any:
+    def without(self, batch: object, parts: Sequence[float]) -> Any:
         """A micro-batch with None for the parts that weigh nothing on this rank."""
         return batch
 
@@ -433,7 +433,7 @@ class Measure:
         self._told = stage == "predict"
         self._training = stage == "train"
 
-    def __call__(self, batch: Any) -> float:
+    def __call__(self, batch: object) -> float:
         """The number of samples; 1 where it cannot be told."""
         tensor = first_tensor(batch)
         # one without rows is no reason for a rank to be left out
@@ -463,7 +463,7 @@ class Measure:
             )
 
 
-def first_tensor(batch: Any) -> Any:
+def first_tensor(batch: object) -> Any:
     """The first tensor or array of a nest, in its order; None where there is none."""
     if isinstance(batch, Tensor) or (hasattr(batch, "__array__") and hasattr(batch, "shape")):
         return batch

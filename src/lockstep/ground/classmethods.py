@@ -30,7 +30,7 @@ else:
             if instance is None:
                 return self.method.__get__(kind)
 
-            def refuse(*args: Any, **kwargs: Any) -> Any:
+            def refuse(*args: object, **kwargs: object) -> Any:
                 name = f"{kind.__name__}.{self.method.__name__}"
                 raise TypeError(
                     f"{name} makes a new object and leaves the one that it is called on as it is: call it on the "

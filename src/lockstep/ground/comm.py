@@ -213,7 +213,7 @@ def all_gather_object(obj: object, group: Group = None) -> list[Any]:
 
 
 @waits()
-def broadcast_object(obj: Any, src: int = 0, group: Group = None) -> Any:
+def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
     """Rank ``src``'s ``obj``, on every rank (pickled on the way; what the others pass is ignored)."""
     if world_size(group) == 1:
         return obj

@@ -213,7 +213,7 @@ class _Movable(metaclass=ABCMeta):  # noqa: B024, a class by which `isinstance` 
         return True if callable(getattr(subclass, "to", None)) else NotImplemented
 
 
-def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+def move_data_to_device(batch: object, device: torch.device | str | int) -> Any:
     """A copy of ``batch`` with everything that has a method ``to(device)`` on ``device``.
 
     Goes through nested collections and dataclasses as `tree_map` does. Copies to CUDA do not block the host

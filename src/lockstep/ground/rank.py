@@ -42,15 +42,17 @@ class _RankZeroOnly:
     def __call__(self, fn: Callable[P, T], default: None = None) -> Callable[P, T | None]: ...
 
     @overload
-    def __call__(self, fn: None = None, default: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+    def __call__(
+        self, fn: None = None, default: object = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
-    def __call__(self, fn: Callable[..., Any] | None = None, default: Any = None) -> Callable[..., Any]:
+    def __call__(self, fn: Callable[..., Any] | None = None, default: object = None) -> Callable[..., Any]:
         if fn is None:
             return functools.partial(self.__call__, default=default)
         function = fn
 
         @functools.wraps(function)
-        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+        def on_rank_zero(*args: object, **kwargs: object) -> Any:
             return function(*args, **kwargs) if self.rank == 0 else default
 
         return on_rank_zero

@@ -45,7 +45,7 @@ def tree_map(fn: Callable[[Any], Any], batch: Any, leaf_types: Types) -> Any:
     return batch
 
 
-def tree_leaves(batch: Any, leaf_types: Types) -> Iterator[Any]:
+def tree_leaves(batch: object, leaf_types: Types) -> Iterator[Any]:
     """The objects of ``leaf_types`` in ``batch``, in the order in which `tree_map` meets them."""
     if isinstance(batch, leaf_types):
         yield batch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from lockstep.cluster.detect import LOCAL, detect
 from lockstep.cluster.local import is_started, on_one_host, rank_variables
@@ -57,7 +57,7 @@ class ScriptLauncher:
         self.world = world
         self._launched = launched
 
-    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """``function(*args, **kwargs)``, in this process, when all ranks of the node are started.
 
         Raises:

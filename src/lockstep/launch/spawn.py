@@ -108,7 +108,7 @@ class SpawnLauncher:
         self.world = world
         self.strategy = strategy or self.name
 
-    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """``function(*args, **kwargs)`` in each of the processes.
 
         Returns:
@@ -340,7 +340,7 @@ class ForkLauncher(SpawnLauncher):
 
     name = "ddp_fork"
 
-    def launch(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         """``function(*args, **kwargs)`` in each of the processes; errors as of :meth:`SpawnLauncher.launch`.
 
         Raises:

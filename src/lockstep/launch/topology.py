@@ -58,7 +58,7 @@ def is_interactive(placement: Placement) -> bool:
     return not placement.launched and command_line(__main__, sys.argv, sys.orig_argv) is None
 
 
-def directly(function: Callable[..., T], *args: Any) -> T:
+def directly(function: Callable[..., T], *args: object) -> T:
     """Call ``function`` in this process: there are no other ranks to start."""
     try:
         return function(*args)

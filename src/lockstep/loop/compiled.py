@@ -13,7 +13,7 @@ from lockstep.module import LightningModule
 COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
-def is_compiled(model: Any) -> bool:
+def is_compiled(model: object) -> bool:
     """Whether ``model`` is what ``torch.compile(module)`` gave; costs nothing where nobody compiles."""
     dynamo = sys.modules.get("torch._dynamo")  # torch imports it when something is compiled
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)

@@ -311,7 +311,7 @@ class Hooks:
         self.on_train_epoch_end = (others, own) if others or own else None
         return monitors
 
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: object) -> Any:
         """Run a hook of everybody who overrides it; gives what the module's own returned."""
         pair = getattr(self, name)
         if pair is None:
@@ -331,7 +331,7 @@ class Hooks:
         pair = getattr(self, name)
         return () if pair is None else pair[0]
 
-    def own(self, name: str, *args: Any) -> Any:
+    def own(self, name: str, *args: object) -> Any:
         """Run a hook that only the module has."""
         results = self.results
         before, table = results.hook, results.table

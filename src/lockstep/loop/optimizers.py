@@ -43,7 +43,7 @@ class LightningOptimizer:
         """The wrapped ``torch.optim.Optimizer``."""
         return self._optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
         """One update of the parameters, with the hooks around it; returns what the closure returns."""
         if closure is not None and not callable(closure):
             raise MisconfigurationException(f"optimizer.step(closure={closure!r}): the closure must be callable.")
@@ -92,7 +92,7 @@ def demands_closure(optimizer: Optimizer) -> bool:
 
 
 def parse(
-    returned: Any, *, automatic: bool, custom_scheduler_step: bool
+    returned: object, *, automatic: bool, custom_scheduler_step: bool
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Read what ``configure_optimizers`` returned.
 
@@ -127,7 +127,7 @@ def _is_optimizer(obj: object) -> bool:
     )
 
 
-def _unpack(returned: Any) -> tuple[list[Any], list[Any], str | None]:
+def _unpack(returned: object) -> tuple[list[Any], list[Any], str | None]:
     if _is_optimizer(returned):
         return [returned], [], None
     if isinstance(returned, dict):

@@ -92,7 +92,7 @@ class Instruments:
     def timed(self, action: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` as an action."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             if not self.start(action):
                 return fn(*args, **kwargs)
             try:
@@ -148,7 +148,7 @@ class Instruments:
         self._replace(hooks, "epoch_end_monitors", monitors)
         real = hooks.own
 
-        def own_hook(name: str, *args: Any) -> Any:
+        def own_hook(name: str, *args: object) -> Any:
             return self.timed(self._module + name, real)(name, *args)
 
         self._replace(hooks, "own", own_hook)
@@ -156,7 +156,7 @@ class Instruments:
     def _time_strategy(self, strategy: Strategy) -> None:
         run, actions = strategy.run, {}
 
-        def timed_run(fn: Callable[..., Any], *args: Any) -> Any:
+        def timed_run(fn: Callable[..., Any], *args: object) -> Any:
             name = getattr(fn, "__name__", "run")
             if name not in actions:
                 actions[name] = self.timed(self._strategy + name, run)
@@ -240,7 +240,7 @@ class Instruments:
         self._replace(loop, "setup_data", timed_setup_data)
 
     def _timed_opening(self, action: str, opening: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def timed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        def timed(*args: object, **kwargs: object) -> Iterator[Any]:
             return self._timed_iterator(action, iter(opening(*args, **kwargs)))
 
         return timed

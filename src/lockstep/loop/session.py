@@ -172,7 +172,7 @@ class Session:
         for name in ("hooks", "results", "agreement"):
             vars(self).pop(name, None)
 
-    def branch(self, **changes: Any) -> Session:
+    def branch(self, **changes: object) -> Session:
         """A session of its own that begins with the parts of this one, but for some."""
         made = object.__new__(Session)
         vars(made).update(vars(self), **changes)
@@ -210,7 +210,7 @@ class Session:
         """The progress bar."""
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """``print`` on rank 0 only, above the progress bar."""
         if self.is_global_zero:
             bar = self.progress_bar

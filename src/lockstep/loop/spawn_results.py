@@ -118,7 +118,7 @@ def call_in_copy(session: Session) -> Callable[..., Handover]:
     parts = (*parts, strategy, session, session.trainer)
     states = [(part, part.__getstate__()) for part in parts if _says_what_travels(part)]
 
-    def call_there(session: Session, loop: Loop, *args: Any) -> Handover:
+    def call_there(session: Session, loop: Loop, *args: object) -> Handover:
         for part, state in states:
             _parents.append(dict(vars(part)))
             getattr(part, "__setstate__", vars(part).update)(state)

@@ -184,7 +184,7 @@ def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
             raise TypeError(f"{key!r} is the name of no value")
 
 
-def _alike(own: object, saved: Any) -> bool:
+def _alike(own: object, saved: object) -> bool:
     if own is None or (saved is None and not isinstance(own, (int, float))):
         return True
     if isinstance(own, bool):
@@ -193,10 +193,9 @@ def _alike(own: object, saved: Any) -> bool:
         return saved.numel() == 1
     for kinds in ((bool, int, float, torch.Tensor), (list, tuple), (dict,), (str,)):
         if isinstance(own, kinds):
-            alike = isinstance(saved, kinds)
-            if alike and isinstance(own, tuple):
+            if isinstance(own, tuple) and isinstance(saved, (list, tuple)):
                 return len(own) == len(saved) and all(map(_alike, own, saved))
-            return alike
+            return isinstance(saved, kinds)
     return True
 
 

@@ -333,7 +333,7 @@ class Step:
         results.weight, results.micro_batch, results.muted = weight, number, weight == 0.0
         results.table = self.table
 
-    def _scaled_loss(self, weight: float, share: float, output: Any) -> Tensor | None:
+    def _scaled_loss(self, weight: float, share: float, output: object) -> Tensor | None:
         """What backward begins from, of what ``training_step`` returned."""
         loss, factor = self._read(output, weight, share)
         if loss is None:
@@ -377,7 +377,7 @@ class Step:
 
     # -- parts of a window ---------------------------------------------------------------------------------
 
-    def _begin(self, batch: Any, batch_idx: int, weight: float) -> Any:
+    def _begin(self, batch: object, batch_idx: int, weight: float) -> Any:
         results = self.results
         results.micro_batch += 1
         results.weight = weight
@@ -391,7 +391,7 @@ class Step:
         results.table = self.table
         return batch
 
-    def _begin_with_absent(self, batch: Any, batch_idx: int, weight: float) -> Any:
+    def _begin_with_absent(self, batch: object, batch_idx: int, weight: float) -> Any:
         """:meth:`_begin` where some ranks have no samples of the micro-batch: all learn whether the epoch ends here."""
         names = self.hooks.owners(BATCH_HOOKS)
         if names:
@@ -423,7 +423,7 @@ class Step:
         finally:
             self.strategy.absent = ()
 
-    def _forward_backward(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
+    def _forward_backward(self, batch: object, batch_idx: int, weight: float, share: float, first: bool) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
         strategy, step = self.strategy, self.training_step
         if self._absent:
@@ -473,7 +473,7 @@ class Step:
         play = self._with_absent if self._absent else self._forward_backward
         return play(batch, batch_idx, weight, share, first)
 
-    def _with_absent(self, batch: Any, batch_idx: int, weight: float, share: float, first: bool) -> Any:
+    def _with_absent(self, batch: object, batch_idx: int, weight: float, share: float, first: bool) -> Any:
         """:meth:`_forward_backward` of a micro-batch of which some ranks have no samples."""
         strategy = self.strategy
         with strategy.leaving_out(self._absent):
@@ -498,7 +498,7 @@ class Step:
         self.session.request_stop()
         self.agreement.publish()
 
-    def _read(self, output: Any, weight: float, share: float) -> tuple[Tensor | None, float | Tensor]:
+    def _read(self, output: object, weight: float, share: float) -> tuple[Tensor | None, float | Tensor]:
         """The loss and its factor from what ``training_step`` returned."""
         if output is None:
             warn_once(
@@ -554,7 +554,7 @@ class Step:
         weighed = [leaf * part for leaf, part in zip(leaves, parts, strict=True) if leaf is not None]
         return torch.stack(weighed).sum()
 
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         hooks = self.hooks
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -619,7 +619,7 @@ class Step:
         if self.progress.last and self._by_epoch:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 
-    def _end(self, outputs: Any, batch: Any, batch_idx: int, counts: bool = True) -> None:
+    def _end(self, outputs: object, batch: object, batch_idx: int, counts: bool = True) -> None:
         progress = self.progress
         if self.optimizer is not None and counts:
             progress.batch += 1
@@ -636,7 +636,7 @@ class Step:
         if results.each_step and self.strategy.sync_gradients:
             self.session.agree_on_stop()  # who stops by a value of this window stops here
 
-    def _end_with_absent(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def _end_with_absent(self, outputs: object, batch: object, batch_idx: int) -> None:
         if self.results.weight == 0.0:
             self.hooks.call_without_samples("_on_any_batch_end", batch_idx)
         elif self.hooks.on_train_batch_end is not None:

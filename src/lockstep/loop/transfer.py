@@ -36,7 +36,7 @@ class Transfer:
         self._convert = strategy.precision.convert_input
         self.idle = not chosen and self._move is None and self._convert is None
 
-    def __call__(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def __call__(self, batch: object, dataloader_idx: int = 0) -> Any:
         """The batch on the device, in the run's precision."""
         if self._convert is not None:
             batch = self._convert(batch)

@@ -78,7 +78,7 @@ class DataParallel(nn.Module):
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
         return replicate(module, devices)
 
-    def scatter(self, inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
+    def scatter(self, inputs: object, devices: Sequence[torch.device]) -> list[Any]:
         """See :func:`scatter`; to be overridden."""
         return scatter(inputs, devices, self.dim)
 
@@ -123,7 +123,7 @@ def cut(rows: int, parts: int) -> list[int]:
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
-def scatter(batch: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
+def scatter(batch: object, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
     """A nested batch as one part for each device, on that device.
 
     Args:

@@ -544,7 +544,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # -- devices
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Device]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def scatter(
+        self, inputs: object, kwargs: object, device_ids: Sequence[Device]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Inputs and keyword arguments, each as one part for each device, cut along `dim`; to be overridden.
 
         A batch of fewer rows than devices has fewer parts. Called with several devices, and with one if overridden.
@@ -561,7 +563,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Outputs of the parts as one, along `dim`; to be overridden."""
         return data_parallel.gather(outputs, as_device(output_device), self.dim)
 
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def to_kwargs(self, inputs: object, kwargs: object, device_id: Device) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Inputs and keyword arguments moved to one device, each as the only part."""
         device = as_device(device_id)
         return (move_data_to_device(inputs, device),), (move_data_to_device(kwargs, device),)
@@ -691,7 +693,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
 
     def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Iterable[Parameter] | None = None, **kwargs: Any
+        self, optim: type, *args: object, optim_params: Iterable[Parameter] | None = None, **kwargs: object
     ) -> None:
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 

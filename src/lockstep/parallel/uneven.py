@@ -73,7 +73,7 @@ class Weight:
             self._factor = self.weight * self._world / self._total
         return self._factor
 
-    def apply(self, outputs: Any) -> Any:
+    def apply(self, outputs: object) -> Any:
         """``outputs`` with the same values, whose gradients are multiplied by `factor` on their way back.
 
         Raises:

@@ -47,7 +47,7 @@ class TruePrecision(Precision):
             return tensor.to(self.dtype)
         return tensor.to(self._complex) if self._complex is not None and tensor.is_complex() else tensor
 
-    def _convert_batch(self, batch: Any) -> Any:
+    def _convert_batch(self, batch: object) -> Any:
         return tree_map(self._convert, batch, Tensor)
 
     def _default_dtype(self) -> AbstractContextManager[None]:

@@ -248,7 +248,7 @@ class Strategy(Engine):
         """Wait for all ranks."""
         self.collectives.barrier()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: object, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
         return self.collectives.broadcast(obj, src)
 
@@ -256,7 +256,7 @@ class Strategy(Engine):
         """The tensors of all ranks, stacked: ``(world_size, *shape)``; on one process the tensor as it is."""
         return self.collectives.all_gather(tensor, group, sync_grads)
 
-    def reduce(self, tensor: Any, group: comm.Group = None, reduce_op: object = "mean") -> Any:
+    def reduce(self, tensor: Tensor | float, group: comm.Group = None, reduce_op: object = "mean") -> Any:
         """The tensor reduced over all ranks by "mean", "sum", "min" or "max"; the given one is not changed."""
         return self.collectives.reduce(tensor, group, reduce_op)
 
@@ -268,7 +268,7 @@ class Strategy(Engine):
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
         return self.collectives.gather_stacked(vector)
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: object) -> list[Any]:
         """A small picklable object from all ranks, by rank."""
         return self.collectives.gather_objects(obj)
 

@@ -70,7 +70,7 @@ class _Sent:
     dtype: torch.dtype
 
 
-def gather_on_zero(obj: Any) -> list[Any]:
+def gather_on_zero(obj: object) -> list[Any]:
     """What all ranks pass, by rank, on rank 0; an empty list on the others, who need no copies of it. Collective.
 
     Tensors travel one by one, so that rank 0 needs memory for what it gets and little more.
@@ -164,7 +164,7 @@ class Collectives:
             comm.barrier()
 
     @does("strategy.broadcast")
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: object, src: int = 0) -> Any:
         """The object of rank ``src``, on every rank."""
         if self.world.size == 1:
             return obj
@@ -205,10 +205,10 @@ class Collectives:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
 
-    def gather_on_zero(self, obj: Any) -> list[Any]:
+    def gather_on_zero(self, obj: object) -> list[Any]:
         """What all ranks pass, by rank, on rank 0, tensors one by one; an empty list on the others. Collective."""
         return [obj] if self.world.size == 1 else gather_on_zero(obj)
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: object) -> list[Any]:
         """A small picklable object from all ranks, by rank."""
         return [obj] if self.world.size == 1 else comm.all_gather_object(obj)

@@ -323,7 +323,7 @@ class DDPStrategy(RankedStrategy):
         reducer.detach()
         self._reducer = None
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, with rank 0's buffers taken before the first training forward of a window."""
         if self._late is not None and torch.is_grad_enabled():
             if self._late_buffers:
@@ -344,7 +344,7 @@ class DDPStrategy(RankedStrategy):
                 buffers.align()
             buffers.differ = not self._is_apart()
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with the buckets reduced as they fill, while it still runs."""
         reducer = self._reducer
         assert reducer is not None
@@ -407,7 +407,7 @@ class DDPStrategy(RankedStrategy):
             checks.remember()
             checks.compare("backward", [])
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
         """Update the parameters of one optimizer; under local steps, average over the ranks where it is time."""
         result = super().step(optimizer, closure, **options)
         if self._local is not None:

@@ -49,7 +49,7 @@ class DataParallelStrategy(Strategy):
             )
         super().setup_module(module, own_backward)
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """The step method on all devices; outputs and logged values come together on the first."""
         rows = rows_of(args[0])
         if rows is None or len(self.devices) == 1 or getattr(fn, "__self__", None) is not self.module:
@@ -105,7 +105,7 @@ class DataParallelStrategy(Strategy):
 class _Logged:
     """What ``self.log`` was called with in one part."""
 
-    def __init__(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, value: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.value, self.args, self.kwargs = value, args, kwargs
 
 
@@ -115,13 +115,13 @@ class _InTurn:
     def __init__(self, metric: Any, turn: AbstractContextManager[object]) -> None:
         self.metric, self._turn = metric, turn
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._use(self.metric, args, kwargs)
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def update(self, *args: object, **kwargs: object) -> Any:
         return self._use(self.metric.update, args, kwargs)
 
-    def _use(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _use(self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         args, kwargs = move_data_to_device((args, kwargs), self.metric.device)
         with self._turn:
             return method(*args, **kwargs)
@@ -148,13 +148,13 @@ def _take_turns(module: nn.Module, shared: Callable[[Any], Any]) -> list[tuple[d
 
 
 def _collect(log: dict[str, _Logged]) -> Callable[..., None]:
-    def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def collect(name: str, value: object, *args: object, **kwargs: object) -> None:
         log[name] = _Logged(value, args, kwargs)
 
     return collect
 
 
-def _call(method: Callable[..., Any], replica: nn.Module, part: Any, rest: tuple[Any, ...]) -> Callable[[], Any]:
+def _call(method: Callable[..., Any], replica: nn.Module, part: object, rest: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: method(replica, part, *rest)
 
 

@@ -121,14 +121,14 @@ class Engine:
 
     # -- one window
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """The one door to the user's step methods: in the run's precision, through the engine's forward."""
         if self.context is None:
             return fn(*args)
         with self.context():
             return fn(*args)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward of one micro-batch; where ``sync_gradients`` the gradients are reduced when it returns."""
         if self._own_backward is not None:
             self._own_backward(loss, *args, **kwargs)

@@ -209,7 +209,7 @@ class CollectiveTrace:
         begin = self._begun(_SAME.get(name, name), names, payload, numbered)
         busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.memory.leave
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args: object, **kwargs: object) -> Any:
             if is_compiling() or (busy and get_ident() in busy):
                 return function(*args, **kwargs)
             group: Any = args[at] if len(args) > at else kwargs.get("group")
@@ -465,7 +465,7 @@ class _Done:
 
 def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def whole(tensor: object, *args: Any, **kwargs: Any) -> Any:
+    def whole(tensor: object, *args: object, **kwargs: object) -> Any:
         if not isinstance(tensor, Tensor) or tensor.is_contiguous() or tensor.layout != torch.strided:
             return function(tensor, *args, **kwargs)
         given = inspect.signature(function).bind(tensor, *args, **kwargs)
@@ -499,7 +499,7 @@ class _Comparison:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def compared(*args: Any, **kwargs: Any) -> Any:
+        def compared(*args: object, **kwargs: object) -> Any:
             if not self._inside:
                 given = signature.bind(*args, **kwargs)
                 given.apply_defaults()

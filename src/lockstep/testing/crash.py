@@ -43,7 +43,9 @@ import torch
 from torch import Tensor
 
 from lockstep.callbacks.base import Callback
+from lockstep.module import LightningModule
 from lockstep.testing import leaks
+from lockstep.trainer import Trainer
 
 Moment = Literal["batch", "validation", "save", "write", "rename", "teardown"]
 
@@ -122,28 +124,28 @@ class KillAt(Callback):
         self._struck = False
         self._killer: subprocess.Popen[bytes] | None = None
 
-    def _is_due(self, trainer: Any) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         kill = self.kill
         return not self._struck and trainer.global_rank == kill.rank and trainer.global_step >= kill.step
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if self.kill.moment == "batch" and self._is_due(trainer):
             self._strike(trainer)
 
     def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self.kill.moment == "validation" and not trainer.sanity_checking and self._is_due(trainer):
             self._strike(trainer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.kill.moment == "teardown" and self._is_due(trainer):
             self._strike(trainer)
 
-    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self.on_train_batch_start(trainer, pl_module, None, batch_idx)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.kill.moment not in ("save", "write", "rename") or not self._is_due(trainer):
             return
         if self.kill.moment == "save":
@@ -155,14 +157,14 @@ class KillAt(Callback):
             self._say(trainer)
             os.replace = _die_before_rename
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._killer is not None:
             self._killer.wait()
 
-    def _say(self, trainer: Any) -> None:
+    def _say(self, trainer: Trainer) -> None:
         print(f"\nstruck in epoch {trainer.current_epoch}, step {trainer.global_step}", flush=True)
 
-    def _strike(self, trainer: Any) -> None:
+    def _strike(self, trainer: Trainer) -> None:
         victim: int | None = os.getpid()
         if self.kill.worker is not None:
             workers = sorted(child.pid or 0 for child in multiprocessing.active_children())
@@ -178,7 +180,7 @@ class KillAt(Callback):
             os.kill(victim, signal.SIGKILL)
 
 
-def _save_half_and_die(content: Any, file: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _save_half_and_die(content: object, file: IO[bytes], *args: object, **kwargs: object) -> NoReturn:
     whole = io.BytesIO()
     torch.serialization.save(content, whole)
     file.write(whole.getbuffer()[: whole.tell() // 2])
@@ -186,7 +188,7 @@ def _save_half_and_die(content: Any, file: Any, *args: Any, **kwargs: Any) -> No
     raise AssertionError("SIGKILL came back")
 
 
-def _die_before_rename(*args: Any, **kwargs: Any) -> NoReturn:
+def _die_before_rename(*args: object, **kwargs: object) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL came back")
 
@@ -194,7 +196,7 @@ def _die_before_rename(*args: Any, **kwargs: Any) -> NoReturn:
 # -- what a run ended with -----------------------------------------------------------------------------------
 
 
-def digest(state: Any) -> str:
+def digest(state: object) -> str:
     """SHA-256 of a nest of dicts, lists and tuples of tensors and plain values: the same for the same bits only.
 
     Names, types and shapes count, the order of a dict's keys and the device do not.
@@ -205,7 +207,7 @@ def digest(state: Any) -> str:
     return made.hexdigest()
 
 
-def _parts(state: Any) -> Iterator[bytes]:
+def _parts(state: object) -> Iterator[bytes]:
     if isinstance(state, Tensor):
         yield f"{state.dtype} {tuple(state.shape)}".encode()
         yield state.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
@@ -222,7 +224,7 @@ def _parts(state: Any) -> Iterator[bytes]:
         yield f"{type(state).__name__} {state!r}".encode()
 
 
-def report(**states: Any) -> None:
+def report(**states: object) -> None:
     """Prints the :func:`digest` of each state on a line of its own, for :func:`live` to read."""
     for name, state in states.items():
         print(f"digest of {name}: {digest(state)}", flush=True)

@@ -245,12 +245,14 @@ class Witness(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Any, batch_idx: int
+    ) -> None:
         numbers = ",".join(map(str, batch[2].tolist()))
         with open(self.folder / f"seen-{trainer.global_rank}", "a") as file:  # the line before may be half a one
             file.write(f"\n{trainer.current_epoch} {batch_idx} {numbers}.")
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = trainer.strategy.save().optimizers
         if trainer.is_global_zero:
             report(

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.environments import ClusterEnvironment
@@ -323,7 +324,7 @@ def check_equivalence(
 
 
 def _one_process(
-    make_module: Callable[[], LightningModule], data: Any, flags: dict[str, Any], seed: int
+    make_module: Callable[[], LightningModule], data: object, flags: dict[str, Any], seed: int
 ) -> list[_Observation]:
     record = _Record()
     torch.manual_seed(seed)
@@ -380,10 +381,10 @@ class _Observer(Callback):
         """One observation; they come in the same order in each run."""
         raise NotImplementedError
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.take(_Observation(trainer.global_step, INITIAL, self._whole(trainer)[0]))
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         step = trainer.global_step
         if step == self._reduced:  # a closure that is called again: what comes then follows from the first call
             return
@@ -393,7 +394,9 @@ class _Observer(Callback):
         gradients = self._whole(trainer)[1]
         self.take(_Observation(step, GRADIENT, {name: gradients[name] for name in gradients if name in names}))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if trainer.global_step == self._updated:
             return
         self._updated = trainer.global_step
@@ -403,7 +406,7 @@ class _Observer(Callback):
         self.take(_Observation(step, CLIPPED, gradients))
         self.take(_Observation(step, PARAMETER, values))
 
-    def _whole(self, trainer: Any) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    def _whole(self, trainer: Trainer) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
         """Values and gradients of the module's parameters, whole, however the engine holds them. Collective."""
         values: dict[str, Tensor | None] = {}
         gradients: dict[str, Tensor | None] = {}
@@ -414,7 +417,7 @@ class _Observer(Callback):
                 gradients[name] = None if gradient is None else gradient.clone()
         return values, gradients
 
-    def _on_any_batch_end(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self.on_train_batch_end(trainer, pl_module, None, None, batch_idx)
 
 
@@ -446,31 +449,33 @@ class _Compare(_Observer):
 
     # -- around the fit
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.strategy.drives_all_devices:
             return  # one rank, whose strategy would not share out what is no method of the module
         own = pl_module.training_step
 
         @functools.wraps(own)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
+        def training_step(*args: object, **kwargs: object) -> Any:
             self._mine.forward(trainer.global_step, trainer.results.weight, pl_module.named_buffers())
             return own(*args, **kwargs)
 
-        pl_module.training_step = training_step
+        vars(pl_module)["training_step"] = training_step
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if trainer.strategy.drives_all_devices:
             self._mine.forward(trainer.global_step, trainer.results.weight, ())
 
-    def _on_any_batch_start(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+    def _on_any_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         self._mine.weights[trainer.global_step].append(0.0)  # without samples no forward runs
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         if trainer.global_step != self._updated:
             self._mine.traffic.append(trainer.strategy.traffic)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         vars(pl_module).pop("training_step", None)
         if not self._astray and self._taken < len(self.expected):
             self._go_astray(self.expected[self._taken].step)

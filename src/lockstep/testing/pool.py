@@ -119,7 +119,7 @@ class RankPool:
     def run(
         self,
         fn: Callable[..., Any],
-        *args: Any,
+        *args: object,
         world: int | None = None,
         timeout: float = 60,
         group: bool = True,
@@ -313,7 +313,7 @@ class Ranks:
     pool: RankPool
     size: int
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60, group: bool = True) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: object, timeout: float = 60, group: bool = True) -> list[Any]:
         """`RankPool.run` on a world of ``size``."""
         return self.pool.run(fn, *args, world=self.size, timeout=timeout, group=group)
 

@@ -20,7 +20,7 @@ from lockstep.testing.pool import RankFailure, rank_failure, rank_timeout
 _one_at_a_time = threading.Lock()
 
 
-def run_threads(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 30) -> list[Any]:
+def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: float = 30) -> list[Any]:
     """Calls ``fn(*args)`` on ``world`` threads, each a rank of one gloo group, and returns results by rank.
 
     The groups are real ones (gloo), subgroups included, so sums have the bits that processes get. What a

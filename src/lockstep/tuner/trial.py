@@ -48,11 +48,11 @@ class _TensorCopy:
         return self.tensor
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return tree_map(_TensorCopy, value, Tensor)
 
 
-def _restored(value: Any) -> Any:
+def _restored(value: object) -> Any:
     return tree_map(lambda copied: copied.restore(), value, _TensorCopy)
 
 
@@ -138,7 +138,7 @@ def _optimizer_state(optimizer: Optimizer) -> Any:
     return dict(vars(optimizer)), groups, {parameter: _copied(value) for parameter, value in optimizer.state.items()}
 
 
-def _restore_optimizer(optimizer: Optimizer, saved: Any) -> None:
+def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, ...]) -> None:
     if isinstance(saved, dict):
         optimizer.load_state_dict(_restored(saved))
         return

@@ -287,7 +287,7 @@ class ProgressBar(Callback):
         """Draw nothing from now on."""
         self._enabled = False
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print without spoiling the bar; what ``trainer.print`` calls. Arguments as of ``print``."""
         print(*args, **kwargs)
 

@@ -209,7 +209,7 @@ class RichProgressBar(DrawnProgressBar):
 
     # -- the screen ----------------------------------------------------------------------------------------
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
+    def print(self, *args: object, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
         """Print above the bars."""
         if self.progress is None or kwargs.get("file") is not None:
             print(*args, sep=sep, end=end, **kwargs)

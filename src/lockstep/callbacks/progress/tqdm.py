@@ -211,7 +211,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
+    def print(self, *args: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, **kwargs: Any) -> None:
         """Print above the bars."""
         if self._shown():
             self._screen.write(sep.join(map(str, args)) + end, sys.stdout if file is None else file)

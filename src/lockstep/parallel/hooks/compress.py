@@ -226,7 +226,7 @@ def bf16_wrapper(hook: Hook) -> Hook:
 
 
 def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
-    def wrapped(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def wrapped(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if buffer.is_complex():
             raise TypeError(

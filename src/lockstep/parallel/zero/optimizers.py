@@ -234,7 +234,7 @@ class ShardedOptimizers:
         own = self._methods[id(optimizer)] = {name: getattr(optimizer, name) for name in _OWN}
 
         @wraps(own["step"])
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
             return self.step(optimizer, closure, **options)
 
         vars(optimizer).update(
@@ -529,7 +529,7 @@ class ShardedOptimizers:
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
         """Update this rank's slices, and begin to exchange them. A collective."""
         if self._detached:
             raise RuntimeError(
