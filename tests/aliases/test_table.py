@@ -87,10 +87,10 @@ def test_a_refused_module_says_why(path: str) -> None:
 
 
 def test_reasons_are_sentences_of_one_kind() -> None:
-    from lockstep.aliases import reasons
+    from lockstep.aliases import table
 
-    for name, reason in vars(reasons).items():
-        if isinstance(reason, str) and name.isupper():
+    for name, reason in vars(table).items():
+        if isinstance(reason, table.Refused) and name.isupper():
             assert reason.endswith("."), name
             assert not reason.startswith("Lockstep"), name
 

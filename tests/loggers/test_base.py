@@ -26,11 +26,13 @@ from lockstep.loggers.base import (
     DummyLogger,
     FolderLogger,
     Logger,
+    as_json,
+    as_yaml,
     claim_version,
+    flattened,
     rank_zero_experiment,
 )
 from lockstep.loggers.csv import CSVLogger
-from lockstep.loggers.hyperparameters import as_json, as_yaml, flattened
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.testing.models import BoringModel
 

@@ -26,8 +26,7 @@ from lockstep.ground import comm, pages
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.shared_memory import SMALL, SharedReduction
 from lockstep.supervise.causes import cause_of
-from lockstep.testing.pool import RankFailure, RankPool
-from lockstep.testing.threads import run_threads
+from lockstep.testing.pool import RankFailure, RankPool, run_threads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

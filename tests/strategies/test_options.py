@@ -19,7 +19,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import GradBucket
 from lockstep.precision.base import Precision
 from lockstep.strategies import DDPStrategy
-from lockstep.strategies.options import NO_EFFECT, REFUSED
+from lockstep.strategies.ranks import NO_EFFECT, REFUSED
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.surface.table import rows

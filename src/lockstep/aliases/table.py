@@ -12,8 +12,81 @@ the entry needs rows only for what the file has not; an entry without rows says 
 
 from __future__ import annotations
 
-from lockstep.aliases import reasons
-from lockstep.aliases.reasons import Refused
+# -- reasons: the sentences that an ImportError ends with ------------------------------------------------------
+
+
+class Refused(str):
+    """A reason, in place of a home."""
+
+    __slots__ = ()
+
+
+FABRIC = Refused(
+    "lockstep has no Fabric. For a hand-written loop take its engines: lockstep.DistributedDataParallel "
+    "(from lockstep.parallel.ddp), lockstep.precision, lockstep.checkpoint; else give the loop to lockstep.Trainer."
+)
+TPU = Refused("lockstep runs on CPUs and CUDA GPUs, not on TPUs (XLA): use accelerator='auto'.")
+MPS = Refused("lockstep runs on CPUs and CUDA GPUs, not on Apple's (MPS): use accelerator='cpu'.")
+HPU = Refused("lockstep runs on CPUs and CUDA GPUs, not on Intel's Gaudi (HPU): use accelerator='auto'.")
+ACCELERATOR = Refused(
+    "lockstep names its accelerators in one table, lockstep.ground.device.ACCELERATORS: give "
+    "Trainer(accelerator=...) a name, or an instance of a class derived from lockstep.accelerators.Accelerator."
+)
+DEVICES = Refused("give Trainer(devices=...) a number or a list; torch.cuda.device_count() says how many there are.")
+DEVICE_STATS = Refused("ask torch: torch.cuda.memory_stats(device); or give the Trainer a DeviceStatsMonitor callback.")
+DEEPSPEED = Refused("DeepSpeed is not built in lockstep: use strategy='ddp'.")
+FSDP = Refused("FSDP is not built in lockstep: use strategy='ddp'.")
+MODEL_PARALLEL = Refused("Tensor parallelism is not built in lockstep: use strategy='ddp'.")
+STRATEGY_NAMES = Refused(
+    "lockstep names its strategies in one table: give Trainer(strategy=...) a name or an instance."
+)
+PARALLEL_STRATEGY = Refused("lockstep has one base class of all strategies: lockstep.strategies.Strategy.")
+PRECISION_NAMES = Refused(
+    "lockstep chooses precision by name: Trainer(precision='32-true' | '64-true' | 'bf16-true' | '16-true' | "
+    "'bf16-mixed' | '16-mixed'), without precision plugins."
+)
+QUANTIZED = Refused("lockstep has no 8-bit training: use precision='bf16-mixed' or 'bf16-true'.")
+LOOPS = Refused(
+    "Lightning's loops are inner parts; lockstep has its own, in lockstep.loop. Act on a run by hooks of the "
+    "LightningModule and of callbacks."
+)
+INNER = Refused("an inner part of Lightning's Trainer that lockstep has no counterpart of; no user code needs it.")
+LAUNCHERS = Refused("lockstep launches ranks by strategy='ddp' (scripts) or 'ddp_spawn'; there is no class to give.")
+SERVE = Refused("lockstep trains models and does not serve them: export one by module.to_onnx(path).")
+DEMO = Refused(
+    "a model of Lightning's demonstrations, partly on data to download; lockstep's own are in the folder examples/: "
+    "digits.py and language_model.py."
+)
+DOWNLOAD = Refused("lockstep downloads no data: bring your own data set, or see examples/language_model.py.")
+LOGO = Refused("lockstep has no logo.")
+MIGRATION = Refused(
+    "lockstep reads checkpoints of Lightning 2.x as they are. Bring an older one up to date where Lightning is "
+    "installed: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE."
+)
+REGISTRY = Refused("lockstep downloads no models: give trainer.fit(..., ckpt_path=...) a path.")
+SYNC_BATCHNORM = Refused("lockstep synchronizes BatchNorm over the ranks itself: use Trainer(sync_batchnorm=True).")
+CHECKPOINT_IO = Refused(
+    "lockstep has no base of wrappers: derive from lockstep.plugins.io.CheckpointIO, and keep the other one in it."
+)
+ENUM = Refused("write the word itself, 'norm' or 'value'.")
+EPSILON = Refused("ask torch: torch.finfo(torch.float32).eps.")
+OUT_OF_MEMORY = Refused("lockstep.utilities.memory.is_oom_error says whether an error is about used-up memory.")
+PICKLE = Refused("try it: pickle.dumps(thing).")
+HPARAMS = Refused("call self.save_hyperparameters() in __init__, and read self.hparams.")
+HPARAMS_FILE = Refused(
+    "use yaml: yaml.safe_load(file). CSVLogger and TensorBoardLogger write hparams.yaml, and "
+    "load_from_checkpoint(hparams_file=...) reads it."
+)
+BATCH_SIZE = Refused("lockstep's loader knows how many samples it drew; self.log(..., batch_size=...) says otherwise.")
+SIGTERM = Refused("lockstep raises no exception of its own where SIGTERM ends a run: look at trainer.received_sigterm.")
+SAMPLER = Refused(
+    "lockstep's own sampler counts every sample once: leave Trainer(use_distributed_sampler=True), and give the "
+    "Trainer plain loaders."
+)
+
+
+# -- the rows --------------------------------------------------------------------------------------------------
+
 
 Row = str | Refused
 Rows = dict[str, Row]
@@ -25,9 +98,9 @@ def _all(names: str, row: Row) -> Rows:
 
 
 FACE: dict[str, Rows | Refused] = {
-    "": {"Fabric": reasons.FABRIC, **_all("LIGHTNING_LOGO cli_lightning_logo", reasons.LOGO)}
-    | {"disable_possible_user_warnings": reasons.INNER},
-    "fabric": reasons.FABRIC,
+    "": {"Fabric": FABRIC, **_all("LIGHTNING_LOGO cli_lightning_logo", LOGO)}
+    | {"disable_possible_user_warnings": INNER},
+    "fabric": FABRIC,
     "core": {"LightningDataModule": "datamodule", "LightningModule": "module"},
     "core.datamodule": {"LightningDataModule": "datamodule"},
     "core.hooks": {
@@ -37,19 +110,19 @@ FACE: dict[str, Rows | Refused] = {
     },
     "core.mixins": {"HyperparametersMixin": "ground.hyperparameters"},
     "core.mixins.hparams_mixin": {"HyperparametersMixin": "ground.hyperparameters"},
-    "core.module": {"LightningModule": "module", "MODULE_OPTIMIZERS": reasons.INNER},
-    "core.optimizer": {"LightningOptimizer": "loop.optimizers", "do_nothing_closure": reasons.INNER},
-    "core.saving": reasons.HPARAMS_FILE,
+    "core.module": {"LightningModule": "module", "MODULE_OPTIMIZERS": INNER},
+    "core.optimizer": {"LightningOptimizer": "loop.optimizers", "do_nothing_closure": INNER},
+    "core.saving": HPARAMS_FILE,
     "trainer": {"seed_everything": "ground.seed"},
     "trainer.trainer": {"Trainer": "trainer"},
     "trainer.states": _all("RunningStage TrainerFn TrainerState TrainerStatus", "ground.states"),
-    "trainer.call": reasons.INNER,
-    "trainer.configuration_validator": reasons.INNER,
-    "trainer.connectors": reasons.INNER,
-    "trainer.setup": reasons.INNER,
+    "trainer.call": INNER,
+    "trainer.configuration_validator": INNER,
+    "trainer.connectors": INNER,
+    "trainer.setup": INNER,
     "tuner": {},
     "tuner.tuning": {"Tuner": "tuner"},
-    "tuner.batch_size_scaling": reasons.INNER,
+    "tuner.batch_size_scaling": INNER,
     "tuner.lr_finder": {},
     "cli": {
         **_all("LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion", "ground.types"),
@@ -58,25 +131,25 @@ FACE: dict[str, Rows | Refused] = {
     },
     "demos": {
         **_all("BoringDataModule BoringModel", "testing.models"),
-        **_all("DemoModel LightningLSTM LightningTransformer SequenceSampler SimpleLSTM Transformer", reasons.DEMO),
-        "WikiText2": reasons.DOWNLOAD,
+        **_all("DemoModel LightningLSTM LightningTransformer SequenceSampler SimpleLSTM Transformer", DEMO),
+        "WikiText2": DOWNLOAD,
     },
     "demos.boring_classes": {
         **_all("BoringDataModule BoringDataModuleNoLen BoringModel ManualOptimBoringModel", "testing.models"),
         **_all("RandomDataset RandomDictDataset", "testing.models"),
         **_all("RandomIterableDataset RandomIterableDatasetWithLen", "testing.models"),
-        **_all("DemoModel IterableBoringDataModule Net", reasons.DEMO),
+        **_all("DemoModel IterableBoringDataModule Net", DEMO),
     },
-    "demos.lstm": reasons.DEMO,
-    "demos.mnist_datamodule": reasons.DOWNLOAD,
-    "demos.transformer": reasons.DEMO,
-    "serve": reasons.SERVE,
+    "demos.lstm": DEMO,
+    "demos.mnist_datamodule": DOWNLOAD,
+    "demos.transformer": DEMO,
+    "serve": SERVE,
     "overrides": {},
     "overrides.distributed": {
-        **_all("UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper", reasons.SAMPLER),
-        "prepare_for_backward": reasons.INNER,
+        **_all("UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper", SAMPLER),
+        "prepare_for_backward": INNER,
     },
-    "loops": reasons.LOOPS,
+    "loops": LOOPS,
 }
 
 CALLBACKS: dict[str, Rows | Refused] = {
@@ -124,163 +197,163 @@ CALLBACKS: dict[str, Rows | Refused] = {
 
 LOGGERS: dict[str, Rows | Refused] = {
     "loggers": {},
-    "loggers.comet": {"CometLogger": "loggers", **_all("FRAMEWORK_NAME comet_experiment", reasons.INNER)},
+    "loggers.comet": {"CometLogger": "loggers", **_all("FRAMEWORK_NAME comet_experiment", INNER)},
     "loggers.csv_logs": {"CSVLogger": "loggers.csv", "ExperimentWriter": "loggers.csv"},
     "loggers.litlogger": {"LitLogger": "loggers"},
-    "loggers.logger": {**_all("DummyLogger Logger rank_zero_experiment", "loggers.base"), "merge_dicts": reasons.INNER},
-    "loggers.mlflow": {"MLFlowLogger": "loggers", "LOCAL_FILE_URI_PREFIX": reasons.INNER},
+    "loggers.logger": {**_all("DummyLogger Logger rank_zero_experiment", "loggers.base"), "merge_dicts": INNER},
+    "loggers.mlflow": {"MLFlowLogger": "loggers", "LOCAL_FILE_URI_PREFIX": INNER},
     "loggers.neptune": {"NeptuneLogger": "loggers"},
     "loggers.tensorboard": {},
-    "loggers.utilities": reasons.INNER,
+    "loggers.utilities": INNER,
     "loggers.wandb": {"WandbLogger": "loggers"},
 }
 
 ENGINES: dict[str, Rows | Refused] = {
     "accelerators": {
         **_all("Accelerator CPUAccelerator CUDAAccelerator", "ground.device"),
-        "AcceleratorRegistry": reasons.ACCELERATOR,
-        "find_usable_cuda_devices": reasons.DEVICES,
-        "HPUAccelerator": reasons.HPU,
-        "MPSAccelerator": reasons.MPS,
-        **_all("TPUAccelerator XLAAccelerator", reasons.TPU),
+        "AcceleratorRegistry": ACCELERATOR,
+        "find_usable_cuda_devices": DEVICES,
+        "HPUAccelerator": HPU,
+        "MPSAccelerator": MPS,
+        **_all("TPUAccelerator XLAAccelerator", TPU),
     },
     "accelerators.accelerator": {"Accelerator": "ground.device"},
-    "accelerators.cpu": {"CPUAccelerator": "ground.device", "get_cpu_stats": reasons.DEVICE_STATS},
-    "accelerators.cuda": {"CUDAAccelerator": "ground.device", "get_nvidia_gpu_stats": reasons.DEVICE_STATS},
-    "accelerators.mps": reasons.MPS,
-    "accelerators.xla": reasons.TPU,
-    "profilers": {"XLAProfiler": reasons.TPU},
+    "accelerators.cpu": {"CPUAccelerator": "ground.device", "get_cpu_stats": DEVICE_STATS},
+    "accelerators.cuda": {"CUDAAccelerator": "ground.device", "get_nvidia_gpu_stats": DEVICE_STATS},
+    "accelerators.mps": MPS,
+    "accelerators.xla": TPU,
+    "profilers": {"XLAProfiler": TPU},
     "profilers.advanced": {"AdvancedProfiler": "profilers.base"},
     "profilers.base": {},
     "profilers.profiler": {"Profiler": "profilers.base"},
-    "profilers.pytorch": {"ScheduleWrapper": reasons.INNER},
+    "profilers.pytorch": {"ScheduleWrapper": INNER},
     "profilers.simple": {"SimpleProfiler": "profilers.base"},
-    "profilers.xla": {"XLAProfiler": reasons.TPU},
+    "profilers.xla": {"XLAProfiler": TPU},
     "strategies": {
-        "ParallelStrategy": reasons.PARALLEL_STRATEGY,
-        "StrategyRegistry": reasons.STRATEGY_NAMES,
-        "FSDPStrategy": reasons.FSDP,
-        "DeepSpeedStrategy": reasons.DEEPSPEED,
-        "ModelParallelStrategy": reasons.MODEL_PARALLEL,
-        **_all("HPUParallelStrategy SingleHPUStrategy", reasons.HPU),
-        **_all("SingleDeviceXLAStrategy SingleTPUStrategy XLAStrategy", reasons.TPU),
+        "ParallelStrategy": PARALLEL_STRATEGY,
+        "StrategyRegistry": STRATEGY_NAMES,
+        "FSDPStrategy": FSDP,
+        "DeepSpeedStrategy": DEEPSPEED,
+        "ModelParallelStrategy": MODEL_PARALLEL,
+        **_all("HPUParallelStrategy SingleHPUStrategy", HPU),
+        **_all("SingleDeviceXLAStrategy SingleTPUStrategy XLAStrategy", TPU),
     },
     "strategies.ddp": {},
-    "strategies.deepspeed": reasons.DEEPSPEED,
-    "strategies.fsdp": reasons.FSDP,
-    "strategies.launchers": reasons.LAUNCHERS,
-    "strategies.model_parallel": reasons.MODEL_PARALLEL,
-    "strategies.parallel": reasons.PARALLEL_STRATEGY,
+    "strategies.deepspeed": DEEPSPEED,
+    "strategies.fsdp": FSDP,
+    "strategies.launchers": LAUNCHERS,
+    "strategies.model_parallel": MODEL_PARALLEL,
+    "strategies.parallel": PARALLEL_STRATEGY,
     "strategies.single_device": {"SingleDeviceStrategy": "strategies.base"},
-    "strategies.single_xla": reasons.TPU,
-    "strategies.strategy": {"Strategy": "strategies.base", **_all("TBroadcast TReduce", reasons.INNER)},
-    "strategies.xla": reasons.TPU,
+    "strategies.single_xla": TPU,
+    "strategies.strategy": {"Strategy": "strategies.base", **_all("TBroadcast TReduce", INNER)},
+    "strategies.xla": TPU,
 }
 
 PLUGIN_PRECISION: Rows = {
     **_all("Precision PrecisionPlugin", "precision.base:Precision"),
-    **_all("MixedPrecision MixedPrecisionPlugin", reasons.PRECISION_NAMES),
-    **_all("DoublePrecision DoublePrecisionPlugin HalfPrecision HalfPrecisionPlugin", reasons.PRECISION_NAMES),
-    **_all("BitsandbytesPrecision BitsandbytesPrecisionPlugin", reasons.QUANTIZED),
-    **_all("TransformerEnginePrecision TransformerEnginePrecisionPlugin", reasons.QUANTIZED),
-    **_all("DeepSpeedPrecision DeepSpeedPrecisionPlugin", reasons.DEEPSPEED),
-    **_all("FSDPPrecision FSDPPrecisionPlugin FSDPMixedPrecisionPlugin", reasons.FSDP),
-    **_all("TPUBf16PrecisionPlugin TPUPrecisionPlugin XLABf16PrecisionPlugin", reasons.TPU),
-    **_all("XLAPrecision XLAPrecisionPlugin", reasons.TPU),
-    "HPUPrecisionPlugin": reasons.HPU,
+    **_all("MixedPrecision MixedPrecisionPlugin", PRECISION_NAMES),
+    **_all("DoublePrecision DoublePrecisionPlugin HalfPrecision HalfPrecisionPlugin", PRECISION_NAMES),
+    **_all("BitsandbytesPrecision BitsandbytesPrecisionPlugin", QUANTIZED),
+    **_all("TransformerEnginePrecision TransformerEnginePrecisionPlugin", QUANTIZED),
+    **_all("DeepSpeedPrecision DeepSpeedPrecisionPlugin", DEEPSPEED),
+    **_all("FSDPPrecision FSDPPrecisionPlugin FSDPMixedPrecisionPlugin", FSDP),
+    **_all("TPUBf16PrecisionPlugin TPUPrecisionPlugin XLABf16PrecisionPlugin", TPU),
+    **_all("XLAPrecision XLAPrecisionPlugin", TPU),
+    "HPUPrecisionPlugin": HPU,
 }
 PLUGIN_IO: Rows = {
     "AsyncCheckpointIO": "checkpoint.io",
     **_all("CheckpointIO TorchCheckpointIO", "checkpoint.io"),
-    "HPUCheckpointIO": reasons.HPU,
-    "XLACheckpointIO": reasons.TPU,
+    "HPUCheckpointIO": HPU,
+    "XLACheckpointIO": TPU,
 }
-LAYER_SYNC: Rows = _all("LayerSync TorchSyncBatchNorm", reasons.SYNC_BATCHNORM)
+LAYER_SYNC: Rows = _all("LayerSync TorchSyncBatchNorm", SYNC_BATCHNORM)
 
 PLUGINS: dict[str, Rows | Refused] = {
     "plugins": {**PLUGIN_PRECISION, **PLUGIN_IO, **LAYER_SYNC, "ClusterEnvironment": "cluster.environments"},
     "plugins.environments": {
         **_all("ClusterEnvironment LightningEnvironment TorchElasticEnvironment", "cluster.environments"),
         **_all("KubeflowEnvironment LSFEnvironment MPIEnvironment SLURMEnvironment", "cluster.environments"),
-        "XLAEnvironment": reasons.TPU,
+        "XLAEnvironment": TPU,
     },
     "plugins.io": PLUGIN_IO,
     "plugins.io.async_plugin": {"AsyncCheckpointIO": "checkpoint.io"},
     "plugins.io.checkpoint_plugin": {"CheckpointIO": "checkpoint.io"},
     "plugins.io.torch_plugin": {"TorchCheckpointIO": "checkpoint.io"},
-    "plugins.io.wrapper": reasons.CHECKPOINT_IO,
-    "plugins.io.xla_plugin": reasons.TPU,
+    "plugins.io.wrapper": CHECKPOINT_IO,
+    "plugins.io.xla_plugin": TPU,
     "plugins.layer_sync": LAYER_SYNC,
     "plugins.precision": PLUGIN_PRECISION,
-    "plugins.precision.amp": reasons.PRECISION_NAMES,
-    "plugins.precision.bitsandbytes": reasons.QUANTIZED,
-    "plugins.precision.deepspeed": reasons.DEEPSPEED,
-    "plugins.precision.double": reasons.PRECISION_NAMES,
-    "plugins.precision.fsdp": reasons.FSDP,
-    "plugins.precision.half": reasons.PRECISION_NAMES,
+    "plugins.precision.amp": PRECISION_NAMES,
+    "plugins.precision.bitsandbytes": QUANTIZED,
+    "plugins.precision.deepspeed": DEEPSPEED,
+    "plugins.precision.double": PRECISION_NAMES,
+    "plugins.precision.fsdp": FSDP,
+    "plugins.precision.half": PRECISION_NAMES,
     "plugins.precision.precision": {"Precision": "precision.base"},
-    "plugins.precision.transformer_engine": reasons.QUANTIZED,
-    "plugins.precision.xla": reasons.TPU,
+    "plugins.precision.transformer_engine": QUANTIZED,
+    "plugins.precision.xla": TPU,
 }
 
 UTILITIES: dict[str, Rows | Refused] = {
     "utilities": {
-        **_all("FLOAT16_EPSILON FLOAT32_EPSILON FLOAT64_EPSILON", reasons.EPSILON),
-        "GradClipAlgorithmType": reasons.ENUM,
+        **_all("FLOAT16_EPSILON FLOAT32_EPSILON FLOAT64_EPSILON", EPSILON),
+        "GradClipAlgorithmType": ENUM,
         "LightningEnum": Refused("derive from Python's own: class Word(str, enum.Enum)."),
-        **_all("disable_possible_user_warnings is_shared_filesystem", reasons.INNER),
+        **_all("disable_possible_user_warnings is_shared_filesystem", INNER),
         **_all("find_shared_parameters set_shared_parameters", "ground.parameters"),
-        "is_picklable": reasons.PICKLE,
+        "is_picklable": PICKLE,
         "measure_flops": "ground.throughput",
         "suggested_max_num_workers": "data.workers",
     },
     "utilities.apply_func": {},
-    "utilities.argparse": reasons.INNER,
+    "utilities.argparse": INNER,
     "utilities.combined_loader": {},
     "utilities.compile": _all("from_compiled to_uncompiled", "loop.compiled"),
-    "utilities.consolidate_checkpoint": reasons.FSDP,
-    "utilities.data": _all("BType extract_batch_size has_len_all_ranks", reasons.BATCH_SIZE)
+    "utilities.consolidate_checkpoint": FSDP,
+    "utilities.data": _all("BType extract_batch_size has_len_all_ranks", BATCH_SIZE)
     | {"suggested_max_num_workers": "data.workers"},
-    "utilities.deepspeed": reasons.DEEPSPEED,
-    "utilities.enums": {"GradClipAlgorithmType": reasons.ENUM},
-    "utilities.exceptions": {"SIGTERMException": reasons.SIGTERM},
+    "utilities.deepspeed": DEEPSPEED,
+    "utilities.enums": {"GradClipAlgorithmType": ENUM},
+    "utilities.exceptions": {"SIGTERMException": SIGTERM},
     "utilities.grads": {},
-    "utilities.imports": reasons.INNER,
-    "utilities.memory": _all("is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", reasons.OUT_OF_MEMORY),
-    "utilities.migration": reasons.MIGRATION,
+    "utilities.imports": INNER,
+    "utilities.memory": _all("is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", OUT_OF_MEMORY),
+    "utilities.migration": MIGRATION,
     "utilities.model_helpers": {
         "is_overridden": "loop.overridden",
         "get_torchvision_model": Refused("call torchvision.models.get_model(name, weights=...)."),
     },
-    "utilities.model_registry": reasons.REGISTRY,
+    "utilities.model_registry": REGISTRY,
     "utilities.model_summary": {
         "get_formatted_model_size": "callbacks.layer_table:readable_size",
         "get_human_readable_count": "callbacks.layer_table:readable_count",
         "parse_batch_shape": "callbacks.layer_table",
-        "DeepSpeedSummary": reasons.DEEPSPEED,
+        "DeepSpeedSummary": DEEPSPEED,
     },
     "utilities.model_summary.model_summary": {
         **_all("LayerSummary ModelSummary parse_batch_shape summarize", "callbacks.layer_table"),
         "get_formatted_model_size": "callbacks.layer_table:readable_size",
         "get_human_readable_count": "callbacks.layer_table:readable_count",
-        **_all("LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE", reasons.INNER),
+        **_all("LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE", INNER),
     },
-    "utilities.model_summary.model_summary_deepspeed": reasons.DEEPSPEED,
+    "utilities.model_summary.model_summary_deepspeed": DEEPSPEED,
     "utilities.parameter_tying": _all("find_shared_parameters set_shared_parameters", "ground.parameters"),
     "utilities.parsing": {
-        "is_picklable": reasons.PICKLE,
-        **_all("clean_namespace collect_init_args get_init_args parse_class_init_keys", reasons.HPARAMS),
-        **_all("lightning_getattr lightning_hasattr lightning_setattr save_hyperparameters", reasons.HPARAMS),
+        "is_picklable": PICKLE,
+        **_all("clean_namespace collect_init_args get_init_args parse_class_init_keys", HPARAMS),
+        **_all("lightning_getattr lightning_hasattr lightning_setattr save_hyperparameters", HPARAMS),
     },
     "utilities.rank_zero": {
-        **_all("WarningCache rank_zero_module", reasons.INNER),
+        **_all("WarningCache rank_zero_module", INNER),
         "LightningDeprecationWarning": Refused("rank_zero_deprecation warns with Python's own DeprecationWarning."),
     },
     "utilities.seed": {},
     "utilities.signature_utils": {"is_param_in_hook_signature": "loop.overridden"},
-    "utilities.testing": reasons.INNER,
+    "utilities.testing": INNER,
     "utilities.types": {"DistributedDataParallel": "torch.nn.parallel"},
-    "utilities.upgrade_checkpoint": reasons.MIGRATION,
+    "utilities.upgrade_checkpoint": MIGRATION,
     "utilities.warnings": {"PossibleUserWarning": Refused("lockstep warns with Python's own UserWarning.")},
 }
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.states import TrainerFn
-from lockstep.loggers.hyperparameters import as_yaml
+from lockstep.loggers.base import as_yaml
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT

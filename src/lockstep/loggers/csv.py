@@ -14,8 +14,7 @@ from torch import Tensor
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import FolderLogger, rank_zero_experiment
-from lockstep.loggers.hyperparameters import as_dict, write_hparams
+from lockstep.loggers.base import FolderLogger, as_dict, rank_zero_experiment, write_hparams
 
 
 class ExperimentWriter:

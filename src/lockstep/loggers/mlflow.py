@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_only, warn_once
-from lockstep.loggers.base import Logger, SavesCheckpoints, Upload, Uploads, prefixed, rank_zero_experiment
-from lockstep.loggers.hyperparameters import as_dict, as_yaml, flattened
+from lockstep.loggers.base import (
+    Logger,
+    SavesCheckpoints,
+    Upload,
+    Uploads,
+    as_dict,
+    as_yaml,
+    flattened,
+    prefixed,
+    rank_zero_experiment,
+)
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -14,9 +14,8 @@ from torch.nn import Module
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import FolderLogger, Logger, rank_zero_experiment
+from lockstep.loggers.base import FolderLogger, Logger, as_dict, flattened, rank_zero_experiment
 from lockstep.loggers.csv import CSVLogger
-from lockstep.loggers.hyperparameters import as_dict, flattened
 
 
 def default_logger(root_dir: str | os.PathLike[str]) -> Logger:

@@ -12,8 +12,16 @@ from torch.nn import Module
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_only, rank_zero_warn
-from lockstep.loggers.base import Logger, SavesCheckpoints, Upload, Uploads, prefixed, rank_zero_experiment
-from lockstep.loggers.hyperparameters import as_dict, as_json
+from lockstep.loggers.base import (
+    Logger,
+    SavesCheckpoints,
+    Upload,
+    Uploads,
+    as_dict,
+    as_json,
+    prefixed,
+    rank_zero_experiment,
+)
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]

@@ -19,11 +19,10 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loop import logging
 from lockstep.loop.call import Asked, call
 from lockstep.loop.feed import EvaluationFeed
-from lockstep.loop.hooks import is_overridden
+from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logging import Entry, LogCollector
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import Session
-from lockstep.loop.transfer import Transfer
 
 FN_OF = {
     RunningStage.VALIDATING: TrainerFn.VALIDATING,

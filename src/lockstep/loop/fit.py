@@ -23,7 +23,6 @@ from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
-from lockstep.loop.forwards import forwards
 from lockstep.loop.logging import Entry
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import Session
@@ -665,8 +664,32 @@ class FitLoop:
     # -- what callbacks ask of it --------------------------------------------------------------------------
 
     def forwards(self) -> int:
-        """One pass over the training batches that trains nothing; see ``loop/forwards.py``."""
-        return forwards(self.session, self.step)
+        """Run ``training_step`` on the batches of the epoch to come, without hooks, gradients, logs and updates.
+
+        To be called on all ranks inside a fit, between two epochs or after the last one, under automatic
+        optimization. BatchNorm's statistics are an example of what changes.
+
+        Returns:
+            the number of batches that this rank had samples for.
+        """
+        feed, step, strategy, results = self.session.fit.loaded, self.step, self.session.strategy, self.session.results
+        hook, table, muted = results.hook, results.table, results.muted
+        results.enter("training_step")
+        feed.begin(self.progress.epoch, 0)
+        number = drawn = 0
+        for window in feed.windows(1):
+            for batch, weight, _ in window:
+                results.muted = True
+                absent = () if window.absent is None else strategy.replicas.ranks(window.absent[0])
+                with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
+                    if weight:
+                        batch = step.transfer(batch) if step.moves else batch
+                        arguments = (batch, number) if step.takes_idx else (batch,)
+                        strategy.run(step.training_step, *arguments)
+                number += 1
+                drawn += bool(weight)
+        results.hook, results.table, results.muted = hook, table, muted
+        return drawn
 
     def save_alone(self, path: str) -> None:
         """Write a checkpoint without asking another rank."""

@@ -1,4 +1,7 @@
-"""The hooks of a run, as tables of bound methods that hold only what somebody overrides; hooks that are no more."""
+"""The hooks of a run, as tables of bound methods that hold only what somebody overrides.
+
+Beside them: hooks of earlier versions, and the hooks on a batch's way to the device.
+"""
 
 from __future__ import annotations
 
@@ -339,3 +342,45 @@ class Hooks:
         returned = getattr(self.module, name)(*args)
         results.hook, results.table = before, table
         return returned
+
+
+# -- a batch's way to the device ------------------------------------------------------------------------------
+
+
+OF_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Transfer:
+    """Moves batches to the strategy's device through the hooks that the data module or the module overrides.
+
+    Attributes:
+        idle: whether a call would give back the batch as it is; the loops then do not call.
+    """
+
+    def __init__(self, module: LightningModule, datamodule: LightningDataModule | None, strategy: Strategy) -> None:
+        chosen = {}
+        for name in OF_TRANSFER:
+            if datamodule is not None and is_overridden(name, datamodule, LightningDataModule):
+                chosen[name] = getattr(datamodule, name)
+            elif is_overridden(name, module, ModuleHooks):
+                chosen[name] = getattr(module, name)
+        self._before = chosen.get(OF_TRANSFER[0])
+        self._after = chosen.get(OF_TRANSFER[2])
+        self._device = strategy.root_device
+        self._move = chosen.get(OF_TRANSFER[1])
+        if self._move is None and self._device.type != "cpu":
+            self._move = module.transfer_batch_to_device
+        self._convert = strategy.precision.convert_input
+        self.idle = not chosen and self._move is None and self._convert is None
+
+    def __call__(self, batch: object, dataloader_idx: int = 0) -> Any:
+        """The batch on the device, in the run's precision."""
+        if self._convert is not None:
+            batch = self._convert(batch)
+        if self._before is not None:
+            batch = self._before(batch, dataloader_idx)
+        if self._move is not None:
+            batch = self._move(batch, self._device, dataloader_idx)
+        if self._after is not None:
+            batch = self._after(batch, dataloader_idx)
+        return batch

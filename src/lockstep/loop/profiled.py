@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.states import TrainerStatus
 from lockstep.loop.feed import EvaluationFeed, Feed
-from lockstep.loop.hooks import NAMES, Hooks, is_overridden
+from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden
 from lockstep.loop.session import Session
-from lockstep.loop.transfer import Transfer
 from lockstep.module import LightningModule
 from lockstep.strategies.base import Strategy
 

@@ -18,12 +18,11 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window
-from lockstep.loop.hooks import is_overridden
+from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure
 from lockstep.loop.padding import without_trace
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
-from lockstep.loop.transfer import Transfer
 from lockstep.module import LightningModule
 from lockstep.strategies.engine import MicroBatch
 

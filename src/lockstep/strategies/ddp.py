@@ -33,8 +33,14 @@ from lockstep.parallel.late_parameters import LateTensors
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.engine import EngineState
-from lockstep.strategies.options import check_others, check_switches, checked_cap, checked_caps
-from lockstep.strategies.ranks import HALF_AN_HOUR, RankedStrategy
+from lockstep.strategies.ranks import (
+    HALF_AN_HOUR,
+    RankedStrategy,
+    check_others,
+    check_switches,
+    checked_cap,
+    checked_caps,
+)
 from lockstep.strategies.sharded import ShardedUpdate, check_options, check_shardable
 
 if TYPE_CHECKING:

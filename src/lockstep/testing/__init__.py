@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.testing.pool import RankFailure as RankFailure
     from lockstep.testing.pool import RankPool as RankPool
     from lockstep.testing.pool import RankTimeout as RankTimeout
-    from lockstep.testing.threads import run_threads as run_threads
+    from lockstep.testing.pool import run_threads as run_threads
 
 # Name -> the file that it lives in: imported when it is first asked for.
 _WHERE = {
@@ -37,7 +37,7 @@ _WHERE = {
     "RankPool": "pool",
     "RankTimeout": "pool",
     "check_equivalence": "equivalence",
-    "run_threads": "threads",
+    "run_threads": "pool",
 }
 
 
