@@ -544,9 +544,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # -- devices
 
-    def scatter(
-        self, inputs: object, kwargs: object, device_ids: Sequence[Device]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Device]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Inputs and keyword arguments, each as one part for each device, cut along `dim`; to be overridden.
 
         A batch of fewer rows than devices has fewer parts. Called with several devices, and with one if overridden.
