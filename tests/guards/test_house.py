@@ -277,7 +277,7 @@ def strategies_are_not_told_apart(sources: Sources) -> Iterator[str]:
 
 
 def trainer_is_the_users(sources: Sources) -> Iterator[str]:
-    """The loops hand the Trainer to hooks, and read the session; but a profiler times the loops that the Trainer has."""
+    """The loops hand the Trainer to hooks, and read the session; a profiler alone times the loops of the Trainer."""
     for source in sources.values():
         if source.part != "loop" or source.path.name == "profiled.py":
             continue
