@@ -14,7 +14,7 @@ import torch
 
 import lockstep
 from lockstep import Trainer
-from lockstep.ground.states import RunningStage
+from lockstep.ground.types import RunningStage
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import QUIET, Recorder, Slope, Validated, numbers, on_ranks, quiet
 

@@ -63,9 +63,8 @@ def make(method: str, model: nn.Module, start: int = 2) -> Method:
     """``model`` on this rank by ``method``: one of `HOOKS` in our container over TCP, or torch's container."""
     if method == TORCH:
         return Method(TorchDDP(model, gradient_as_bucket_view=True), nothing, None, 1)
-    from lockstep.parallel.averaging import ParameterAverager
+    from lockstep.parallel.averaging import OuterOptimizer, ParameterAverager
     from lockstep.parallel.ddp import DistributedDataParallel
-    from lockstep.parallel.outer_optimizer import OuterOptimizer
 
     runner = DistributedDataParallel(model, shared_memory=False)
     state = register(runner, method, start)

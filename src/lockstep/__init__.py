@@ -12,7 +12,7 @@ try:
     from lockstep.callbacks.base import Callback
     from lockstep.datamodule import LightningDataModule
     from lockstep.ground.seed import seed_everything
-    from lockstep.launch.inherit import inherit
+    from lockstep.launch.environment import inherit
     from lockstep.loop.fit import Result
     from lockstep.module import LightningModule
     from lockstep.parallel.data_parallel import DataParallel

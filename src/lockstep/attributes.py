@@ -18,8 +18,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.config.run import RunConfig, set_flag
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.ground.states import RunningStage, TrainerState
-from lockstep.ground.types import LRSchedulerConfig
+from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Loaders

@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments, make, where_there_is_a_device
+from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
-from lockstep.ground.classmethods import restricted_classmethod
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin

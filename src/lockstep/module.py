@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self
 
-from lockstep.checkpoint.arguments import init_arguments, make, where_there_is_a_device
+from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
-from lockstep.ground.classmethods import restricted_classmethod
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_once

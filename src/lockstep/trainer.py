@@ -39,11 +39,10 @@ from lockstep.config.run import (
     synchronizes_batchnorm,
 )
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.device import Accelerator, find_accelerator
+from lockstep.ground.device import Accelerator, creating, find_accelerator
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.init_context import creating
 from lockstep.ground.rank import rank_zero_only
-from lockstep.ground.states import RunningStage, TrainerFn
+from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger

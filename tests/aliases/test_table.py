@@ -122,7 +122,7 @@ def test_lockstep_pytorch_is_lockstep() -> None:
 
 def test_a_file_can_have_modules_below_it() -> None:
     import lockstep.trainer.states
-    from lockstep.ground.states import TrainerFn
+    from lockstep.ground.types import TrainerFn
     from lockstep.trainer import seed_everything
     from lockstep.trainer.trainer import Trainer
 

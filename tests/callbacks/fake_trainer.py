@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.ground.states import TrainerFn, TrainerState
+from lockstep.ground.types import TrainerFn, TrainerState
 
 
 @dataclass

@@ -18,7 +18,7 @@ from lockstep.callbacks import model_checkpoint
 from lockstep.callbacks.model_checkpoint import ModelCheckpoint, fill, name_pattern
 from lockstep.checkpoint.format import load, save
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from lockstep.ground.types import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from lockstep.loggers.csv import CSVLogger
 from lockstep.strategies.base import Strategy
 

@@ -22,7 +22,7 @@ from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.config import objects
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
-from lockstep.ground.states import TrainerFn, TrainerState
+from lockstep.ground.types import TrainerFn, TrainerState
 from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.states import TrainerFn, TrainerState
+from lockstep.ground.types import TrainerFn, TrainerState
 from tests.callbacks.fake_trainer import FakeTrainer
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cluster.hosts import first_host, hostlist, slots, tasks_per_node
+from lockstep.cluster.world import first_host, hostlist, slots, tasks_per_node
 from lockstep.ground.errors import MisconfigurationException
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.ground.hyperparameters import AttributeDict
-from lockstep.ground.plain import NotPlain, plain
+from lockstep.ground.tree import NotPlain, plain
 
 
 class Colour(enum.Enum):

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import current_seed, hand_down_seed
-from lockstep.launch.inherit import inherit
+from lockstep.launch.environment import inherit
 from lockstep.launch.parent_death import end_with
 
 

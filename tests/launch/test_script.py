@@ -18,7 +18,7 @@ import pytest
 from lockstep.cluster.local import rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.launch.inherit import started_in
+from lockstep.launch.environment import started_in
 from lockstep.launch.script import MAILBOX, RANK_OF, ScriptLauncher, check_not_nested, command_line
 from lockstep.supervise.status import Mailbox
 
@@ -29,7 +29,7 @@ import os, sys, time
 from lockstep.cluster.detect import detect
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import current_seed, seed_everything
-from lockstep.launch.inherit import inherit
+from lockstep.launch.environment import inherit
 from lockstep.launch.script import ScriptLauncher
 
 inherit()

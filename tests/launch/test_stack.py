@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.ground.doing import does, marks_in, waits
+from lockstep.ground.rank import does, marks_in, waits
 from lockstep.supervise import stack as sample
 from lockstep.supervise.stack import (
     _TORCH_WAITS,

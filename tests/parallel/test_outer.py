@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.parallel.averaging import ParameterAverager
-from lockstep.parallel.outer_optimizer import OuterOptimizer
+from lockstep.parallel.averaging import OuterOptimizer, ParameterAverager
 from lockstep.testing.pool import RankPool
 
 SHAPES = [(6, 4), (5,), ()]

@@ -13,7 +13,7 @@ are those of the files where they are written (their ``__module__`` says so), so
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -170,3 +170,25 @@ def resolve(row: Row, name: str, asked: str) -> Any:
 
 def _has_children(name: str) -> bool:
     return any(module.startswith(f"{name}.") for module in MODULES)
+
+
+# -- the names of a face --------------------------------------------------------------------------------------
+
+
+def late(face: str, files: Mapping[str, str], name: str) -> Any:
+    """What a name of a face stands for, for the face's ``__getattr__``; the face keeps it.
+
+    Args:
+        face: the ``__name__`` of the face.
+        files: by name the file where it is written, as seen from the face: ``"base"``, or ``".tuner.lr_finder"`` for
+            one beside the face.
+        name: that is asked for.
+
+    Raises:
+        AttributeError: it is no name of the face.
+    """
+    if name not in files:
+        raise AttributeError(f"module {face!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{files[name]}", face), name)
+    setattr(sys.modules[face], name, value)
+    return value

@@ -115,7 +115,7 @@ FACE: dict[str, Rows | Refused] = {
     "core.saving": HPARAMS_FILE,
     "trainer": {"seed_everything": "ground.seed"},
     "trainer.trainer": {"Trainer": "trainer"},
-    "trainer.states": _all("RunningStage TrainerFn TrainerState TrainerStatus", "ground.states"),
+    "trainer.states": _all("RunningStage TrainerFn TrainerState TrainerStatus", "ground.types"),
     "trainer.call": INNER,
     "trainer.configuration_validator": INNER,
     "trainer.connectors": INNER,

@@ -19,7 +19,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn, warn_once
-from lockstep.ground.states import TrainerFn
+from lockstep.ground.types import TrainerFn
 from lockstep.loggers.base import as_yaml
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.ground.states import RunningStage
 from lockstep.ground.throughput import Throughput, get_available_flops
+from lockstep.ground.types import RunningStage
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT

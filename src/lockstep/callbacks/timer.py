@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
-from lockstep.ground.states import RunningStage
+from lockstep.ground.types import RunningStage
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT

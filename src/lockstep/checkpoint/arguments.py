@@ -1,4 +1,4 @@
-"""From a checkpoint's hyperparameters to the arguments of the ``__init__`` that they came from."""
+"""From a checkpoint's hyperparameters to the arguments of the ``__init__`` that they came from, as ``load_from_checkpoint`` takes it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import typing
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
+from functools import update_wrapper
 from os import PathLike, fspath
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -363,3 +364,40 @@ def where_there_is_a_device(storage: Any, location: str) -> Any:
     lacks_cuda = location.startswith("cuda") and not torch.cuda.is_available()
     lacks_mps = location.startswith("mps") and not torch.backends.mps.is_available()
     return storage.cpu() if lacks_cuda or lacks_mps else None
+
+
+# -- load_from_checkpoint is called on the class --------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    restricted_classmethod = classmethod  # which type checkers know
+else:
+
+    class restricted_classmethod:
+        """Like ``classmethod``; a call on an instance raises, because its result is a new object.
+
+        Example::
+
+            class Model:
+                @restricted_classmethod
+                def load(cls, path): ...
+
+            model = Model.load(path)  # and not model.load(path), which would leave `model` as it is
+        """
+
+        def __init__(self, method: Callable[..., Any]) -> None:
+            self.method = method
+            update_wrapper(self, method)
+
+        def __get__(self, instance: object, kind: type) -> Callable[..., Any]:
+            if instance is None:
+                return self.method.__get__(kind)
+
+            def refuse(*args: object, **kwargs: object) -> Any:
+                name = f"{kind.__name__}.{self.method.__name__}"
+                raise TypeError(
+                    f"{name} makes a new object and leaves the one that it is called on as it is: call it on the "
+                    f"class, `object = {name}(...)`."
+                )
+
+            return refuse

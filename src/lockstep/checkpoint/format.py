@@ -25,7 +25,7 @@ import torch
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
-from lockstep.ground.plain import LEAVES, TENSORS, can_be_read_back, described
+from lockstep.ground.tree import LEAVES, TENSORS, can_be_read_back, described
 
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from lockstep.cluster import slurm
 from lockstep.cluster.detect import LOCAL, cluster_named, find
-from lockstep.cluster.hosts import first_host
-from lockstep.cluster.world import World, read_number
+from lockstep.cluster.world import World, first_host, read_number
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 

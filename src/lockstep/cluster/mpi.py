@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.cluster.hosts import first_host
 from lockstep.cluster.lsf import main_host
-from lockstep.cluster.world import World, missing, node_of, port_of, read_number, world_of
+from lockstep.cluster.world import World, first_host, missing, node_of, port_of, read_number, world_of
 
 # rank, size, local rank, local size
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.cluster.hosts import first_host, tasks_per_node
-from lockstep.cluster.world import World, port_of, read_number, world_of
+from lockstep.cluster.world import World, first_host, port_of, read_number, tasks_per_node, world_of
 
 INTERACTIVE = ("bash", "interactive")
 """Names of jobs that are a shell somebody types at: what is started there is one process."""

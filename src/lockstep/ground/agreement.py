@@ -46,8 +46,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
-from lockstep.ground.doing import waits
 from lockstep.ground.pages import common_pages, on_one_host
+from lockstep.ground.rank import waits
 
 BITS = 63
 """How many flags can be registered."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.ground.doing import waits
+from lockstep.ground.rank import waits
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 Operation = Literal["sum", "mean", "min", "max"]

@@ -1,19 +1,22 @@
-"""Devices: the kinds that a run can use, which of them it uses, how a batch gets there, and memory that runs out."""
+"""Devices: the kinds that a run can use, and which of them it uses.
+
+Beside them: how a batch gets there, memory that runs out, and where and how tensors are made.
+"""
 
 from __future__ import annotations
 
 import gc
 from abc import ABCMeta
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
-
-# -- accelerators --------------------------------------------------------------------------------------------
-
 
 # -- accelerators --------------------------------------------------------------------------------------------
 
@@ -295,3 +298,39 @@ def garbage_collection_cuda() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+# -- where tensors are made -----------------------------------------------------------------------------------
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Skips the functions of ``torch.nn.init``."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def creating(device: torch.device, dtype: torch.dtype | None = None, empty: bool = False) -> Iterator[None]:
+    """Within the block, modules and tensors are made on ``device``.
+
+    Args:
+        device: of what names none itself.
+        dtype: of floating tensors that name none themselves; None: torch's default.
+        empty: leave the memory of parameters as it is, where ``torch.nn.init`` would fill it; for weights that a
+            checkpoint brings.
+    """
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(device)
+        if empty:
+            stack.enter_context(_Uninitialized())
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+            stack.callback(torch.set_default_dtype, before)
+        yield

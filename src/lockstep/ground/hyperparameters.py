@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.plain import NotPlain, described, plain
 from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.tree import NotPlain, described, plain
 
 given_hyperparameters: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
 """What the command line parsed for the ``__init__`` that it calls, kept in place of the objects made of it."""

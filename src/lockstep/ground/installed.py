@@ -155,7 +155,7 @@ FORK_TRACE = Installation(
     "a child writes no trace of its rank",
 )
 FORK_WORKERS = Installation(
-    "os.register_at_fork: prctl", ("launch/inherit.py",), "the system ends loader workers with their rank"
+    "os.register_at_fork: prctl", ("launch/environment.py",), "the system ends loader workers with their rank"
 )
 EXIT_THREADS = Installation(
     "atexit: wait for torch's threads", ("ground/fork.py",), "one that wants the interpreter while it goes aborts it"

@@ -18,8 +18,7 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed
-from lockstep.launch.environment import free_port, share_cores
-from lockstep.launch.inherit import SEED, bind_loader_workers, started_in
+from lockstep.launch.environment import SEED, bind_loader_workers, free_port, share_cores, started_in
 from lockstep.supervise.client import Side, Supervised, at_launcher
 from lockstep.supervise.status import MAILBOX, noted_call
 

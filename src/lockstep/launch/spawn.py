@@ -30,8 +30,7 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
-from lockstep.launch.environment import free_port, share_cores
-from lockstep.launch.inherit import bind_loader_workers, inherit
+from lockstep.launch.environment import bind_loader_workers, free_port, inherit, share_cores
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause

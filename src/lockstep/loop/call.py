@@ -17,13 +17,11 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
-from lockstep.ground.rank import rank_zero_warn
+from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import current_seed
-from lockstep.ground.states import RunningStage, TrainerFn, TrainerStatus
-from lockstep.ground.types import LRSchedulerConfig
+from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import state
 from lockstep.loop.feed import Loaders

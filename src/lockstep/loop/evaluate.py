@@ -14,7 +14,7 @@ from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
-from lockstep.ground.states import RunningStage, TrainerFn
+from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import logging
 from lockstep.loop.call import Asked, call

@@ -20,9 +20,8 @@ from lockstep.data.cut import WindowPlan
 from lockstep.data.fixed import Untouched
 from lockstep.data.source import Gather, Replicas, Source, SourceSpec, length_of
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.ground.rank import does, rank_zero_warn, warn_once
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.hooks import is_overridden

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from lockstep.config.run import RunConfig, set_flag
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
-from lockstep.ground.states import RunningStage, TrainerFn
+from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop

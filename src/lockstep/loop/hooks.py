@@ -17,7 +17,7 @@ from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_deprecation, warn_once
-from lockstep.ground.states import TrainerFn
+from lockstep.ground.types import TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.logging import LogCollector
 from lockstep.module import LightningModule

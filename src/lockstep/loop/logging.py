@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import warn_once
+from lockstep.ground.rank import does, warn_once
 from lockstep.loop.metrics import StatesByLoader, is_metric
 from lockstep.strategies.base import Strategy
 

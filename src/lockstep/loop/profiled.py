@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.states import TrainerStatus
+from lockstep.ground.types import TrainerStatus
 from lockstep.loop.feed import EvaluationFeed, Feed
 from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden
 from lockstep.loop.session import Session

@@ -17,8 +17,8 @@ from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.ground.doing import does
-from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
+from lockstep.ground.rank import does
+from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.elastic import Elastic
 from lockstep.loop.feed import Feed, Loaders

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from lockstep.ground.states import RunningStage, TrainerState
+from lockstep.ground.types import RunningStage, TrainerState
 from lockstep.launch.spawn import pack
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop

@@ -19,13 +19,12 @@ from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.doing import does
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
-from lockstep.ground.plain import described
-from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
+from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.ground.states import TrainerFn, TrainerStatus
+from lockstep.ground.tree import described
+from lockstep.ground.types import TrainerFn, TrainerStatus
 from lockstep.loop.logging import merged
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END

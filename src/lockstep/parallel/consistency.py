@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.ground import comm
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import does
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

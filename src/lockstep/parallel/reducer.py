@@ -50,7 +50,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
-from lockstep.ground.doing import does, waits
+from lockstep.ground.rank import does, waits
 from lockstep.parallel.bucket import (
     Bucket,
     Plan,

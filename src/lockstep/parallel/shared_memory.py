@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.ground import comm
-from lockstep.ground.doing import waits
 from lockstep.ground.pages import Pages, common_pages, host, space
+from lockstep.ground.rank import waits
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.transport import AllReduce, Size
 

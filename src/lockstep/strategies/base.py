@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.io import CheckpointIO
+from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
-from lockstep.strategies.checkpoints import CheckpointWriter, Path
 from lockstep.strategies.collectives import Collectives, ReplicaMap
 from lockstep.strategies.engine import Engine
 

@@ -16,8 +16,8 @@ from lockstep.cluster.world import World
 from lockstep.data.source import Replicas
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import does
 from lockstep.ground.tree import tree_map
 
 

@@ -15,13 +15,12 @@ from lockstep.checkpoint.io import snapshot
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
-from lockstep.parallel.averaging import ParameterAverager, average
+from lockstep.parallel.averaging import OuterOptimizer, ParameterAverager, average
 from lockstep.parallel.hooks.check import check_hook, check_pair, prepare_state
 from lockstep.parallel.hooks.error_feedback import load_state, save_state, share_states
 from lockstep.parallel.hooks.hook_transport import name_of
 from lockstep.parallel.hooks.local_sgd import group_of, marks_of
 from lockstep.parallel.late_parameters import beside
-from lockstep.parallel.outer_optimizer import OuterOptimizer
 from lockstep.parallel.reducer import Reducer
 from lockstep.precision.base import LossScaler
 from lockstep.strategies.collectives import gather_on_zero

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import does
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.bucket import infos_of, plan_buckets
@@ -74,7 +74,7 @@ class DDPStrategy(RankedStrategy):
         model_averaging_period: under post-local SGD, the steps from one average of the parameters to the next, the
             first of them after the first local step. Or a mapping of such to numbers of ranks.
         outer_optimizer: let an outer optimizer step from average to average (local SGD, DiLoCo): a dict of arguments
-            of `lockstep.parallel.outer_optimizer.OuterOptimizer`, ``{}`` for DiLoCo's.
+            of `lockstep.parallel.averaging.OuterOptimizer`, ``{}`` for DiLoCo's.
         process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,

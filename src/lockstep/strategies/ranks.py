@@ -18,11 +18,10 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.meeting import meet
 from lockstep.cluster.world import World
 from lockstep.ground import comm
-from lockstep.ground.doing import does
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.installed import EXIT_GROUP
-from lockstep.ground.rank import rank_zero_info
+from lockstep.ground.rank import does, rank_zero_info
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
 from lockstep.strategies.base import Strategy

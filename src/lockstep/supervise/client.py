@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lockstep.cluster.world import World
 from lockstep.ground.installed import EXIT_SUPERVISOR
 from lockstep.ground.rank import log
-from lockstep.launch.inherit import started_in
+from lockstep.launch.environment import started_in
 from lockstep.launch.parent_death import PARENT
 from lockstep.supervise import status
 from lockstep.supervise.channel import Channel, Message

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
-from lockstep.ground.doing import waits
 from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
+from lockstep.ground.rank import waits
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
 from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
 

@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from types import FrameType, TracebackType
 from typing import IO
 
-from lockstep.ground.doing import Doing, marks_in
 from lockstep.ground.installed import STACK
+from lockstep.ground.rank import Doing, marks_in
 
 # -- tracebacks ----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from lockstep.data.source import length_of
 from lockstep.ground.device import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
-from lockstep.ground.states import TrainerFn
-from lockstep.ground.types import STEP_OUTPUT
+from lockstep.ground.types import STEP_OUTPUT, TrainerFn
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
 from lockstep.tuner.lr_finder import limited

@@ -17,8 +17,8 @@ from lockstep.data.combined import flatten
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.ground.states import RunningStage, TrainerFn, TrainerState
 from lockstep.ground.tree import tree_map
+from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loop import state
 from lockstep.loop.evaluate import EvaluationLoop

@@ -13,8 +13,7 @@ from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import isolate_rng
-from lockstep.ground.states import RunningStage, TrainerFn
-from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
+from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningStage, TrainerFn
 from lockstep.loop.call import Asked, call
 from lockstep.loop.session import FitState
 from lockstep.module import LightningModule

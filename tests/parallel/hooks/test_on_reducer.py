@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lockstep.parallel import hooks
-from lockstep.parallel.averaging import ParameterAverager
+from lockstep.parallel.averaging import OuterOptimizer, ParameterAverager
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.outer_optimizer import OuterOptimizer
 from lockstep.parallel.reducer import Reducer
 from lockstep.testing.pool import RankPool
 from tests.parallel.hooks.pieces import as_checkpoint, same_on_all

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.ground.lazy_imports import late
+from lockstep.aliases.finder import late
 
 
 @pytest.fixture

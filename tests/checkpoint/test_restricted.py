@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import LightningDataModule, LightningModule
-from lockstep.ground.classmethods import restricted_classmethod
+from lockstep.checkpoint.arguments import restricted_classmethod
 from tests.loop.pieces import Slope, numbers, quiet
 
 
