@@ -1,4 +1,4 @@
-"""From a checkpoint's hyperparameters to the arguments of the ``__init__`` that they came from, as ``load_from_checkpoint`` takes it."""
+"""From a checkpoint's hyperparameters to the arguments of the ``__init__`` that they came from."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
+from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
@@ -23,7 +24,6 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException,
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.ground.tree import described
 from lockstep.ground.types import TrainerFn, TrainerStatus
 from lockstep.loop.logging import merged
 from lockstep.loop.metrics import is_metric
@@ -55,7 +55,7 @@ def taking(path: object, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({described(error)}). Resume from "
+            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({first_line(error)}). Resume from "
             "another checkpoint."
         ) from error
 

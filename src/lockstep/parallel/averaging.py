@@ -1,4 +1,7 @@
-"""Averaging of parameters over ranks now and then, for training whose steps are local in between; the outer optimizer."""
+"""Averaging of parameters over ranks now and then, for training whose steps are local in between.
+
+`OuterOptimizer` steps from average to average (DiLoCo: Douillard and others, 2023).
+"""
 
 from __future__ import annotations
 
