@@ -55,8 +55,8 @@ def taking(path: object, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({first_line(error)}). Resume from "
-            "another checkpoint."
+            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({first_line(error)}). Resume "
+            "from another checkpoint."
         ) from error
 
 
