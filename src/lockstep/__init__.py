@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 collects = gc.isenabled()
 gc.disable()
 try:
-    from lockstep.aliases.finder import install
+    from lockstep.aliases import install
     from lockstep.callbacks.base import Callback
     from lockstep.datamodule import LightningDataModule
     from lockstep.ground.seed import seed_everything

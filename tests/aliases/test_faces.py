@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.aliases.finder import late
+from lockstep.aliases import late
 
 
 @pytest.fixture

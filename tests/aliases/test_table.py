@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.aliases.table import MODULES, Refused
+from lockstep.aliases import MODULES, Refused
 from tests.aliases.surface import lightning, surface
 
 ROWS = [
@@ -87,10 +87,10 @@ def test_a_refused_module_says_why(path: str) -> None:
 
 
 def test_reasons_are_sentences_of_one_kind() -> None:
-    from lockstep.aliases import table
+    from lockstep import aliases
 
-    for name, reason in vars(table).items():
-        if isinstance(reason, table.Refused) and name.isupper():
+    for name, reason in vars(aliases).items():
+        if isinstance(reason, aliases.Refused) and name.isupper():
             assert reason.endswith("."), name
             assert not reason.startswith("Lockstep"), name
 

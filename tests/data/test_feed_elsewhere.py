@@ -11,8 +11,8 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.batch_counting import Accumulation, BatchCounting, Given, Plan, accumulation, count_batches
 from lockstep.loop.feed import Feed
+from lockstep.loop.progress import Accumulation, BatchCounting, Given, Plan, accumulation, count_batches
 from tests.data.loaders import SizedStream, Stream, by_sampler, feed_of, indices, loader, numbers
 
 Make = Callable[[], Any]

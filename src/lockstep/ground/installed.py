@@ -92,7 +92,7 @@ class Installation:
 
 
 ALIASES = Installation(
-    "sys.meta_path", ("aliases/finder.py",), "Lightning's import paths, from `import lockstep` on, as any import"
+    "sys.meta_path", ("aliases.py",), "Lightning's import paths, from `import lockstep` on, as any import"
 )
 EXCEPTHOOK = Installation(
     "sys.excepthook",
@@ -161,7 +161,7 @@ EXIT_THREADS = Installation(
     "atexit: wait for torch's threads", ("ground/fork.py",), "one that wants the interpreter while it goes aborts it"
 )
 EXIT_ORDERED = Installation(
-    "atexit: end the threads of ordered messages", ("parallel/hooks/ordering.py",), "the same, from the import on"
+    "atexit: end the threads of ordered messages", ("parallel/hooks/hook_transport.py",), "the same, from the import on"
 )
 EXIT_GROUP = Installation("atexit: leave the process group", ("strategies/ranks.py",), "the group stays behind a fit")
 EXIT_WORKERS = Installation(
@@ -197,7 +197,7 @@ GLOBALS = {
     "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
     "parallel/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
     "parallel/late_parameters.py": {"_watching": "models, as long as they are trained"},
-    "parallel/hooks/ordering.py": {"_queues": "threads of process groups, as long as these live"},
+    "parallel/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
     "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
     "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},
 }

@@ -23,8 +23,8 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn, warn_once
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.batch_counting import BatchCounting, ResumePoint
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.progress import BatchCounting, ResumePoint
 from lockstep.module import LightningModule
 
 # -- where loaders come from ---------------------------------------------------------------------------------

@@ -20,11 +20,10 @@ from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.rank import does
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.loggers.base import Logger
-from lockstep.loop.elastic import Elastic
 from lockstep.loop.feed import Feed, Loaders
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
-from lockstep.loop.progress import Progress
+from lockstep.loop.progress import Elastic, Progress
 from lockstep.module import LightningModule
 from lockstep.profilers.base import Profiler
 from lockstep.strategies.base import Strategy

@@ -17,8 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from lockstep.parallel.hooks import allreduce, fp16_wrapper, power_sgd
-from lockstep.parallel.hooks.hook_transport import future_of, in_order, keeps_order, tensor_of
-from lockstep.parallel.hooks.ordering import completed
+from lockstep.parallel.hooks.hook_transport import completed, future_of, in_order, keeps_order, tensor_of
 from lockstep.strategies import DDPStrategy
 from lockstep.testing.pool import RankFailure, RankPool
 from tests.loop.pieces import Slope, numbers, quiet

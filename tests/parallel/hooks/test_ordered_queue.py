@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
-from lockstep.parallel.hooks import ordering as lane_file
-from lockstep.parallel.hooks.ordering import THREAD, ThreadQueue, end_threads, open_queue, submit
+from lockstep.parallel.hooks import hook_transport as queue_file
+from lockstep.parallel.hooks.hook_transport import THREAD, ThreadQueue, end_threads, open_queue, submit
 from lockstep.testing.pool import RankPool
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_the_interpreter_does_not_end_before_a_queues_thread(monkeypatch: pytest
     """One process in ten was aborted at its end: its last job's thread still ran when the interpreter was gone."""
     queue, go_on = ThreadQueue(None), threading.Event()
     future = queue.submit(None, CPU, lambda _: torch.ones(1) if go_on.wait(5) else torch.zeros(1))
-    monkeypatch.setattr(lane_file, "PATIENCE", 0.01)
+    monkeypatch.setattr(queue_file, "PATIENCE", 0.01)
     end_threads()
     assert not future.done()  # it is not waited for longer
     monkeypatch.undo()

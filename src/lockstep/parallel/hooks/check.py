@@ -13,9 +13,8 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.hooks.compress import Int8State, allreduce, bf16, fp16, int8
-from lockstep.parallel.hooks.hook_transport import innermost, name_of, torch_name
+from lockstep.parallel.hooks.hook_transport import carrier, innermost, name_of, torch_name
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, node_group, post_local_sgd
-from lockstep.parallel.hooks.ordering import carrier
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
 
 _OWN_STATES = (PowerSGDState, PostLocalSGDState, Int8State)

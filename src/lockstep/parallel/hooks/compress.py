@@ -12,8 +12,7 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.error_feedback import Memory
-from lockstep.parallel.hooks.hook_transport import future_of, tensor_of
-from lockstep.parallel.hooks.ordering import completed, submit
+from lockstep.parallel.hooks.hook_transport import completed, future_of, submit, tensor_of
 from lockstep.parallel.transport import all_gather
 
 # -- exchange ------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.compress import allreduce
-from lockstep.parallel.hooks.hook_transport import innermost, torch_name
-from lockstep.parallel.hooks.ordering import completed
+from lockstep.parallel.hooks.hook_transport import completed, innermost, torch_name
 from lockstep.parallel.transport import RoundGroup
 
 # -- the ranks of a node -------------------------------------------------------------------------------------

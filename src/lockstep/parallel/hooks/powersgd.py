@@ -13,7 +13,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import GradBucket
 from lockstep.parallel.hooks.compress import Halves, allreduce, coded_mean, mean, real
 from lockstep.parallel.hooks.error_feedback import Memory, Record
-from lockstep.parallel.hooks.ordering import submit
+from lockstep.parallel.hooks.hook_transport import submit
 
 
 class PowerSGDState:
