@@ -67,7 +67,6 @@ OF_CALLBACKS = {
 _OVERRIDE_RUN = "override `run(fn, *args)`, which calls each step"
 _OVERRIDE_BACKWARD = "override `backward(loss, *args, **kwargs)`"
 _CALLBACK = "use a Callback, whose hook of this name is called"
-_MODULE = "override it in the LightningModule"
 _OVERRIDE_SETUP = "override `setup_module(module, own_backward)`"
 
 # Methods of Lightning's strategies and precisions that lockstep's do not have: what to write instead.
