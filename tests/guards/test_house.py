@@ -276,6 +276,20 @@ def strategies_are_not_told_apart(sources: Sources) -> Iterator[str]:
                     yield f"{source.path}:{node.lineno} asks {node.func.id}(..., {name}); the seam is wrong"
 
 
+def trainer_is_the_users(sources: Sources) -> Iterator[str]:
+    """The loops hand the Trainer to hooks, and read the session; a profiler alone times the loops of the Trainer."""
+    for source in sources.values():
+        if source.part != "loop" or source.path.name == "profiled.py":
+            continue
+        for node in ast.walk(source.tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Attribute)
+                and node.value.attr == "trainer"
+            ):
+                yield f"{source.path}:{node.lineno} reads trainer.{node.attr}; the session has what a loop works on"
+
+
 LAWS: list[Callable[[Sources], Iterator[str]]] = [
     floors,
     circles,
@@ -286,6 +300,7 @@ LAWS: list[Callable[[Sources], Iterator[str]]] = [
     engines,
     environment,
     strategies_are_not_told_apart,
+    trainer_is_the_users,
 ]
 
 
@@ -391,6 +406,7 @@ CASES = [
         {"trainer.py": "issubclass(kind, ddp.DDPStrategy)"},
         "issubclass(..., DDP",
     ),
+    (trainer_is_the_users, {"loop/fit.py": "session.trainer.max_epochs"}, "loop/fit.py:1 reads trainer.max_epochs"),
 ]
 
 

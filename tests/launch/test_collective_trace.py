@@ -242,7 +242,7 @@ def test_taken_down_all_is_as_it_was() -> None:
     assert (dist.Work.wait, dist.P2POp.__init__) == (wait, made)
 
 
-def test_a_forked_process_writes_into_a_ledger_of_its_own() -> None:
+def test_a_forked_process_writes_into_a_trace_of_its_own() -> None:
     """It once wrote words between those of the process that it was forked from, which then were read as one another."""
     install_trace()
     try:

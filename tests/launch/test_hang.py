@@ -1,4 +1,4 @@
-"""Who strays: proofs from ledgers, stacks and states; and what is no proof."""
+"""Who diverges: proofs from traces, stacks and states; and what is no proof."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lookout: ledgers are compared as they grow, and long waits are told once."""
+"""The monitor of hangs: traces are compared as they grow, and long waits are told once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 
 class Rank:
-    """A rank, played by this process: what it writes into its ledger, and answers."""
+    """A rank, played by this process: what it writes into its trace, and answers."""
 
     def __init__(self, rank: int, timeout: float | None, kill: float | None) -> None:
         self.collectives = TraceMemory()

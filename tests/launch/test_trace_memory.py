@@ -1,4 +1,4 @@
-"""The ledger: what a rank notes can be read by others, also when it is gone."""
+"""The trace: what a rank notes can be read by others, also when it is gone."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_a_rank_that_was_killed_can_still_be_read() -> None:
 
 
 @pytest.mark.parametrize("address", ["/proc/self/fd/0:1", "/proc/self/nothing:1"])
-def test_what_is_no_ledger_is_refused(address: str) -> None:
-    with pytest.raises(OSError, match=r"ledger|No such file"):
+def test_what_is_no_trace_is_refused(address: str) -> None:
+    with pytest.raises(OSError, match=r"trace|No such file"):
         Reading(address)
 
 

@@ -451,3 +451,39 @@ def test_a_batch_size_that_is_no_number_of_samples_is_refused(size: Any) -> None
 
     with pytest.raises(MisconfigurationException, match=r"self\.log\('x', \.\.\., batch_size=.*number of samples"):
         quiet(max_epochs=1).fit(Sized(), numbers(3))
+
+
+class CallbackLogs(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("from a callback", 2.0, on_epoch=True)
+        self.log_dict({"a": 1.0, "b": 3.0})
+
+    def on_validation_epoch_end(self, *args: Any) -> None:
+        self.log("validated", 5.0)
+
+
+class Keeps(Callback):
+    """Has a ``log`` of its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def log(self, text: str) -> None:
+        self.seen.append(text)
+
+    def on_train_start(self, *args: Any) -> None:
+        self.log("begun")
+
+
+def test_callbacks_log_as_the_module_does() -> None:
+    class Validated(Slope):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    callback, own = CallbackLogs(), Keeps()
+    trainer = quiet(max_epochs=1, callbacks=[callback, own])
+    trainer.fit(Validated(), numbers(2), numbers(1))
+    found = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert {"from a callback_epoch": 2.0, "a": 1.0, "b": 3.0, "validated": 5.0}.items() <= found.items()
+    assert own.seen == ["begun"]
+    assert "log" not in vars(callback)

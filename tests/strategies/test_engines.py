@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.collectives import ReplicaMap
 from lockstep.strategies.engine import Engine, EngineState, MicroBatch
+from lockstep.strategies.ranks import RankedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Idle, Plain, Sometimes, Weighted, rows
 from tests.loop.pieces import Slope, numbers, quiet
@@ -423,3 +425,77 @@ def test_a_dtensor_is_not_saved_as_if_it_were_the_whole(ranks: RankPool) -> None
     for said in ranks(2).run(of_dtensor, timeout=60):
         assert 'checkpoint["state_dict"]["w"]' in said
         assert "full_tensor" in said
+
+
+# -- an engine whose forwards communicate: torch's own shards ------------------------------------------------
+
+
+class FullySharded(RankedStrategy):
+    """Each layer's parameters are shards of `torch.distributed.fsdp.fully_shard`."""
+
+    runs_padding = True
+
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        super().setup_module(module, own_backward)
+        comm.broadcast_tensors(list(module.parameters()), 0, None)
+        mesh = init_device_mesh("cpu", (self.world.size,))
+        for layer in list(module.modules()):
+            if any(True for _ in layer.parameters(recurse=False)) and layer is not module:
+                fully_shard(layer, mesh=mesh)
+        self.sharded: list[Any] = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
+        self.drops = False
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for layer in self.sharded:
+            layer.set_requires_gradient_sync(self.sync_gradients)
+        super().backward(loss * 0.0 if self.drops else loss, *args, **kwargs)
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        self.drops = True
+        yield list(self.module.buffers())
+        self.drops = False
+
+    def clip(self, optimizer: Any, value: float, algorithm: str) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, value, norm.full_tensor())
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        for name, parameter in self.module.named_parameters():
+            gradient = None if parameter.grad is None else parameter.grad.full_tensor()
+            yield name, parameter.detach().full_tensor(), gradient
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        whole = {name: value.clone() for name, value, _ in self.whole_parameters()}
+        states = [{"state": {}, "param_groups": []} for _ in self.optimizers]
+        return EngineState(whole) if weights_only else EngineState(whole, states, {})
+
+
+def fully_sharded(case: str) -> EquivalenceReport:
+    module, length, given = CASES[case]
+    return check_equivalence(module, rows(length), strategy=FullySharded(), devices=dist.get_world_size(), **given)
+
+
+@pytest.mark.parametrize("case", ["even", "uneven last batch", "empty shares", "accumulation 3, clipped"])
+def test_torchs_own_shards_train_as_one_process(ranks: RankPool, case: str) -> None:
+    for report in ranks(2).run(fully_sharded, case, timeout=60):
+        assert report, report
+
+
+def saved_whole(folder: str) -> bool:
+    module = Plain()
+    trainer = quiet(strategy=FullySharded(), devices=2, max_steps=2, precision="64-true")
+    trainer.fit(module, rows(23)(4))
+    trainer.save_checkpoint(f"{folder}/whole.ckpt", weights_only=True)
+    comm.barrier()
+    saved = torch.load(f"{folder}/whole.ckpt", weights_only=True)["state_dict"]
+    whole = {name: value for name, value, _ in trainer.strategy.whole_parameters()}
+    return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+
+
+def test_shards_are_saved_whole_where_the_engine_gathers_them(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2).run(saved_whole, str(tmp_path), timeout=60) == [True, True]

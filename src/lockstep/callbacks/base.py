@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,7 +30,13 @@ class Callback:
         class Greeter(Callback):
             def on_train_epoch_end(self, trainer, pl_module):
                 trainer.print(f"epoch {trainer.current_epoch} is done")
+
+    Attributes:
+        log, log_dict: the module's, while a call of the Trainer runs.
     """
+
+    log: Callable[..., None]
+    log_dict: Callable[..., None]
 
     # -- a run ---------------------------------------------------------------------------------------------
 

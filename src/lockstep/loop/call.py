@@ -39,6 +39,7 @@ from lockstep.supervise import status
 from lockstep.supervise.collective_trace import compared, set_location
 from lockstep.supervise.signals import ENDED, interruptible
 
+LOGS = ("log", "log_dict")
 STEP_OF = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
 
 
@@ -164,6 +165,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session.base_callbacks, module)
+    watched.enter_context(_callbacks_log(session.callbacks, module))
     check_module(session, fn)
     strategy.setup_environment()
     _be_watched(session)
@@ -297,6 +299,19 @@ def _with_model_callbacks(callbacks: list[Callback], module: LightningModule) ->
     kinds = {type(callback) for callback in own}
     merged = [callback for callback in callbacks if type(callback) not in kinds] + own
     return state.checkpoints_last(merged)
+
+
+@contextmanager
+def _callbacks_log(callbacks: list[Callback], module: LightningModule) -> Iterator[None]:
+    """Inside, a callback has ``self.log`` and ``self.log_dict``, as in Lightning: the module's."""
+    given = [(vars(callback), name) for callback in callbacks for name in LOGS if not hasattr(callback, name)]
+    for attributes, name in given:
+        attributes[name] = getattr(module, name)
+    try:
+        yield
+    finally:
+        for attributes, name in given:
+            attributes.pop(name, None)
 
 
 def _choose_seed(session: Session) -> None:

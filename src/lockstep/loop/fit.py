@@ -383,7 +383,7 @@ class FitLoop:
             overfit=bool(config.overfit_batches),
             counting=partial(fit.elastic.counting, config, automatic),
             planned=fit.elastic.planned,
-            padded=not automatic,
+            padded=not automatic or session.strategy.runs_padding,
             shares=session.strategy.shares,
         )
         batches = feed.rows

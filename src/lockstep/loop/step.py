@@ -399,7 +399,7 @@ class Step:
         ended = False
         if weight == 0.0:
             self.hooks.call_without_samples("_on_any_batch_start", batch_idx)
-            if self.moves and self.optimizer is None:
+            if self.moves and batch is not None:
                 with self.padding():
                     batch = self.transfer(batch)
         else:
@@ -482,6 +482,9 @@ class Step:
                     return self._forward_backward(batch, batch_idx, weight, share, first)
             finally:
                 strategy.absent = ()
+            if strategy.runs_padding:
+                self._run_padding(batch, batch_idx, first)
+                return None
             if first:
                 self._zero_grad(batch_idx)
             if self.scaler is not None:
@@ -492,6 +495,26 @@ class Step:
             if strategy.sync_gradients and self.hooks.on_after_backward is not None:
                 self.hooks.call("on_after_backward")
         return None
+
+    def _run_padding(self, batch: Any, batch_idx: int, first: bool) -> None:
+        """Let this rank, which has no samples, go through the step with the others."""
+        strategy = self.strategy
+        with self.padding():
+            arguments = (batch, batch_idx) if self.takes_idx else (batch,)
+            before = self.fit.weights
+            loss, _ = self._read(strategy.run(self.training_step, *arguments), 0.0, 1.0)
+            if self.fit.weights is not before:  # it returns weights, and this one is nothing
+                self.fit.weights = 0.0 if before is None else before
+            if first:
+                self._zero_grad(batch_idx)
+            if strategy.sync_gradients:
+                self._publish()
+            if loss is None:
+                strategy.skip()
+            else:
+                strategy.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        if strategy.sync_gradients and self.hooks.on_after_backward is not None:
+            self.hooks.call("on_after_backward")
 
     def _publish(self) -> None:
         """Before this rank's part of the reduction: what it wants the others to know at the window's end."""

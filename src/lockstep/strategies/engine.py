@@ -82,6 +82,8 @@ class Engine:
         optimizers, lr_scheduler_configs: of the fit.
         sync_gradients: whether the next backward reduces over the ranks; the loops set it before each forward.
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
+        runs_padding: forwards communicate, so that a rank without samples for a micro-batch runs ``training_step``,
+            too: on a padding batch, which leaves no trace, and with a backward that counts for nothing.
         places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
@@ -89,6 +91,7 @@ class Engine:
     """
 
     window: Window | None = None
+    runs_padding: bool = False
     places_first: bool = False
     saves_shards: bool = False
     shares: Sequence[float] | None = None
