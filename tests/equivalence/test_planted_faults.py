@@ -99,7 +99,7 @@ def ranks_weigh_the_same() -> AbstractContextManager[Any]:
     def shares(mine: Any, total: float, size: int) -> list[tuple[float, float]]:
         return [(float(weight), 1 / len(mine)) for weight in mine]
 
-    return patch.object(feed, "shares", shares)
+    return patch.object(feed, "weigh", shares)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lockstep.loop.feed import Feed
+from lockstep.strategies.ddp import DDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Weighted, rows
 
@@ -16,12 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def with_shares(shares: tuple[float, ...], make: Any, length: int, given: dict[str, Any]) -> EquivalenceReport:
     """The report of ranks whose training feeds are cut by weight; that of one process takes no notice."""
-    train = Feed.train
-
-    def by_weight(source: Any, *, replicas: Any, **arguments: Any) -> Feed:
-        return train(source, replicas=replicas, **arguments, shares=shares if replicas.count > 1 else None)
-
-    with patch.object(Feed, "train", by_weight):
+    with patch.object(DDPStrategy, "shares", shares):
         return check_equivalence(make, rows(length), devices=len(shares), **given)
 
 

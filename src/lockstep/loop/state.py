@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from lockstep.callbacks.base import Callback
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint import storage
+from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.doing import does
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
-from lockstep.ground.plain import described
 from lockstep.ground.rank import log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.states import TrainerFn, TrainerStatus
@@ -56,8 +56,8 @@ def taking(path: object, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({described(error)}). Resume from "
-            "another checkpoint."
+            f"The checkpoint {str(path)!r} is malformed: {what} cannot be taken over ({first_line(error)}). Resume "
+            "from another checkpoint."
         ) from error
 
 
