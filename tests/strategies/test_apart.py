@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.comm_hooks import Apart, gather_on_zero
+from lockstep.strategies.comm_hooks import DivergedWeights, gather_on_zero
 from lockstep.testing.pool import RankPool
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,7 +56,7 @@ class Net(nn.Module):
 def look() -> list[Tensor]:
     rank = dist.get_rank()
     net = Net(rank)
-    apart = Apart(net, [], None, share_buffers=True)
+    apart = DivergedWeights(net, [], None, share_buffers=True)
     apart.step()
     apart.show_mean()
     shown = [tensor.detach().clone() for tensor in (net.trained, net.frozen, net.seen)]

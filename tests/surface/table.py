@@ -74,7 +74,8 @@ def page() -> str:
         "",
         "What of Lightning 2.6.6's public surface works here, what works otherwise and how, what is refused and why.",
         "Each row names the test that fails when the thing is ignored. Written by `python -m tests.surface.table`;",
-        "a test holds the page to the code, and to Lightning where that is installed.",
+        "a test holds the page to the code, and to Lightning where that is installed. What behaves otherwise, and why,",
+        "is on a page of its own: [from Lightning](from-lightning.md).",
         "",
         f"{counts['works']} rows work, {counts['differs']} differ, {counts['refused']} are refused.",
     ]

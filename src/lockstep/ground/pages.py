@@ -27,7 +27,7 @@ class Pages(NamedTuple):
     handle: int  #: the open file. Locks on it are this process's; they go when any handle on the file is closed.
 
 
-class _Place(NamedTuple):
+class _PageFile(NamedTuple):
     """Where other processes find the pages."""
 
     path: str
@@ -88,7 +88,7 @@ def common_pages(
     return None
 
 
-def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _Place] | None:
+def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFile] | None:
     """A new file of ``size`` bytes, open, and where the others find it."""
     try:
         handle, path = make()
@@ -104,7 +104,7 @@ def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _Place] 
         if not valid_in:
             os.unlink(path)
         return None
-    return handle, _Place(path, valid_in, target, (status.st_dev, status.st_ino))
+    return handle, _PageFile(path, valid_in, target, (status.st_dev, status.st_ino))
 
 
 def _unnamed() -> tuple[int, str]:
@@ -136,7 +136,7 @@ def space() -> str:
         return ""
 
 
-def _open(place: _Place) -> int | None:
+def _open(place: _PageFile) -> int | None:
     if place.space and place.space != space():
         return None
     try:

@@ -357,10 +357,10 @@ class ForkLauncher(SpawnLauncher):
                 stream.flush()
         threads = torch.get_num_threads() if end_openmp_pools() else 1
         strategy = self.strategy
-        bond = {PARENT: str(os.getpid())} if threading.current_thread() is threading.main_thread() else {}
+        parent = {PARENT: str(os.getpid())} if threading.current_thread() is threading.main_thread() else {}
         for local_rank in range(call.world.local_size):
             rank = replace(call.world, rank=call.world.rank + local_rank, local_rank=local_rank)
-            environ = {**rank_variables(rank), **_on_one_host(rank), **bond}
+            environ = {**rank_variables(rank), **_on_one_host(rank), **parent}
 
             def take(environ: Mapping[str, str] = environ) -> Call:
                 if getattr(torch.cuda, "_is_in_bad_fork", bool)():

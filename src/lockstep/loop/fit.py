@@ -412,7 +412,7 @@ class FitLoop:
             step.counted = feed.rows_at if feed.counting.elastic else int
             session.results.enter("training_step")
             whole = progress.phase != EPOCH_START and self._go_on_after_batch(accumulate)
-            self._heed()
+            self._act_on_signals()
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
             local = session.strategy.local_steps
             for window in windows:
@@ -464,11 +464,11 @@ class FitLoop:
         else:
             interrupted = self.signals is not None and self.signals.asked != 0
         if interrupted:
-            self._heed()
+            self._act_on_signals()
             stop = True
         self._stops = stop and self._done_in_epoch() is not None
 
-    def _heed(self) -> None:
+    def _act_on_signals(self) -> None:
         """Act on a signal that all ranks know of, between windows. Collective where one has interrupted the fit."""
         session, signals = self.session, self.signals
         if signals is None:
@@ -557,7 +557,7 @@ class FitLoop:
             reason = f"max_epochs={config.max_epochs} reached"
         else:
             self.session.agree_on_ending()
-            self._heed()
+            self._act_on_signals()
             reason = self._done_in_epoch()
         if reason is not None:
             self._reason = reason

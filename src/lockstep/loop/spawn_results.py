@@ -31,7 +31,7 @@ _parents: list[Any] = []
 
 
 @dataclass
-class Handover:
+class SpawnResults:
     """Rank 0's side of a call, as it travels back.
 
     Attributes:
@@ -56,7 +56,7 @@ class Handover:
     state: TrainerState
 
 
-def call(session: Session, loop: Loop, *args: Any) -> Handover:
+def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
     """In a rank: run a loop of its Trainer, and pack what the calling process is to know."""
     before = _build(session.module)
     returned = loop.run(*args)
@@ -73,7 +73,7 @@ def call(session: Session, loop: Loop, *args: Any) -> Handover:
         {name: getattr(module, name) for name, parts in _build(module).items() if parts != before.get(name)}
     )
     progress, published = session.fit.progress, session.published
-    return Handover(
+    return SpawnResults(
         returned, grown, module.state_dict(), attributes, session.base_callbacks, progress, published, session.state
     )
 
@@ -106,7 +106,7 @@ def in_turns(parts: list[list[Any]], several: bool) -> list[Any]:
     return [batch for batches in dealt for batch in batches if batch is not nothing]
 
 
-def call_in_copy(session: Session) -> Callable[..., Handover]:
+def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
     """In the process that is about to be forked: what its copies are to call in place of :func:`call`.
 
     There the Trainer and its parts let go of what is bound to this process, as if they had been pickled.
@@ -118,38 +118,38 @@ def call_in_copy(session: Session) -> Callable[..., Handover]:
     parts = (*parts, strategy, session, session.trainer)
     states = [(part, part.__getstate__()) for part in parts if _says_what_travels(part)]
 
-    def call_there(session: Session, loop: Loop, *args: object) -> Handover:
+    def call_there(session: Session, loop: Loop, *args: Any) -> SpawnResults:
         for part, state in states:
             _parents.append(dict(vars(part)))
             getattr(part, "__setstate__", vars(part).update)(state)
         for tensor in (*session.module.parameters(), *session.module.buffers()):
             if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]  # all ranks would step on the same numbers
                 tensor.data = tensor.data.clone()
-        handover = call(session, loop, *args)
+        results = call(session, loop, *args)
         # what could not have travelled here need not be able to travel back
-        handover.attributes = _portable(handover.attributes)
-        handover.callbacks = [c if _travels(c) else _portable(vars(c)) for c in handover.callbacks]
-        return handover
+        results.attributes = _portable(results.attributes)
+        results.callbacks = [c if _travels(c) else _portable(vars(c)) for c in results.callbacks]
+        return results
 
     return call_there
 
 
-def take_over(session: Session, handover: Handover) -> Any:
+def take_over(session: Session, results: SpawnResults) -> Any:
     """In the calling process: go on as if the loop had run here; gives what it returned."""
     module = session.module
-    for name, part in handover.grown.items():
+    for name, part in results.grown.items():
         if isinstance(part, Tensor) and not isinstance(part, Parameter):
             module.register_buffer(name, part)
         else:
             setattr(module, name, part)
-    module.load_state_dict(handover.weights)
-    for name, value in handover.attributes.items():
+    module.load_state_dict(results.weights)
+    for name, value in results.attributes.items():
         object.__setattr__(module, name, value)
-    for mine, theirs in zip(session.base_callbacks, handover.callbacks, strict=True):
+    for mine, theirs in zip(session.base_callbacks, results.callbacks, strict=True):
         vars(mine).update(theirs if isinstance(theirs, dict) else vars(theirs))
-    session.fit.progress, session.published = handover.progress, handover.published
-    session.state = handover.state
-    return handover.returned
+    session.fit.progress, session.published = results.progress, results.published
+    session.state = results.state
+    return results.returned
 
 
 def _says_what_travels(part: object) -> bool:

@@ -28,7 +28,7 @@ from lockstep.strategies.collectives import gather_on_zero
 # -- weights that differ between ranks -----------------------------------------------------------------------
 
 
-class Apart:
+class DivergedWeights:
     """This rank's own weights and optimizers, beside the mean that others are shown.
 
     Args:
@@ -192,7 +192,7 @@ class LocalSteps:
         self.leader = members[0]
         self._members = members
         self._parts = len(members) < comm.world_size()  # else all ranks still take every step together
-        self.apart = Apart(module, optimizers, scaler, take_buffers is not None)
+        self.apart = DivergedWeights(module, optimizers, scaler, take_buffers is not None)
         self._start_averaging(max(0, state.start_localSGD_iter - self._rounds))
 
     def _start_averaging(self, start: int) -> None:

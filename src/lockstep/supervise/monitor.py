@@ -501,7 +501,7 @@ class RankMonitor:
             self._stillness.clear()
             self._hangs.forget()
         still = {rank for rank, stand in inside.items() if self._is_still(stand, now)}
-        return self._failed(inside, now) or self._stray(stands, inside, still, now) or self._hung(inside, now)
+        return self._failed(inside, now) or self._diverged(stands, inside, still, now) or self._hung(inside, now)
 
     def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """Ranks that wait for what their traces say cannot come, or for too long."""
@@ -533,7 +533,9 @@ class RankMonitor:
                 return Verdict(None if cause.lost else cause)
         return None
 
-    def _stray(self, stands: dict[int, Stand], inside: dict[int, Stand], still: set[int], now: float) -> Verdict | None:
+    def _diverged(
+        self, stands: dict[int, Stand], inside: dict[int, Stand], still: set[int], now: float
+    ) -> Verdict | None:
         """Ranks that wait for what cannot come."""
         if not still:
             self._wait = 0.0

@@ -326,7 +326,7 @@ def check_equivalence(
 def _one_process(
     make_module: Callable[[], LightningModule], data: object, flags: dict[str, Any], seed: int
 ) -> list[_Observation]:
-    record = _Record()
+    record = _Recorder()
     torch.manual_seed(seed)
     _trainer({**flags, "plugins": _Alone()}, record, seed).fit(make_module(), data)
     return record.tape
@@ -421,7 +421,7 @@ class _Observer(Callback):
         self.on_train_batch_end(trainer, pl_module, None, None, batch_idx)
 
 
-class _Record(_Observer):
+class _Recorder(_Observer):
     """Keeps what one process shows."""
 
     def __init__(self) -> None:

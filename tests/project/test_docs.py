@@ -1,0 +1,142 @@
+"""All pages: links lead somewhere, code blocks are Python or shell, names of the source that they cite are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "lockstep"
+PAGES = sorted(str(page.relative_to(ROOT)) for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PROSE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def anchors_of(text: str) -> set[str]:
+    """What a heading is called in a link, as GitHub makes it."""
+    titles = re.findall(r"^#+ (.+)$", PROSE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Targets of links and pictures that are not there: files, and headings in pages."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", PROSE.sub("", text)):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (folder / path).resolve()
+        there = file.is_relative_to(ROOT) and file.exists()
+        if not there or (anchor and anchor not in anchors_of(file.read_text() if path else text)):
+            broken.append(target)
+    return broken
+
+
+@lru_cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Functions, classes, their methods and attributes, and constants, as `name` or `Class.name`."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {node.name, *(f"{node.name}.{name}" for name in names_in(ast.Module(node.body, [])))}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def cited(text: str) -> Iterator[tuple[str, str]]:
+    """File and name of each citation: `loop/fit.py: FitLoop.run`, or `loop/fit.py` alone."""
+    yield from re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", PROSE.sub("", text))
+
+
+def not_there(text: str) -> list[str]:
+    """Citations of files and names that the source does not have."""
+    wrong = []
+    for path, name in cited(text):
+        file = next((file for file in (PACKAGE / path, ROOT / path) if file.is_file()), None)
+        if file is None or (name and name not in names_in(parsed(file))):
+            wrong.append(f"{path}: {name}" if name else path)
+    return wrong
+
+
+# -- the pages -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert broken_links(text_of(page), (ROOT / page).parent) == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, todo = set(), ["README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = re.findall(r"\]\(([^)#\s]+\.md)", text_of(page))
+            found = [(ROOT / page).parent.joinpath(target).resolve() for target in targets if "://" not in target]
+            todo += [str(file.relative_to(ROOT)) for file in found]
+    assert set(PAGES) - reached == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_can_be_read(page: str) -> None:
+    for language, code in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
+        assert language in ("python", "bash", "yaml", "text", ""), language
+        if language == "python":
+            compile(code, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        elif language == "bash":
+            subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+
+
+def test_the_architecture_page_cites_what_is_there() -> None:
+    text = text_of("docs/architecture.md")
+    assert len({path for path, name in cited(text) if name}) > 25
+    assert not_there(text) == []
+
+
+def test_short_names_on_the_architecture_page_are_there() -> None:
+    """`Class.name` without a file, after the file was named."""
+    text = text_of("docs/architecture.md")
+    trees = [parsed(file) for file in PACKAGE.rglob("*.py")]
+    everything = set().union(*map(names_in, trees))
+    attributes = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
+        owner, _, attribute = name.partition(".")
+        assert name in everything or (owner in everything and attribute in attributes), name
+
+
+def test_the_glossary_is_short_and_each_word_stands_once() -> None:
+    words = re.findall(r"^\| ([\w\- ]+) \|", text_of("docs/architecture.md").partition("## Glossary")[2], re.MULTILINE)
+    words.remove("word")
+    assert 15 <= len(words) <= 25
+    assert len(set(words)) == len(words)
+
+
+# -- what they catch -----------------------------------------------------------------------------------------
+
+
+def test_a_broken_link_is_caught() -> None:
+    text = "# One thing\n[a](docs/nothing.md) [b](docs/run.md#no-such) [c](#one-thing) [d](LICENSE) ![e](docs/no.png)"
+    assert broken_links(text, ROOT) == ["docs/nothing.md", "docs/run.md#no-such", "docs/no.png"]
+
+
+def test_a_name_that_is_gone_is_caught() -> None:
+    text = "`loop/fit.py: FitLoop.run` `loop/fit.py: FitLoop.ran` `loop/gone.py` `loop/hooks.py: NAMES` `loop/fit.py`"
+    assert not_there(text) == ["loop/fit.py: FitLoop.ran", "loop/gone.py"]
