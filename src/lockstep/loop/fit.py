@@ -219,6 +219,37 @@ class FitLoop:
 
     def run(self, ckpt_path: str | None = None, weights_only: bool | None = None) -> Result:
         """Fit the session's module; returns how it ended."""
+        session, fit = self.session, self.session.fit
+        self.signals = signals = self._begin()
+        asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
+        try:
+            with call(session, asked), self._anomalies():
+                fit.results = session.results
+                if signals.ending is not None:
+                    return self._as_before(signals.ending)
+                self._set_up(ckpt_path)
+                if self._done() is None:
+                    if self._validates:
+                        self.validation.setup_data()
+                    session.hooks.call("on_train_start")
+                    self._restore_randomness()
+                    while self._done() is None:
+                        self.epoch()
+                    session.strategy.end_training()
+                    session.hooks.call("on_train_end")
+                else:  # of a fit that had ended, whose ranks may have weights of their own
+                    session.strategy.end_training()
+                rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
+                self._share_ending()
+                if session.interruption is None:
+                    signals.ended(asdict(self._result()))
+        finally:
+            self.signals = None
+        fit.progress.ended = session.interruption is None
+        return self._result()
+
+    def _begin(self) -> Signals:
+        """Let go of what belongs to the fit before."""
         session, fit, config = self.session, self.session.fit, self.session.config
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
         fit.cut_epoch, fit.logged_elsewhere = None, False
@@ -227,23 +258,10 @@ class FitLoop:
         self._time_limit = config.max_time
         self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
         fit.started = time.monotonic()
-        self.signals = Signals(session)
-        asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, self.signals)
-        try:
-            with call(session, asked), self._anomalies():
-                fit.results = session.results
-                if self.signals.ending is not None:
-                    return self._as_before(self.signals.ending)
-                self._play(ckpt_path)
-                self._share_ending()
-                if session.interruption is None:
-                    self.signals.ended(asdict(self._result()))
-        finally:
-            self.signals = None
-        fit.progress.ended = session.interruption is None
-        return self._result()
+        return Signals(session)
 
-    def _play(self, ckpt_path: str | None) -> None:
+    def _set_up(self, ckpt_path: str | None) -> None:
+        """Up to the first epoch: the session is there, and the ranks are connected."""
         session, fit = self.session, self.session.fit
         self.timing.start()
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
@@ -253,18 +271,6 @@ class FitLoop:
         self.setup_data()
         fit.resumed = fit.elastic.settle(session.config, fit.loaded, fit.progress, fit.resumed)
         self._say_how_long(ckpt_path)
-        if self._done() is None:
-            if self._validates:
-                self.validation.setup_data()
-            session.hooks.call("on_train_start")
-            self._restore_randomness()
-            while self._done() is None:
-                self.epoch()
-            session.strategy.end_training()
-            session.hooks.call("on_train_end")
-        else:  # of a fit that had ended, whose ranks may have weights of their own
-            session.strategy.end_training()
-        rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
 
     def try_out(self) -> None:
         """Train without what goes before and after a fit, until ``max_steps`` or ``should_stop``: for a trial."""
