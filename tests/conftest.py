@@ -10,6 +10,8 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 # torch asks for the name of each address that a store connects to: an answer that is lost shall cost one second, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+# Processes that tests start find lockstep compiled: where none is kept, each of them compiles it for most of a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from collections.abc import Generator, Iterator  # noqa: E402
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from lockstep.testing.pool import RankPool
 from tests.loop import pieces
 from tests.loop.pieces import Recorder, Slope, numbers
 from tests.loop.test_resume import FLAGS, Cut, Net, data, facts, in_two, whole
+from tests.scripts.in_rank import run_script
 
 quiet = partial(pieces.quiet, enable_checkpointing=None)
 LIMIT = 20.0
@@ -173,33 +173,29 @@ def test_what_it_writes_by_is_an_instance() -> None:
 
 
 KILLED = """
-import os, sys, torch
+import os, signal, sys, torch
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.io import AsyncCheckpointIO
 
-def says_and_hangs(file):
+def says_and_dies(file):
     print("writing", flush=True)
-    import time
-    time.sleep(60)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 io, path = AsyncCheckpointIO(), sys.argv[1]
 io.save_checkpoint({"state_dict": {"w": torch.tensor(1.0)}}, path)
 io.teardown()
-os.fsync = says_and_hangs
+os.fsync = says_and_dies
 io.save_checkpoint({"state_dict": {"w": torch.full((1000,), 2.0)}}, path)
 io.remove_checkpoint(path + ".older")
 io.teardown()
 """
 
 
-def test_a_kill_in_the_middle_leaves_the_file_before_and_what_it_displaces(tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_leaves_the_file_before_and_what_it_displaces(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "x.older").touch()
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
+    (tmp_path / "script.py").write_text(KILLED)
+    (killed,) = run_script(ranks, tmp_path / "script.py", str(tmp_path / "x"), folder=tmp_path)
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "writing\n")
     assert number_in(tmp_path / "x") == 1.0
     assert (tmp_path / "x.older").exists()
 

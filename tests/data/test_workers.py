@@ -183,7 +183,7 @@ class Patient(Dataset[int]):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_do_not_see_the_signals_that_are_heeded(context: str) -> None:
     noted: list[int] = []
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]

@@ -31,6 +31,8 @@ CLIP = {"gradient_clip_val": 0.5}
 HEALTHY: set[Any] = set()
 """The cases of which it has been seen that nothing is to be said of them without a fault."""
 EVERY = {name for name, _ in Plain().named_parameters()}
+PAIRS = [(2, 3), (3, 1), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(3, 3, marks=pytest.mark.slow)]
+"""World and accumulation: every day each once."""
 
 
 def report_with(
@@ -77,8 +79,7 @@ def bucket_1_is_not_reduced() -> AbstractContextManager[Any]:
     return patch.multiple(SharedReduction, start=started, wait=waited)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "accumulate"), PAIRS)
 def test_a_dropped_bucket(ranks: RankPool, world: int, accumulate: int) -> None:
     strategy = DDPStrategy(bucket_cap_mb=1e-4)
     bucket = set(Reducer(Plain().double().named_parameters(), bucket_cap_mb=1e-4).plan()[1])
@@ -137,8 +138,7 @@ def rank_1_weighs_one_more() -> AbstractContextManager[Any]:
     return patch.object(Window, "__iter__", iterated)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "accumulate"), PAIRS)
 def test_a_weight_off_by_one(ranks: RankPool, world: int, accumulate: int) -> None:
     report = report_with(ranks, rank_1_weighs_one_more, world=world, accumulate=accumulate)
     worst = report.first[0]
@@ -181,8 +181,15 @@ def clip_then_reduce(algorithm: str) -> AbstractContextManager[Any]:
     return patch.object(DDPStrategy, "backward", clipped)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize(
+    ("algorithm", "accumulate"),
+    [
+        ("norm", 1),
+        ("value", 3),
+        pytest.param("norm", 3, marks=pytest.mark.slow),
+        pytest.param("value", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_before_the_reduction(ranks: RankPool, algorithm: str, accumulate: int) -> None:
     report = report_with(
         ranks,

@@ -102,8 +102,17 @@ lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enabl
 @pytest.mark.parametrize(
     ("what", "hook", "says"),
     [
-        pytest.param(f"raise ValueError({FORGED!r})", "sys.excepthook", "ValueError: it broke\\nlockstep", id="forged"),
-        pytest.param("raise ValueError('m' * 6_000_000)", "sys.excepthook", "ValueError: mmm", id="6 MB"),
+        # these messages without a script, every day: test_whatever_a_message_says_the_last_line_names_the_rank_...
+        pytest.param(
+            f"raise ValueError({FORGED!r})",
+            "sys.excepthook",
+            "ValueError: it broke\\nlockstep",
+            id="forged",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "raise ValueError('m' * 6_000_000)", "sys.excepthook", "ValueError: mmm", id="6 MB", marks=pytest.mark.slow
+        ),
         pytest.param("raise ValueError('no')", "broken", "ValueError: no", id="hook"),
     ],
 )

@@ -54,8 +54,9 @@ lockstep.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_steps=4
 @pytest.mark.parametrize(
     ("command", "strategy"),
     [
-        pytest.param([], "ddp", id="ddp"),
+        # has all that the others have, and an agent's store
         pytest.param(["-m", "lockstep", "run", "--devices", "2"], "ddp", id="lockstep run"),
+        pytest.param([], "ddp", id="ddp", marks=pytest.mark.slow),
         pytest.param([], "ddp_fork", id="ddp_fork", marks=pytest.mark.slow),
         pytest.param([], "ddp_notebook", id="ddp_notebook", marks=pytest.mark.slow),
         pytest.param([], "ddp_spawn", id="ddp_spawn", marks=pytest.mark.slow),

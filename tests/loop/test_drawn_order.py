@@ -161,8 +161,19 @@ def in_two(make: Callable[[], Any], path: Path, nth: int = 14, **flags: Any) -> 
     return epochs(first)
 
 
-@pytest.mark.parametrize("batches", ["samples", "batch sampler", "plain batch sampler"])
-@pytest.mark.parametrize("kind", [ByPython, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorch, WithState])
+KINDS = (ByPython, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorch, WithState)
+BATCHES = ("samples", "batch sampler", "plain batch sampler")
+
+
+# Every day each kind with samples, and with one of the two batch samplers in turn.
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [
+        pytest.param(kind, batches, marks=() if not way or (turn + way) % 2 else pytest.mark.slow)
+        for turn, kind in enumerate(KINDS)
+        for way, batches in enumerate(BATCHES)
+    ],
+)
 def test_a_resume_draws_a_samplers_order_again(kind: type[Shuffling], batches: str, tmp_path: Path) -> None:
     """A sampler with NumPy's, Python's or its own randomness repeated and lost samples after a resume in mid-epoch."""
     for drawn in in_two(lambda: loader(kind(), batches), tmp_path / "cut.ckpt"):
@@ -170,9 +181,15 @@ def test_a_resume_draws_a_samplers_order_again(kind: type[Shuffling], batches: s
 
 
 @pytest.mark.parametrize(
-    "flags", [{"use_distributed_sampler": False}, {"order": "torch"}], ids=["undistributed", "order=torch"]
+    ("kind", "flags"),
+    [
+        pytest.param(kind, flags, id=f"{kind.__name__}-{name}", marks=() if (turn + way) % 2 else pytest.mark.slow)
+        for turn, kind in enumerate(KINDS)
+        for way, (name, flags) in enumerate(
+            {"undistributed": {"use_distributed_sampler": False}, "order=torch": {"order": "torch"}}.items()
+        )
+    ],
 )
-@pytest.mark.parametrize("kind", [ByPython, ByNumpy, ByOwnPython, ByOwnNumpy, ByOwnRandomState, ByOwnTorch, WithState])
 def test_a_resume_draws_the_order_of_an_untouched_loader_again(
     kind: type[Shuffling], flags: dict[str, Any], tmp_path: Path
 ) -> None:

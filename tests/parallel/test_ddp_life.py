@@ -458,7 +458,16 @@ def _compiled(how: str) -> tuple[bool, list[str], bool]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("how", ["blocks", "module", "in place", "container", "around"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "blocks",
+        "module",
+        pytest.param("in place", marks=pytest.mark.slow),
+        pytest.param("container", marks=pytest.mark.slow),
+        "around",
+    ],
+)
 def test_compiled_models(ranks: RankPool, how: str) -> None:
     for rank, (right, told, overlap) in enumerate(ranks(2).run(_compiled, how, timeout=150)):
         assert right

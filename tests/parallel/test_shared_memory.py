@@ -119,9 +119,20 @@ def _rounds(case: Case) -> list[list[Tensor]]:
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_sums_are_those_in_rank_order(ranks: RankPool, case: Case) -> None:
+    compare(ranks, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_sums_are_those_in_rank_order_in_many_cases(ranks: RankPool, case: Case) -> None:
+    compare(ranks, case)
+
+
+def compare(ranks: RankPool, case: Case) -> None:
     for found in ranks(case.world).run(_rounds, case):
         for turn, scale in enumerate(case.scales):
             for index, (length, dtype) in enumerate(zip(case.lengths, case.dtypes, strict=True)):

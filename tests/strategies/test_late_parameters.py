@@ -238,15 +238,23 @@ def fit(make: Callable[[], Any], options: dict[str, Any], callbacks: list[Any], 
     return module
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"shard_optimizer": True}], ids=str)
+OPTIONS: list[dict[str, Any]] = [{}, {"shared_memory": False}, {"shard_optimizer": True}]
+CAME = [
+    ("attribute", "on_fit_start", "parameter 'scale' came"),
+    ("module", "on_train_start", "parameter 'more.weight' came"),
+    ("thawed", "on_train_batch_end", "parameter 'frozen.weight' was thawed"),
+    ("plain", "on_train_epoch_start", r"parameter \"optimizers[0].param_groups[1]['params'][0]\" came"),
+    ("buffer", "on_train_batch_start", "buffer 'shift' came"),
+]
+
+
+# Every day all that may come with the plain options, and each of the other options with two of it.
 @pytest.mark.parametrize(
-    ("how", "hook", "named"),
+    ("options", "how", "hook", "named"),
     [
-        ("attribute", "on_fit_start", "parameter 'scale' came"),
-        ("module", "on_train_start", "parameter 'more.weight' came"),
-        ("thawed", "on_train_batch_end", "parameter 'frozen.weight' was thawed"),
-        ("plain", "on_train_epoch_start", r"parameter \"optimizers[0].param_groups[1]['params'][0]\" came"),
-        ("buffer", "on_train_batch_start", "buffer 'shift' came"),
+        pytest.param(options, *came, marks=() if not turn or (place + turn) % 3 == 0 else pytest.mark.slow)
+        for turn, options in enumerate(OPTIONS)
+        for place, came in enumerate(CAME)
     ],
 )
 def test_what_comes_on_one_rank_is_an_error_there(
