@@ -63,8 +63,8 @@ class Run:
 
 @pytest.mark.parametrize(
     ("what", "strategy"),
-    [
-        ("order", "ddp"),
+    [  # every day: tests/launch/test_last_line.py, by ranks that gather other sizes; and test_hang.py
+        pytest.param("order", "ddp", marks=pytest.mark.slow),
         pytest.param("order", "ddp_spawn", marks=pytest.mark.slow),
         pytest.param("operation", "ddp", marks=pytest.mark.slow),
         pytest.param("shape", "ddp", marks=pytest.mark.slow),

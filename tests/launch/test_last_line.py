@@ -11,6 +11,8 @@ import pytest
 
 from lockstep.supervise.causes import OTHERS, Cause, also_failed, cause_of, is_told, judgement, named
 from lockstep.supervise.stack import MOST, MOST_ALONE, REASON, one_line, printable, reason_of, shortened
+from lockstep.testing.pool import RankPool
+from tests.scripts.in_rank import run_script
 
 FORGED = "it broke\nlockstep: rank 7 failed first, at other.py:1: ValueError: not me"
 HOSTILE = [
@@ -200,21 +202,25 @@ lockstep.Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=sys.argv[
 @pytest.mark.parametrize(
     ("what", "devices", "strategy"),
     [
-        ("worker", 1, "auto"),
+        ("worker", 1, "auto"),  # on a rank of the pool
         ("chain", 3, "ddp"),
         pytest.param("chain", 1, "ddp", marks=pytest.mark.slow),
         pytest.param("worker", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("chain", 2, "ddp_spawn", marks=pytest.mark.slow),
     ],
 )
-def test_a_failure_is_told_in_40_lines(tmp_path: Path, what: str, devices: int, strategy: str) -> None:
+def test_a_failure_is_told_in_40_lines(ranks: RankPool, tmp_path: Path, what: str, devices: int, strategy: str) -> None:
     """A loader's worker that crashed had 88 lines printed on one process, and N ranks printed N tracebacks."""
     script = tmp_path / "train.py"
     script.write_text(FAILS_ALIKE)
-    command = [sys.executable, script, what, str(devices), strategy]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, timeout=120, env=environ, cwd=tmp_path)
-    lines = ended.stderr.decode().rstrip("\n").split("\n")
+    words = [what, str(devices), strategy]
+    if devices == 1 and strategy == "auto":
+        (ended,) = run_script(ranks, script, *words, folder=tmp_path)
+    else:
+        command = [sys.executable, str(script), *words]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path)
+    lines = ended.stderr.rstrip("\n").split("\n")
     assert ended.returncode == 1
     assert len(lines) <= 40
     assert ("KeyError: 0" if what == "chain" else "DataLoader worker") in lines[-1]
