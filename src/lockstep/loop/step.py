@@ -19,7 +19,7 @@ from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.optimizers import LightningOptimizer, demands_closure
+from lockstep.loop.optimizers import LightningOptimizer, demands_closure, takes_closure
 from lockstep.loop.padding import without_trace
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
@@ -110,13 +110,14 @@ class Step:
         self._share = 1.0
         automatic = self.module.automatic_optimization
         self._use_optimizers()
-        self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
+        by_engine = self.strategy.window
+        wants = by_engine is None and any(takes_closure(optimizer) for optimizer in self._optimizers)
+        self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"] or wants)
         self._losses: list[Tensor] = []
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
         )
-        by_engine = self.strategy.window
         if not automatic:
             self.window = self._manual
         elif by_engine is not None:
@@ -220,6 +221,7 @@ class Step:
         first_call = True
         logged: Any = None  # before the last micro-batch, whose values of the last call count
 
+        @torch.enable_grad()  # an optimizer's step may run under no_grad
         def closure() -> Tensor | None:
             nonlocal outputs, first_call, logged
             if first_call:
@@ -465,7 +467,9 @@ class Step:
         if self.hooks.on_train_batch_end is None:
             return None
         if type(output) is Tensor:
-            return {"loss": output.detach()}
+            return {"loss": loss.detach()}  # type: ignore[union-attr]  # as backward saw it
+        if isinstance(output, dict) and isinstance(loss, Tensor):
+            output = {**output, "loss": loss}
         return {} if output is None else _detached(output)
 
     def _play(self, micro_batch: Played, first: bool) -> Any:
@@ -616,7 +620,12 @@ class Step:
             self.agreement.settle(True)
         if self._by_step:
             self._step_schedulers(self._by_step, self.counted(batch_idx + 1))
-        if self.progress.last and self._by_epoch:
+        if self.progress.last:
+            self.step_by_epoch()
+
+    def step_by_epoch(self) -> None:
+        """The epoch has had its last update: step the schedulers that count epochs."""
+        if self._by_epoch and self.optimizer is not None:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 
     def _end(self, outputs: Any, batch: Any, batch_idx: int, counts: bool = True) -> None:
