@@ -44,7 +44,7 @@ def _logged_in_this_hook(program: Program, d: Difference, theirs: Record, ours: 
     if d.kind != "fact" or not d.name.endswith("_metrics"):
         return False
     unlike = [name for name in {**d.theirs, **d.ours} if not same(d.theirs.get(name), d.ours.get(name))]
-    own = [log.name for log in program.logs if d.where.endswith(log.hook)]
+    own = [log.name for log in program.logs if d.where.endswith(log.hook) or log.hook.endswith("_start")]
     return all(any(name.startswith(part) for part in own) for name in unlike)
 
 
@@ -83,7 +83,7 @@ ROWS = [
         goes_on=True,
     ),
     Row(
-        "What a hook logs is in the metrics when all callbacks and the module had the hook.",
+        "What a hook logs is in the metrics when all callbacks and the module had the hook; values of an epoch, at its end.",
         PAGE,
         _logged_in_this_hook,
     ),
