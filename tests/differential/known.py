@@ -83,7 +83,7 @@ ROWS = [
         goes_on=True,
     ),
     Row(
-        "What a hook logs is in the metrics when all callbacks and the module had the hook; values of an epoch, at its end.",
+        "What a hook logs is in the metrics when all callbacks and the module had the hook; an epoch's, at its end.",
         PAGE,
         _logged_in_this_hook,
     ),
