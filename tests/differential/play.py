@@ -352,9 +352,7 @@ class Player:
                 return loss
 
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-                return self.evaluate(
-                    "validation_step", batch, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
-                )
+                return self.evaluate("validation_step", batch, batch_idx, dataloader_idx)
 
             def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
                 return self.evaluate("test_step", batch, batch_idx, dataloader_idx)
