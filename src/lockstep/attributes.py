@@ -16,6 +16,7 @@ from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.callbacks.progress.base import ProgressBar
 from lockstep.config.run import RunConfig, set_flag
+from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerState
@@ -49,6 +50,11 @@ class Of(Generic[T]):
 
     def __set__(self, trainer: Attributes, value: T) -> None:
         setattr(trainer.session, self._name, value)
+
+
+def _loaders(given: object) -> Any:
+    """Loaders as a user asks for them: of a CombinedLoader those that it was made of, as in Lightning."""
+    return given.iterables if isinstance(given, CombinedLoader) else given
 
 
 class Attributes:
@@ -309,23 +315,23 @@ class Attributes:
     @property
     def train_dataloader(self) -> Any:
         """The training loader or loaders as the user gave them."""
-        return self.fit_loop.given
+        return _loaders(self.fit_loop.given)
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader or loaders as the user gave them."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
-        return loop.given
+        return _loaders(loop.given)
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader or loaders as the user gave them."""
-        return self.test_loop.given
+        return _loaders(self.test_loop.given)
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loader or loaders as the user gave them."""
-        return self.predict_loop.given
+        return _loaders(self.predict_loop.given)
 
     @property
     def estimated_stepping_batches(self) -> int | float:

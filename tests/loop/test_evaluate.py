@@ -78,9 +78,9 @@ def test_single_steps_go_to_the_loggers_by_the_batches_of_their_loader() -> None
     trainer = quiet(logger=recorder)
     trainer.validate(Steps(), [numbers(2), numbers(3)], verbose=False)
     assert [(step, sorted(sent)) for step, sent in recorder.sent] == [
-        (1, ["epoch", "x/dataloader_idx_0"]),
-        (1, ["epoch", "x/dataloader_idx_1"]),
-        (2, ["epoch", "x/dataloader_idx_1"]),
+        (1, ["x/dataloader_idx_0"]),
+        (1, ["x/dataloader_idx_1"]),
+        (2, ["x/dataloader_idx_1"]),
     ]
 
 

@@ -297,14 +297,14 @@ def test_loggers_get_what_lightning_sends_at_lightnings_steps() -> None:
     assert recorder.sent == [
         (1, {"a_step": 1.0, "epoch": 0}),
         (3, {"a_step": 3.0, "epoch": 0}),
-        (0, {"v_step": 0.0, "epoch": 0}),
-        (1, {"v_step": 1.0, "epoch": 0}),
+        (0, {"v_step": 0.0}),
+        (1, {"v_step": 1.0}),
         (3, {"v_epoch": 0.5, "late": 3.0, "epoch": 0}),
         (3, {"a_epoch": 1.5, "epoch": 0}),
         (5, {"a_step": 1.0, "epoch": 1}),
         (7, {"a_step": 3.0, "epoch": 1}),
-        (2, {"v_step": 0.0, "epoch": 1}),
-        (3, {"v_step": 1.0, "epoch": 1}),
+        (2, {"v_step": 0.0}),
+        (3, {"v_step": 1.0}),
         (7, {"v_epoch": 0.5, "late": 3.0, "epoch": 1}),
         (7, {"a_epoch": 1.5, "epoch": 1}),
     ]

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tests.differential import known
 from tests.surface import matrix
 
 FOLDER = Path(__file__).parent
@@ -99,6 +100,14 @@ def page() -> str:
                 "|---|---|---|---|",
             ]
             lines += [_line(row) for row in of_kind]
+    lines += [
+        "",
+        "## Seen in programs",
+        "",
+        "What random programs show otherwise than Lightning (`python -m tests.differential`); no row above tells it.",
+        "",
+        *(f"- {row.sentence}" for row in known.ROWS if row.where == known.PAGE),
+    ]
     return "\n".join(lines) + "\n"
 
 

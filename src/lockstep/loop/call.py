@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import traceback
@@ -245,6 +246,11 @@ def check_module(session: Session, fn: TrainerFn) -> None:
         for name in ("training_step", "configure_optimizers"):
             if not has(name):
                 raise MisconfigurationException(f"trainer.fit({kind}): the module has no `{name}`; define it.")
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise MisconfigurationException(
+                f"trainer.fit({kind}): `training_step(dataloader_iter)` is not supported: the order of data and which "
+                "ranks have samples are planned batch by batch. Define `training_step(batch, batch_idx)`."
+            )
         if not loaders.defined("train"):
             raise MisconfigurationException(
                 f"trainer.fit({kind}): no training data: pass `train_dataloaders=` or `datamodule=`, or define "

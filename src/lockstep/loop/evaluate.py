@@ -73,6 +73,7 @@ class EvaluationLoop:
         """
         session = self.session
         self.feed = None
+        self.seen = {}  # of this call, as in Lightning; the validations of a fit go on counting
         with call(session, Asked(FN_OF[self.stage], ckpt_path, weights_only, self.release)):
             session.state.stage = self.stage
             self.setup_data()
@@ -199,6 +200,7 @@ class EvaluationLoop:
             results.enter(step_name, shown)
             output = session.strategy.run(step, *position[:takes])
             results.enter("", shown)
+            session.published.publish(results.step_values(), to_callbacks=False)
             hooks.call(end, output, *position)
             if not sanity_steps:
                 self._log_steps(results, dataloader_idx)
@@ -213,7 +215,7 @@ class EvaluationLoop:
         self.seen[dataloader_idx] = seen + 1
         for_loggers = self.session.published.publish(results.take_step_values(), to_callbacks=False)
         if for_loggers:
-            self.session.log_metrics(for_loggers, seen)
+            self.session.log_metrics(for_loggers, seen, with_epoch=False)
 
     # -- predict -------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ def _interval(config: RunConfig, batches: int | float) -> int | float | None:
     if isinstance(interval, timedelta):
         return None
     if isinstance(interval, int):
-        if interval > batches and config.check_val_every_n_epoch is not None and config.limit_val_batches:
+        if interval > batches > 0 and config.check_val_every_n_epoch is not None and config.limit_val_batches:
             raise MisconfigurationException(
                 f"Trainer(val_check_interval={interval}): an epoch has {batches} training batches, so validation "
                 "would never run; give a smaller number, or check_val_every_n_epoch=None to count across epochs."
@@ -230,7 +230,9 @@ class FitLoop:
                 self._set_up(ckpt_path)
                 if self._done() is None:
                     if self._validates:
+                        session.state.stage = RunningStage.VALIDATING
                         self.validation.setup_data()
+                        session.state.stage = RunningStage.TRAINING
                     session.hooks.call("on_train_start")
                     self._restore_randomness()
                     while self._done() is None:
@@ -438,6 +440,7 @@ class FitLoop:
                         self._validate(not left)
                 if step.ended_by_user:
                     step.ended_by_user, whole = False, True
+                    step.step_by_epoch()
                     break
                 self._after_window()
                 whole = progress.last

@@ -91,6 +91,7 @@ class Entry:
         "dtype",
         "each_step",
         "epoch_fresh",
+        "epoch_name",
         "key",
         "last",
         "last_weight",
@@ -105,6 +106,7 @@ class Entry:
         "quick",
         "rank_zero_only",
         "step_fresh",
+        "step_name",
         "total",
         "weight",
     )
@@ -128,7 +130,10 @@ class Entry:
             raise MisconfigurationException(
                 f"self.log({name!r}, on_step=True) in `{hook}`, which is no step: leave `on_step` away there."
             )
-        self.name = f"{name}/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else name
+        loader = f"/dataloader_idx_{dataloader_idx}" if dataloader_idx >= 0 and add_dataloader_idx else ""
+        both = self.on_step and self.on_epoch
+        self.name = f"{name}{loader}"
+        self.step_name, self.epoch_name = (f"{name}{end}{loader}" if both else self.name for end in ("_step", "_epoch"))
         self.metric: Metric | None = None
         self.dtype = _kept(torch.get_default_dtype())
         self.quick: Any = None
@@ -406,7 +411,7 @@ class LogCollector:
         for entry in self._entries():
             if entry.step_fresh and entry.last_weight:
                 value = torch.tensor(float(entry.last), dtype=entry.dtype)
-                found.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
+                found.append((entry, entry.step_name, value))
         return found
 
     def take_step_values(self) -> list[tuple[Entry, str, Tensor]]:
@@ -436,7 +441,7 @@ class LogCollector:
         values = []
         for entry, value in reduced:
             entry.step_fresh = 0
-            values.append((entry, f"{entry.name}_step" if entry.on_epoch else entry.name, value))
+            values.append((entry, entry.step_name, value))
             self._agreed[entry.key] = values[-1]
         return values
 
@@ -473,7 +478,7 @@ class LogCollector:
                         "number; log its parts by `log_dict`."
                     )
                 value = value.detach().reshape(())
-            found.append((entry, f"{entry.name}_epoch" if entry.on_step else entry.name, value))
+            found.append((entry, entry.epoch_name, value))
         for metric in {id(entry.metric): entry.metric for entry, _ in values if entry.metric is not None}.values():
             metric.reset()
         for entry, _ in values:

@@ -38,6 +38,10 @@ class LightningOptimizer:
         self._module = module
         self._sync = sync
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # `isinstance(optimizer, torch.optim.SGD)` is about the wrapped one
+        return type(self._optimizer)
+
     @property
     def optimizer(self) -> Optimizer:
         """The wrapped ``torch.optim.Optimizer``."""
@@ -68,6 +72,7 @@ class NoOptimizer(Optimizer):
 
     def __init__(self) -> None:
         super().__init__([torch.zeros(1)], {})
+        self.param_groups = []  # of which callbacks would ask the rate
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to save."""
@@ -82,6 +87,15 @@ class NoOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """No gradients to drop."""
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` is to be given the closure: one that is neither torch's nor ours may need it, though
+    its signature says ``closure=None``."""
+    step = inspect.unwrap(type(optimizer).step)
+    return step.__module__.partition(".")[0] not in ("torch", "lockstep") and "closure" in (
+        inspect.signature(step).parameters
+    )
 
 
 def demands_closure(optimizer: Optimizer) -> bool:

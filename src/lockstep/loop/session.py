@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer  # for hooks of the user's alone: nothing in loop/ reads it
 
 
+STAGE_OF = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+
+
 class FitSignals(Protocol):
     """What has been asked of a fit from outside: see `lockstep.loop.signals`."""
 
@@ -168,6 +176,7 @@ class Session:
     def begin(self, fn: TrainerFn) -> None:
         """Let go of what belongs to the call before."""
         self.state.fn, self.interruption, self.instruments = fn, None, None
+        self.state.stage = STAGE_OF[fn]  # as in Lightning, where ``setup`` already knows whether it is for training
         for name in ("hooks", "results", "agreement"):
             vars(self).pop(name, None)
 
@@ -215,14 +224,14 @@ class Session:
             bar = self.progress_bar
             (bar.print if bar is not None and bar.is_enabled else print)(*args, **kwargs)
 
-    def log_metrics(self, metrics: dict[str, Tensor], step: int | None) -> None:
+    def log_metrics(self, metrics: dict[str, Tensor], step: int | None, with_epoch: bool = True) -> None:
         """Send values to the loggers; a value named "step" replaces ``step``, None means the windows so far."""
         if not self.loggers:
             return
         scalars = {name: float(value) for name, value in metrics.items()}
         if "step" in scalars:
             step = int(scalars.pop("step"))
-        else:
+        elif with_epoch:  # an evaluation's single steps have none in Lightning, either
             scalars.setdefault("epoch", self.fit.progress.epoch)
         for logger in self.loggers:
             logger.log_metrics(metrics=scalars, step=self.fit.progress.windows if step is None else step)

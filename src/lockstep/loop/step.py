@@ -19,7 +19,7 @@ from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window
 from lockstep.loop.hooks import Transfer, is_overridden
-from lockstep.loop.optimizers import LightningOptimizer, demands_closure
+from lockstep.loop.optimizers import LightningOptimizer, demands_closure, takes_closure
 from lockstep.loop.padding import without_trace
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
@@ -109,13 +109,14 @@ class Step:
         self._share = 1.0
         automatic = self.module.automatic_optimization
         self._use_optimizers()
-        self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"])
+        by_engine = self.strategy.window
+        wants = by_engine is None and any(takes_closure(optimizer) for optimizer in self._optimizers)
+        self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"] or wants)
         self._losses: list[Tensor] = []
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (
             self.scaler is None and self.hooks.on_before_backward is None and self.hooks.on_after_backward is None
         )
-        by_engine = self.strategy.window
         if not automatic:
             self.window = self._manual
         elif by_engine is not None:
@@ -219,6 +220,7 @@ class Step:
         first_call = True
         logged: Any = None  # before the last micro-batch, whose values of the last call count
 
+        @torch.enable_grad()  # an optimizer's step may run under no_grad
         def closure() -> Tensor | None:
             nonlocal outputs, first_call, logged
             if first_call:
@@ -292,6 +294,7 @@ class Step:
         results, progress, last = self.results, self.progress, window.size - 1
         begun: list[tuple[Any, float, int, tuple[int, ...]]] = []  # batch, weight, number, ranks without samples
         micro_batches: list[MicroBatch] = []
+        losses: dict[int, Tensor] = {}  # by number, as backward begins from them
         for i, (batch, weight, share) in enumerate(window):
             progress.last = i == last and window.last
             if window.absent is not None:
@@ -302,7 +305,7 @@ class Step:
             begun.append((batch, weight, results.micro_batch, self._absent))
             arguments = (batch, batch_idx + i) if self.takes_idx else (batch,)
             enter = partial(self._enter, weight, results.micro_batch)
-            loss = partial(self._scaled_loss, weight, share)
+            loss = partial(self._scaled_loss, weight, share, losses, results.micro_batch)
             micro_batches.append(MicroBatch(arguments, enter, loss, empty=weight == 0.0))
         if self.strategy.optimizers != self._optimizers:
             self._change_optimizers()
@@ -322,7 +325,9 @@ class Step:
         for i, (output, (batch, weight, number, absent)) in enumerate(zip(outputs, begun, strict=True)):
             self._enter(weight, number)
             self._absent = absent
-            shown = {"loss": output.detach()} if isinstance(output, Tensor) else _detached(output or {})
+            shown = {} if output is None or isinstance(output, Tensor) else _detached(output)
+            if number in losses:
+                shown["loss"] = losses[number]
             self._end(shown, batch, batch_idx + i, counts=i == 0)
             yield
 
@@ -332,12 +337,15 @@ class Step:
         results.weight, results.micro_batch, results.muted = weight, number, weight == 0.0
         results.table = self.table
 
-    def _scaled_loss(self, weight: float, share: float, output: object) -> Tensor | None:
-        """What backward begins from, of what ``training_step`` returned."""
+    def _scaled_loss(
+        self, weight: float, share: float, losses: dict[int, Tensor], number: int, output: object
+    ) -> Tensor | None:
+        """What backward begins from, of what ``training_step`` returned for micro-batch ``number``."""
         loss, factor = self._read(output, weight, share)
         if loss is None:
             return None
         loss = loss * factor
+        losses[number] = loss.detach()
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _manual(self, window: Window, batch_idx: int) -> Iterator[None]:
@@ -464,7 +472,9 @@ class Step:
         if self.hooks.on_train_batch_end is None:
             return None
         if type(output) is Tensor:
-            return {"loss": output.detach()}
+            return {"loss": loss.detach()}  # type: ignore[union-attr]  # as backward saw it
+        if isinstance(output, dict) and isinstance(loss, Tensor):
+            output = {**output, "loss": loss}
         return {} if output is None else _detached(output)
 
     def _play(self, micro_batch: Played, first: bool) -> Any:
@@ -638,7 +648,12 @@ class Step:
             self.agreement.settle(True)
         if self._by_step:
             self._step_schedulers(self._by_step, self.counted(batch_idx + 1))
-        if self.progress.last and self._by_epoch:
+        if self.progress.last:
+            self.step_by_epoch()
+
+    def step_by_epoch(self) -> None:
+        """The epoch has had its last update: step the schedulers that count epochs."""
+        if self._by_epoch and self.optimizer is not None:
             self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
 
     def _end(self, outputs: object, batch: object, batch_idx: int, counts: bool = True) -> None:

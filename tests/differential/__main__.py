@@ -1,0 +1,47 @@
+"""Run random programs on Lightning and on lockstep, and print where they differ.
+
+python -m tests.differential [--cases N] [--seed S] [--only SEED ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+
+from tests.differential.compare import compare
+from tests.differential.program import draw
+
+
+def main() -> int:
+    """Print each unexplained difference with the seed of its program; the exit code is 1 where there is one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="that of the first program; the others follow it")
+    parser.add_argument("--only", type=int, nargs="*", help="the seeds to run")
+    given = parser.parse_args()
+    outcomes: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    for seed in given.only or range(given.seed, given.seed + given.cases):
+        verdict = compare(draw(seed))
+        rows.update({row.sentence for _, row in verdict.explained})
+        ended = f", ended by {verdict.ended}" if verdict.ended else ""
+        outcomes[("different" if verdict.unexplained else "explained" if verdict.explained else "equal")] += 1
+        if verdict.unexplained or given.only:
+            print(f"seed {seed}{ended}: {verdict.program}")
+            shown: Counter[str] = Counter(f"{d.kind} {d.name}" for d in verdict.unexplained)
+            for difference in verdict.unexplained:
+                key = f"{difference.kind} {difference.name}"
+                if shown[key]:
+                    print(f"    {difference} ({shown.pop(key)} such)")
+            for difference, row in verdict.explained if given.only else ():
+                print(f"    explained by {row.sentence!r}: {difference}")
+            sys.stdout.flush()
+    for sentence, count in rows.most_common():
+        print(f"{count:4} {sentence}")
+    print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    return 1 if outcomes["different"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

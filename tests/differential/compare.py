@@ -1,0 +1,137 @@
+"""What Lightning and lockstep show of one program, side by side."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.differential.known import Row, explain
+from tests.differential.play import Event, Record, play, same
+from tests.differential.program import Program
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One place where the two are not alike.
+
+    Attributes:
+        kind: "order", "fact", "end", "rows", "files", "checkpoint" or "warnings".
+        where: the hook, call or file.
+        name: which fact of it.
+    """
+
+    kind: str
+    where: str
+    name: str
+    theirs: Any
+    ours: Any
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where} {self.name}: Lightning {_short(self.theirs)}, lockstep {_short(self.ours)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 700 else text[:700] + " ..."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The differences of a program, those of the table and those that nobody explains."""
+
+    program: Program
+    explained: tuple[tuple[Difference, Row], ...]
+    unexplained: tuple[Difference, ...]
+    ended: str
+    """How Lightning's first call ended: "" or the class of the exception."""
+
+
+def compare(program: Program) -> Verdict:
+    """Run a program on both."""
+    with tempfile.TemporaryDirectory(prefix="differential") as folder:
+        records = []
+        for package in ("lightning.pytorch", "lockstep"):
+            root = Path(folder).resolve() / package.partition(".")[0]
+            root.mkdir()
+            records.append(play(package, program, root))
+    theirs, ours = records
+    explained: list[tuple[Difference, Row]] = []
+    unexplained: list[Difference] = []
+    cause: Row | None = None
+    for difference in differences(theirs, ours):
+        row = explain(program, difference, theirs, ours) or cause
+        explained.append((difference, row)) if row is not None else unexplained.append(difference)
+        if row is not None and row.goes_on:
+            cause = row
+    ended = next((end["raised"][0] for _, end in theirs.ends if "raised" in end), "")
+    return Verdict(program, tuple(explained), tuple(unexplained), ended)
+
+
+def differences(theirs: Record, ours: Record) -> list[Difference]:
+    """The differences as a run comes by them; of facts, the first place of each kind of hook."""
+    found = _events(theirs.events, ours.events)
+    found += _ends(theirs.ends, ours.ends)
+    if not same(theirs.rows, ours.rows):
+        mine, other = _first(theirs.rows, ours.rows)
+        found.append(Difference("rows", "logger", "", mine, other))
+    if theirs.files.keys() != ours.files.keys():
+        mine, other = sorted(theirs.files.keys() - ours.files.keys()), sorted(ours.files.keys() - theirs.files.keys())
+        found.append(Difference("files", "names", "", mine, other))
+    for name in sorted(theirs.files.keys() & ours.files.keys()):
+        if not same(theirs.files[name], ours.files[name]):
+            mine, other = theirs.files[name], ours.files[name]
+            if isinstance(mine, list) and isinstance(other, list):
+                mine, other = _first(mine, other)
+            found.append(Difference("files", name, "content", mine, other))
+    for name in sorted(theirs.checkpoints.keys() & ours.checkpoints.keys()):
+        for fact, value in theirs.checkpoints[name].items():
+            if not same(value, ours.checkpoints[name][fact]):
+                found.append(Difference("checkpoint", name, fact, value, ours.checkpoints[name][fact]))
+    for topic in sorted(theirs.warned ^ ours.warned):
+        found.append(Difference("warnings", topic, "", topic in theirs.warned, topic in ours.warned))
+    return found
+
+
+def _first(theirs: list[Any], ours: list[Any]) -> tuple[Any, Any]:
+    """The first rows that differ, and what follows them."""
+    for place, (mine, other) in enumerate(zip(theirs, ours, strict=False)):
+        if not same(mine, other):
+            return theirs[place : place + 3], ours[place : place + 3]
+    shorter = min(len(theirs), len(ours))
+    return theirs[shorter:], ours[shorter:]
+
+
+def _events(theirs: list[Event], ours: list[Event]) -> list[Difference]:
+    """Differences of facts up to the first event that the other does not have, and that one."""
+    found: list[Difference] = []
+    seen: set[tuple[str, str]] = set()
+    place = 0
+    for (label, mine), (other_label, other) in zip(theirs, ours, strict=False):
+        if label != other_label:
+            break
+        place += 1
+        for name in {**mine, **other}:
+            value, another = mine.get(name, "-"), other.get(name, "-")
+            if (label, name) not in seen and not same(value, another):
+                seen.add((label, name))
+                found.append(Difference("fact", label, name, value, another))
+    mine, other = [label for label, _ in theirs[place:]], [label for label, _ in ours[place:]]
+    if mine or other:
+        before = theirs[place - 1][0] if place else "the beginning"
+        found.append(Difference("order", f"after {before}", "", mine[:10], other[:10]))
+    return found
+
+
+def _ends(theirs: list[Event], ours: list[Event]) -> list[Difference]:
+    found = []
+    for (label, mine), (_, other) in zip(theirs, ours, strict=False):
+        raised, another = mine.get("raised", [""]), other.get("raised", [""])
+        if not set(raised[:1]) & set(another) and not set(another[:1]) & set(raised):
+            told = [f"{end.get('raised')}: {end.get('message')}" for end in (mine, other)]
+            found.append(Difference("end", label, "raised", *told))
+        for name in {**mine, **other}:
+            if name not in ("raised", "message") and not same(mine.get(name, "-"), other.get(name, "-")):
+                found.append(Difference("end", label, name, mine.get(name, "-"), other.get(name, "-")))
+    return found

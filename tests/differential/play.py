@@ -1,0 +1,763 @@
+"""Runs a program on Lightning or on lockstep, the same code on both, and writes down all that a user can observe."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import importlib
+import inspect
+import io
+import logging
+import math
+import os
+import random
+import re
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.ground import rank as rank_module
+from tests.differential.program import Log, Program
+from tests.golden.recorder import CALLBACK_HOOKS, DATA_HOOKS, MODULE_HOOKS, WORKING_HOOKS
+
+STATE = (
+    "current_epoch",
+    "global_step",
+    "callback_metrics",
+    "logged_metrics",
+    "progress_bar_metrics",
+    "num_training_batches",
+    "num_val_batches",
+    "num_sanity_val_batches",
+    "num_test_batches",
+    "num_predict_batches",
+    "is_last_batch",
+    "should_stop",
+    "interrupted",
+    "sanity_checking",
+    "training",
+    "validating",
+    "testing",
+    "predicting",
+    "evaluating",
+    "received_sigterm",
+    "ckpt_path",
+    "train_dataloader",
+    "val_dataloaders",
+    "test_dataloaders",
+    "predict_dataloaders",
+    "estimated_stepping_batches",
+    "max_epochs",
+    "max_steps",
+    "accumulate_grad_batches",
+    "val_check_interval",
+    "val_check_batch",
+    "global_rank",
+    "log_dir",
+)
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+LOOKED_AT = re.compile(r"on_(train|validation|test)_(batch_end|epoch_end|end)$|on_fit_end|^end$")
+"""Where metrics are looked at: Lightning reduces what was logged so far when somebody looks."""
+STAGES_OF = {
+    "num_training_batches": ("train",),
+    "train_dataloader": ("train",),
+    "val_check_batch": ("train",),
+    "num_sanity_val_batches": ("sanity_check",),
+    "num_val_batches": ("sanity_check", "validate"),
+    "val_dataloaders": ("sanity_check", "validate"),
+    "num_test_batches": ("test",),
+    "test_dataloaders": ("test",),
+    "num_predict_batches": ("predict",),
+    "predict_dataloaders": ("predict",),
+}
+"""What is looked at only in some stages; what an earlier one has left is nobody's."""
+DEAR = ("estimated_stepping_batches", "log_dir")
+"""Attributes that do something when they are read: looked at only in on_train_start and at the end."""
+
+
+Event = tuple[str, dict[str, Any]]
+
+
+class Planted(RuntimeError):
+    """Raised by a program on purpose."""
+
+
+@dataclass
+class Record:
+    """What a run showed.
+
+    Attributes:
+        events: what was called, in order, with what could be seen then.
+        ends: what each call of the Trainer returned or raised, and what could be seen after it.
+        rows: what the recording logger was given.
+        files: the names of the files, and of CSV files the rows.
+        checkpoints: the keys of each checkpoint, and its plain values.
+        warned: the topics of the warnings that were given.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    ends: list[Event] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    files: dict[str, Any] = field(default_factory=dict)
+    checkpoints: dict[str, Any] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+
+
+def plain(value: Any, root: str = "") -> Any:
+    """A value in a form that can be compared across packages."""
+    if isinstance(value, Tensor):
+        return plain(value.detach().float().tolist())
+    if isinstance(value, bool) or value is None or isinstance(value, (int, float)):
+        return value
+    if isinstance(value, str):
+        text = value.replace(root, "<root>") if root else value
+        return str.__str__(text)
+    if isinstance(value, dict):
+        return {str(key): plain(item, root) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, root) for item in value]
+    if isinstance(value, Path):
+        return plain(str(value), root)
+    if isinstance(value, torch.optim.Optimizer):
+        return [
+            kind.__name__ for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS) if isinstance(value, kind)
+        ]
+    if isinstance(value, BaseException):
+        return type(value).__name__ if isinstance(value, (Planted, KeyboardInterrupt)) else "exception"
+    if callable(value) and not isinstance(value, nn.Module):
+        return "callable"
+    return re.sub("^(Lightning|Lockstep)", "", type(value).__name__)
+
+
+def kinds(error: BaseException) -> list[str]:
+    """The classes of an exception by which users may catch it."""
+    general = ("object", "BaseException", "Exception")
+    return [kind.__name__ for kind in type(error).__mro__ if kind.__name__ not in general]
+
+
+def digest(module: nn.Module) -> str:
+    """The bits of a module's weights and buffers."""
+    found = hashlib.sha1()
+    for name, value in module.state_dict().items():
+        found.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:10]
+
+
+class Player:
+    """One program on one package."""
+
+    def __init__(self, package: str, program: Program, root: Path) -> None:
+        self.package, self.program, self.root = package, program, root
+        self.pl: Any = importlib.import_module(package)
+        self.record = Record()
+        self.trainer: Any = None
+        self.module: Any = None
+        self.counts: Counter[str] = Counter()
+        self.mid: Path | None = None
+
+    def part(self, name: str) -> ModuleType:
+        return importlib.import_module(f"{self.package}.{name}")
+
+    # -- looking
+
+    def state(self, label: str) -> dict[str, Any]:
+        """What can be seen of the Trainer and the module now."""
+        seen: dict[str, Any] = {}
+        trainer, module = self.trainer, self.module
+        if trainer is not None:
+            for name in STATE:
+                if name in DEAR and label not in ("module.on_train_start", "end"):
+                    continue
+                if name == "estimated_stepping_batches" and label == "end":
+                    continue
+                stage = STAGES_OF.get(name)
+                if stage is not None and (
+                    "exception" in label
+                    or label == "end"
+                    or trainer.state.stage is None
+                    or trainer.state.stage.value not in stage
+                ):
+                    continue
+                if name in METRICS and not LOOKED_AT.search(label):
+                    continue
+                try:
+                    seen[name] = plain(getattr(trainer, name), str(self.root))
+                except Exception as error:
+                    seen[name] = f"raises {type(error).__name__}"
+            seen["state"] = [plain(getattr(trainer.state, name)) for name in ("fn", "status", "stage")]
+            optimizers = trainer.optimizers
+            seen["rates"] = [
+                [group["lr"] for group in optimizer.param_groups if "lr" in group] for optimizer in optimizers
+            ]
+            seen["schedulers"] = [
+                [type(c.scheduler).__name__, c.interval, c.frequency, c.monitor, c.name]
+                for c in trainer.lr_scheduler_configs
+            ]
+        if module is not None:
+            seen["weights"] = digest(module)
+            seen["mode"] = [part.training for part in module.modules()]
+            seen["gradients"] = [p.grad is not None for p in module.parameters()]
+        seen["grad mode"] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        return seen
+
+    def note(self, label: str, arguments: dict[str, Any] | None = None) -> None:
+        """One event."""
+        facts = self.state(label)
+        if arguments is not None:
+            facts["arguments"] = {name: self.argument(name, value) for name, value in arguments.items()}
+        self.record.events.append((label, facts))
+
+    def argument(self, name: str, value: Any) -> Any:
+        if name == "checkpoint" and isinstance(value, dict):
+            return sorted(set(value) & {"epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers"})
+        return plain(value, str(self.root))
+
+    def act(self, hook: str) -> str | None:
+        """Play what the program planted at this call of a hook of the module."""
+        self.counts[hook] += 1
+        for act in self.program.acts:
+            if act.hook == hook and act.nth == self.counts[hook]:
+                if act.kind == "raise":
+                    raise Planted(hook)
+                if act.kind == "interrupt":
+                    raise KeyboardInterrupt
+                if act.kind == "stop":
+                    self.trainer.should_stop = True
+                return act.kind
+        return None
+
+    def logs(self, owner: str, hook: str, target: Any, value: Tensor | float | None = None) -> None:
+        """The calls of ``log`` of one hook."""
+        for log in self.program.logs:
+            if log.owner == owner and log.hook == hook:
+                self.log(log, target, value)
+
+    def log(self, log: Log, target: Any, value: Tensor | float | None) -> None:
+        self.counts[f"log {log.name}"] += 1
+        number = value if value is not None else float(self.counts[f"log {log.name}"])
+        target.log(log.name, number, **log.settings)
+
+    # -- making
+
+    def overridden(self, base: type, owner: str, names: list[str]) -> dict[str, Any]:
+        """Methods that record the call, act, log and go on to the base's."""
+
+        def method(name: str) -> Callable[..., Any]:
+            original = getattr(base, name)
+            signature = inspect.signature(original)
+
+            def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+                bound = signature.bind(this, *args, **kwargs)
+                bound.apply_defaults()
+                left_out = ("self", "trainer", "pl_module", "args", "kwargs")
+                given = {key: value for key, value in bound.arguments.items() if key not in left_out}
+                self.note(f"{owner}.{name}", given)
+                if name == "on_train_batch_start" and owner == "module" and self.act(name) == "end epoch":
+                    return -1
+                if owner == "module" and name != "on_train_batch_start":
+                    self.act(name)
+                if owner != "data":
+                    self.logs(owner, name, this)
+                return original(this, *args, **kwargs)
+
+            call.__name__ = name
+            call.__signature__ = signature  # type: ignore[attr-defined]
+            return call
+
+        return {name: method(name) for name in names}
+
+    def loader_methods(self, owner: str) -> dict[str, Any]:
+        def method(stage: str) -> Callable[[Any], Any]:
+            def loader(this: Any) -> Any:
+                self.note(f"{owner}.{stage}_dataloader")
+                self.act(f"{stage}_dataloader")
+                return self.loaders(stage)
+
+            loader.__name__ = f"{stage}_dataloader"
+            return loader
+
+        stages = ("train", "val", "test", "predict") if self.program.val_loaders else ("train", "test", "predict")
+        return {f"{stage}_dataloader": method(stage) for stage in stages}
+
+    def loaders(self, stage: str) -> Any:
+        """The loaders of a stage."""
+        program = self.program
+        if stage == "train":
+            return self.training_loaders()
+        sizes = program.val_loaders or (4,)
+        made = [
+            DataLoader(samples(program.seed + 10 + place, size), batch_size=program.batch_size)
+            for place, size in enumerate(sizes)
+        ]
+        return made if len(made) > 1 else made[0]
+
+    def training_loaders(self) -> Any:
+        program = self.program
+        first, second = (samples(program.seed + place, size) for place, size in enumerate(program.train_samples))
+        size, kind = program.batch_size, program.train
+        if kind == "iterable":
+            return DataLoader(Stream(first), batch_size=size)
+        if kind == "batches":
+            return Batches([torch.stack(first[place : place + size]) for place in range(0, len(first), size)])
+        if kind in ("in order", "shuffled", "drop_last"):
+            source = torch.Generator().manual_seed(program.seed) if kind == "shuffled" else None
+            return DataLoader(
+                first, batch_size=size, shuffle=source is not None, drop_last=kind == "drop_last", generator=source
+            )
+        pair: Any = [DataLoader(first, batch_size=size), DataLoader(second, batch_size=size)]
+        if kind.startswith("dict"):
+            pair = dict(zip("ab", pair, strict=True))
+        combined = self.part("utilities.combined_loader").CombinedLoader
+        return combined(pair, mode=kind.split()[-1])
+
+    def make_module(self) -> Any:
+        program, player = self.program, self
+        base = self.pl.LightningModule
+
+        class Module(base):  # type: ignore[misc]
+            def __init__(self, width: int = 4) -> None:
+                super().__init__()
+                if program.hyperparameters:
+                    self.save_hyperparameters()
+                self.first = nn.Linear(3, width)
+                self.norm = nn.BatchNorm1d(width) if program.norm else nn.Identity()
+                self.last = nn.Linear(width, 1)
+                self.automatic_optimization = not program.manual
+
+            def loss(self, batch: Any) -> Tensor:
+                if isinstance(batch, (dict, list, tuple)):
+                    parts = batch.values() if isinstance(batch, dict) else batch
+                    batch = torch.cat([part for part in parts if isinstance(part, Tensor)])
+                batch = batch.to(self.first.weight.dtype)
+                return (self.last(torch.tanh(self.norm(self.first(batch)))) - 1).square().mean()
+
+            def evaluate(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int) -> Tensor:
+                player.note(
+                    f"module.{name}", {"batch": batch, "batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
+                )
+                player.act(name)
+                loss = self.loss(batch)
+                if name != "predict_step":
+                    player.logs("module", name, self, loss)
+                return loss
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+                return self.evaluate("validation_step", batch, batch_idx, dataloader_idx)
+
+            def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+                return self.evaluate("test_step", batch, batch_idx, dataloader_idx)
+
+            def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+                return self.evaluate("predict_step", batch, batch_idx, dataloader_idx)
+
+            def train_on(self, batch: Any, indices: dict[str, int]) -> Any:
+                player.note("module.training_step", {"batch": batch, **indices})
+                act = player.act("training_step")
+                loss = self.loss(batch)
+                player.logs("module", "training_step", self, loss)
+                if program.manual:
+                    player.step_by_hand(self, batch)
+                    return None
+                if act == "skip":
+                    return None
+                return loss if program.outputs == "tensor" else {"loss": loss, "more": loss.detach() * 2}
+
+            def configure_optimizers(self) -> Any:
+                player.note("module.configure_optimizers")
+                player.act("configure_optimizers")
+                return player.configure(self)
+
+        if program.iter_step:
+
+            def training_step(this: Any, dataloader_iter: Iterator[Any]) -> Any:
+                batch, batch_idx, dataloader_idx = next(dataloader_iter)
+                return this.train_on(batch, {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx})
+
+        else:
+
+            def training_step(this: Any, batch: Any, batch_idx: int) -> Any:  # type: ignore[misc]
+                return this.train_on(batch, {"batch_idx": batch_idx})
+
+        methods: dict[str, Any] = {"training_step": training_step}
+        if program.hooks != "callback":
+            methods |= self.overridden(base, "module", MODULE_HOOKS)
+        if program.hooks == "working":
+            methods |= self.overridden(base, "module", WORKING_HOOKS)
+        if program.data == "module":
+            methods |= self.loader_methods("module")
+        torch.manual_seed(program.seed)
+        return type("Module", (Module,), methods)()
+
+    def configure(self, module: Any) -> Any:
+        """What ``configure_optimizers`` returns."""
+        program = self.program
+        if program.optimizers == ("none",):
+            return None
+        parameters = list(module.parameters())
+        count = len(program.optimizers)
+        made = [
+            self.optimizer(kind, parameters[place::count] if count > 1 else parameters)
+            for place, kind in enumerate(program.optimizers)
+        ]
+        if not program.schedulers:
+            return made if count > 1 else made[0]
+        found = []
+        module_of = torch.optim.lr_scheduler
+        for optimizer, scheduler in zip(made, program.schedulers, strict=True):
+            thing: Any = {
+                "step": lambda o: module_of.StepLR(o, 2, 0.5),
+                "exponential": lambda o: module_of.ExponentialLR(o, 0.9),
+                "cosine": lambda o: module_of.CosineAnnealingLR(o, 4),
+                "plateau": lambda o: module_of.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+            }[scheduler.kind](optimizer)
+            found.append({"optimizer": optimizer, "lr_scheduler": {"scheduler": thing, **scheduler.settings}})
+        return tuple(found) if count > 1 else found[0]
+
+    def optimizer(self, kind: str, parameters: list[Any]) -> torch.optim.Optimizer:
+        base: Any = {
+            "sgd": torch.optim.SGD,
+            "adam": torch.optim.Adam,
+            "lbfgs": torch.optim.LBFGS,
+            "closure": NeedsClosure,
+        }[kind]
+        player = self
+
+        class Watched(base):  # type: ignore[misc]
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                super().zero_grad(set_to_none)
+                player.note("optimizer.zeroed")
+
+        settings: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01} if kind == "sgd" else {}
+        if kind == "lbfgs":
+            settings["max_iter"] = 2
+        optimizer = Watched(parameters, lr=0.05, **settings)
+        optimizer.register_step_post_hook(lambda *_: player.note("optimizer.updated"))
+        return optimizer  # type: ignore[no-any-return]
+
+    def step_by_hand(self, module: Any, batch: Any) -> None:
+        optimizers = module.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        for optimizer in optimizers:
+            module.toggle_optimizer(optimizer) if len(optimizers) > 1 else None
+            module.manual_backward(module.loss(batch))
+            if self.program.seed % 3 == 0:
+                module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            module.untoggle_optimizer(optimizer) if len(optimizers) > 1 else None
+        if self.program.manual_steps and self.program.schedulers:
+            schedulers = module.lr_schedulers()
+            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+                loss = module.trainer.callback_metrics.get("loss")
+                plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                scheduler.step(float(loss) if loss is not None else 1.0) if plateau else scheduler.step()
+
+    def make_callbacks(self) -> list[Any]:
+        recording = type(
+            "Recording",
+            (self.pl.Callback,),
+            {
+                **self.overridden(self.pl.Callback, "callback", CALLBACK_HOOKS),
+                "state_dict": lambda _: {"calls": 1},
+                "load_state_dict": lambda _, state: self.note("callback.load_state_dict", {"state": state}),
+            },
+        )
+        made = [recording()]
+        for kind, settings in self.program.callbacks:
+            given = dict(settings)
+            if "dirpath" in given:
+                given["dirpath"] = str(self.root / given["dirpath"])
+            made.append(getattr(self.part("callbacks"), kind)(**given))
+        return made
+
+    def make_loggers(self) -> Any:
+        made: list[Any] = []
+        for kind in self.program.loggers:
+            if kind == "csv":
+                made.append(self.part("loggers").CSVLogger(str(self.root / "logs")))
+            else:
+                made.append(self.rows_logger())
+        return made or False
+
+    def rows_logger(self) -> Any:
+        base, record, root = self.part("loggers").Logger, self.record, str(self.root)
+
+        class Rows(base):  # type: ignore[misc]
+            name = "rows"
+            version = "one"
+
+            def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+                record.rows.append(("hyperparameters", plain(dict(params), root)))
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+                record.rows.append((step, plain(dict(metrics))))
+
+            def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+                record.rows.append("saved")
+
+            def finalize(self, status: str) -> None:
+                record.rows.append(("finalize", status))
+
+        return Rows()
+
+    def make_trainer(self, **more: Any) -> Any:
+        flags = {**self.program.flags, **more}
+        if self.package == "lockstep":
+            flags["order"] = "torch"
+        self.trainer = None
+        trainer = self.pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=self.make_loggers(),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=any(kind == "ModelCheckpoint" for kind, _ in self.program.callbacks),
+            default_root_dir=str(self.root),
+            callbacks=self.make_callbacks(),
+            **flags,
+        )
+        self.trainer = trainer
+        return trainer
+
+    def make_data(self) -> dict[str, Any]:
+        if self.program.data != "data module":
+            return {}
+        base = self.pl.LightningDataModule
+        methods = self.overridden(base, "data", DATA_HOOKS) | self.loader_methods("data")
+        return {"datamodule": type("Data", (base,), methods)()}
+
+    # -- running
+
+    def play(self) -> Record:
+        torch.manual_seed(self.program.seed)
+        try:
+            self.module = self.make_module()
+            self.make_trainer()
+            data = self.make_data()
+        except Exception as error:
+            self.record.ends.append(("construction", {"raised": kinds(error), "message": str(error)}))
+            return self.record
+        for number, call in enumerate(self.program.calls):
+            self.play_call(f"{number} {call}", call, data)
+        self.look_at_files()
+        return self.record
+
+    def play_call(self, label: str, call: str, data: dict[str, Any]) -> None:
+        end: dict[str, Any] = {}
+        try:
+            method, given = self.prepared(call, data)
+            if self.program.data == "arguments":
+                given.update(self.arguments(method))
+            end["returned"] = plain(getattr(self.trainer, method)(self.module, **given))
+            if method == "fit":
+                end["returned"] = None
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            end["raised"] = kinds(error)
+            end["message"] = str(error)
+        end.update(self.state("end"))
+        for callback in self.trainer.callbacks if self.trainer is not None else ():
+            end[type(callback).__name__] = self.callback_facts(callback)
+        self.record.ends.append((label, end))
+
+    def callback_facts(self, callback: Any) -> dict[str, Any]:
+        names = {
+            "ModelCheckpoint": (
+                "best_model_path",
+                "best_model_score",
+                "last_model_path",
+                "kth_best_model_path",
+                "kth_value",
+                "current_score",
+                "best_k_models",
+                "dirpath",
+            ),
+            "EarlyStopping": ("wait_count", "stopped_epoch", "best_score", "patience"),
+            "LearningRateMonitor": ("lrs",),
+        }.get(type(callback).__name__, ())
+        root = str(self.root)
+        found = {name: plain(getattr(callback, name), root) for name in names}
+        if "best_k_models" in found:
+            found["best_k_models"] = {key.replace(root, "<root>"): v for key, v in found["best_k_models"].items()}
+        return found
+
+    def arguments(self, method: str) -> dict[str, Any]:
+        if method == "fit":
+            given = {"train_dataloaders": self.loaders("train")}
+            return given | ({"val_dataloaders": self.loaders("val")} if self.program.val_loaders else {})
+        stage = {"validate": "val"}.get(method, method)
+        return {"dataloaders": self.loaders(stage)}
+
+    def prepared(self, call: str, data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The Trainer's method of a call, and its arguments."""
+        if call == "fit on":
+            self.trainer.fit_loop.max_epochs = (self.program.flags["max_epochs"] or 0) + 1
+            return "fit", dict(data)
+        if not call.startswith("resume"):
+            return call, dict(data)
+        path: str = {"resume last": "last", "resume best": "best"}.get(call, "")
+        if call == "resume mid":
+            found = sorted(self.root.rglob("*step=*.ckpt"))
+            path = str(found[0]) if found else ""
+        if not path:
+            path = str(self.root / "end.ckpt")
+            self.trainer.save_checkpoint(path)
+        if path == "best":  # of this Trainer's own callback
+            return "test", {**data, "ckpt_path": "best"}
+        self.module = self.make_module()
+        self.make_trainer(max_epochs=self.program.flags["max_epochs"] + 1)
+        return "fit", {**data, "ckpt_path": path}
+
+    def look_at_files(self) -> None:
+        root = self.root
+        for path in sorted(root.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                continue
+            name = str(path.relative_to(root))
+            self.record.files[name] = "link" if path.is_symlink() else "file"
+            if path.suffix == ".csv":
+                with path.open() as file:
+                    self.record.files[name] = [
+                        {k: number(v) for k, v in row.items() if v not in ("", None)} for row in csv.DictReader(file)
+                    ]
+            if path.suffix == ".ckpt" and path.is_file():
+                self.record.checkpoints[name] = checkpoint_facts(path)
+
+
+def checkpoint_facts(path: Path) -> dict[str, Any]:
+    held = torch.load(path, weights_only=False)
+    state = held.get("state_dict", {})
+    rates = [[group.get("lr") for group in part.get("param_groups", [])] for part in held.get("optimizer_states", [])]
+    return {
+        "keys": sorted(held.keys() - {"lockstep"}),
+        "epoch": held.get("epoch"),
+        "global_step": held.get("global_step"),
+        "weights": {key: plain(value) for key, value in state.items()},
+        "rates": rates,
+        "schedulers": [part.get("last_epoch") for part in held.get("lr_schedulers", [])],
+        "callbacks": sorted(re.sub(r"\{.*", "", key).split(".")[-1] for key in held.get("callbacks", {})),
+        "hyper_parameters": plain(held.get("hyper_parameters")),
+    }
+
+
+def number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+class NeedsClosure(torch.optim.SGD):
+    """An optimizer whose step needs its closure, and calls it without gradients being recorded outside of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def samples(seed: int, count: int) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, 3, generator=source))
+
+
+class Batches:
+    """Batches that are there, in a class of the user's."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._batches)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples without a length."""
+
+    def __init__(self, data: list[Tensor]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._data)
+
+
+TOPICS = {
+    "log_every_n_steps": r"log_every_n_steps|logging interval",
+    "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
+    "training_step returned None": r"returned `?None",
+    "scheduler without a metric": r"ReduceLROnPlateau conditioned|lr scheduler.s metric",
+    "no optimizer": r"configure_optimizers.*None|`?None`?.*configure_optimizers|no optimizer",
+    "early stopping without its metric": r"[Ee]arly ?stopping conditioned|EarlyStopping.*(not available|is not logged)",
+    "order of schedulers and optimizers": r"lr_scheduler.step\(\)` before",
+    "detached": r"does not require grad",
+    "max_epochs": r"max_epochs` was not set",
+}
+
+
+@contextlib.contextmanager
+def quiet(record: Record) -> Iterator[None]:
+    """Warnings are kept, and nothing is printed; signal handlers, random states and levels are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    names = ("lightning.pytorch", "lightning.fabric", "lightning", "lockstep")
+    levels = {name: logging.getLogger(name).level for name in names}
+    environment = dict(os.environ)
+    told, rank_module._warned = rank_module._warned, set()  # each program is told once
+    states = torch.get_rng_state(), random.getstate()
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+        rank_module._warned = told
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+    for warning in caught:
+        text = str(warning.message)
+        record.warned |= {topic for topic, pattern in TOPICS.items() if re.search(pattern, text)}
+
+
+def play(package: str, program: Program, root: Path) -> Record:
+    """Run a program in a folder that is there and empty."""
+    player = Player(package, program, root)
+    with quiet(player.record):
+        player.play()
+    return player.record
+
+
+def same(theirs: Any, ours: Any) -> bool:
+    """Whether two plain values are equal; logged numbers may differ by the rounding of a sum in float32."""
+    if isinstance(theirs, bool) or isinstance(ours, bool):
+        return theirs is ours
+    if isinstance(theirs, (int, float)) and isinstance(ours, (int, float)):
+        if math.isnan(theirs) or math.isnan(ours):
+            return math.isnan(theirs) and math.isnan(ours)
+        return math.isclose(theirs, ours, rel_tol=2e-6, abs_tol=1e-9)
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return theirs.keys() == ours.keys() and all(same(theirs[key], ours[key]) for key in theirs)
+    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
+        return len(theirs) == len(ours) and all(map(same, theirs, ours))
+    return bool(theirs == ours)
