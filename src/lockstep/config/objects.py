@@ -65,8 +65,8 @@ def check_not_lightnings(where: str, thing: object) -> None:
         package = "lightning.pytorch" if root == "lightning" else root
         raise MisconfigurationException(
             f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, and a Trainer of lockstep "
-            f"runs classes of lockstep: change its import from `{package}` to `lockstep`, or leave the script as it is "
-            "and start it by `lockstep run --lightning script.py`."
+            f"runs classes of lockstep: change its import from `{package}` to `lockstep`. A third party's class that "
+            "derives from Lightning's cannot be used yet."
         )
 
 
