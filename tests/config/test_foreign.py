@@ -63,7 +63,7 @@ def test_classes_of_an_installed_lightning_name_the_import_to_change(lightning: 
     class TheirData(lightning.LightningDataModule):  # type: ignore[misc,name-defined]
         pass
 
-    said = r"derives from lightning\.pytorch\..*from `lightning.pytorch` to `lockstep`.*third party's class.*cannot be used yet"
+    said = r"derives from lightning\.pytorch\..*from `lightning.pytorch` to `lockstep`\. A third party.*cannot be used"
     with pytest.raises(MisconfigurationException, match=rf"Theirs {said}"):
         quiet().fit(Theirs(), numbers(1))
     with pytest.raises(MisconfigurationException, match=rf"TheirData {said}"):
