@@ -235,7 +235,7 @@ def drawn_box(box: Box, floor: int | None) -> list[str]:
     stroke = "#8a8f98" if floor is None else STROKES[floor]
     dashed = ' stroke-dasharray="4 3"' if floor is None else ""
     first, second = WORDS.get(box.part, ("", ""))
-    name = box.part if (PACKAGE / box.part).is_dir() else f"{box.part}.py"
+    name = f"{box.part}.py" if (PACKAGE / f"{box.part}.py").is_file() else box.part
     words = [(19, 13, "700", "#20242c", name + ("/" if not name.endswith(".py") else ""), "mono")]
     if box.part == BOTTOM:
         words.append((39, 11, "400", "#4b5260", f"{first} {second}", "sans"))
