@@ -57,6 +57,11 @@ def test_a_root_is_a_folder_that_need_not_be_there_yet(tmp_path: Path) -> None:
         quiet(default_root_dir=tmp_path / "file")
 
 
+def test_the_home_folder_may_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert quiet(default_root_dir="~/runs").default_root_dir == str(tmp_path / "runs")
+
+
 def test_a_root_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
     flags: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path / "new"}

@@ -202,6 +202,7 @@ def folder(flag: str, value: object) -> str:
         raise MisconfigurationException(
             f"Trainer({flag}={value!r}): give the path of a folder, a str or a pathlib.Path; it is made when needed."
         )
+    path = os.path.expanduser(path)
     if os.path.exists(path) and not os.path.isdir(path):
         raise MisconfigurationException(f"Trainer({flag}={path!r}): there is a file of this name; give a folder.")
     return path
