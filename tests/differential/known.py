@@ -76,7 +76,7 @@ ROWS = [
     ),
     Row(
         "A closure that LBFGS calls again runs all micro-batches of its window, and each of them is logged once.",
-        "docs/architecture.md: The path of a step",
+        "docs/architecture.md: One step",
         lambda program, d, theirs, ours: (
             program.optimizers == ("lbfgs",) and (d.name.endswith("_metrics") or _accumulates(program))
         ),
@@ -100,7 +100,7 @@ ROWS = [
     ),
     Row(
         "Loaders side by side: a batch weighs what our loader drew for it, in Lightning as much as its first tensor.",
-        "docs/architecture.md: (sum, share) everywhere",
+        "docs/architecture.md: Micro-batches weigh their samples",
         lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
         goes_on=True,
     ),
@@ -222,7 +222,7 @@ ROWS = [
     ),
     Row(
         "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
-        "docs/architecture.md: (sum, share) everywhere",
+        "docs/architecture.md: Micro-batches weigh their samples",
         lambda program, d, theirs, ours: d.kind == "warnings" and d.where == "batch size" and d.theirs,
     ),
 ]

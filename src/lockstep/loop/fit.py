@@ -191,6 +191,7 @@ class FitLoop:
         self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due)
         self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
+        self.begun = False  # set-up is over: the optimizers are those that the fit steps
         self._reason: str | None = None
         self._stops = False
         self._time_limit: float | None = None
@@ -256,7 +257,7 @@ class FitLoop:
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
         fit.cut_epoch, fit.logged_elsewhere = None, False
         self.validation.feed = fit.elastic.saved = None
-        session.should_stop = self._nan_is_told = False
+        session.should_stop = self._nan_is_told = self.begun = False
         self._time_limit = config.max_time
         self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
         fit.started = time.monotonic()
@@ -264,7 +265,7 @@ class FitLoop:
 
     def _set_up(self, ckpt_path: str | None) -> None:
         """Up to the first epoch: the session is there, and the ranks are connected."""
-        session, fit = self.session, self.session.fit
+        session, fit, self.begun = self.session, self.session.fit, True
         self.timing.start()
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.step.setup()

@@ -332,7 +332,7 @@ def configure_again(trainer: Trainer) -> None:
 
 def has_begun(trainer: Trainer) -> bool:
     """Whether the fit's training has begun, so that its optimizers have a past."""
-    return trainer.state.fn is TrainerFn.FITTING and trainer.state.stage is not None
+    return trainer.state.fn is TrainerFn.FITTING and trainer.fit_loop.begun
 
 
 # -- an attribute that a search reads and sets --------------------------------------------------------------
