@@ -63,9 +63,9 @@ class Step:
     the gradients were reduced, on_before_optimizer_step, clipping, the step. Under manual optimization
     ``training_step`` does the update, so it runs on a padding batch, which leaves no trace (`loop/padding.py`).
 
-    Three roads lead through a window; :meth:`setup` takes one for the whole fit: the plain one, the closure
-    road where the optimizer demands a closure (LBFGS) or the module overrides ``optimizer_step``, and manual
-    optimization.
+    Four roads lead through a window; :meth:`setup` takes one for the whole fit: manual optimization; the engine's own,
+    where it plays whole windows; the closure road, where the optimizer needs a closure (LBFGS) or the module overrides
+    ``optimizer_step``; and the plain one.
     """
 
     def __init__(self, session: Session) -> None:

@@ -71,7 +71,8 @@ class Window(Protocol):
 class Engine:
     """One process on one device, and the methods that another engine answers.
 
-    Order of calls, by the loops: :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window
+    Twelve methods, of which :meth:`named_parameters` and :meth:`whole_parameters` are asked at any time. Order of calls, by
+    the loops: :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window
     :meth:`run` and :meth:`backward` (or :meth:`skip`) for each micro-batch, :meth:`clip`, :meth:`step` →
     :meth:`save` at any boundary → :meth:`teardown`.
 
