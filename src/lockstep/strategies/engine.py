@@ -71,8 +71,8 @@ class Window(Protocol):
 class Engine:
     """One process on one device, and the methods that another engine answers.
 
-    Twelve methods, of which :meth:`named_parameters` and :meth:`whole_parameters` are asked at any time. Order of calls, by
-    the loops: :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window
+    It has twelve methods. :meth:`named_parameters` and :meth:`whole_parameters` are asked for at any time; the order of
+    calls of the others, by the loops, is :meth:`setup_module` → :meth:`setup_optimizers` → :meth:`load` → per window
     :meth:`run` and :meth:`backward` (or :meth:`skip`) for each micro-batch, :meth:`clip`, :meth:`step` →
     :meth:`save` at any boundary → :meth:`teardown`.
 
