@@ -509,8 +509,9 @@ class Reducer:
         return not (self._learned and self._layout_settled) or self._static
 
     def _probe(self, name: str, parameter: Tensor) -> None:
-        self._arrived[name] = self._arrived.pop(name, 0) + 1
         self._tasks.add(torch._C._current_graph_task_id())
+        if parameter.requires_grad:  # else frozen since its forward: see `_make_hook`
+            self._arrived[name] = self._arrived.pop(name, 0) + 1
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
@@ -663,7 +664,10 @@ class StaticGraph:
             if closing is not None:
                 parameter = bucket.parameters[bucket.names.index(closing)]
                 hook = under_lock(lock, self._make_hook(bucket))
+                asleep = not parameter.requires_grad  # frozen since the backward: torch takes no hook then
+                parameter.requires_grad_(True)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(not asleep)
 
     def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete
