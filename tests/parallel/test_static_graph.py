@@ -222,6 +222,92 @@ def test_in_the_last_bucket_any_order_is_reduced_rightly(ranks: RankPool, big: i
             assert torch.equal(mine[name], theirs[name])
 
 
+def _frozen_in_between(views: bool, when: str) -> Any:
+    """Ranks' and one process's parameters; one that closes a bucket is frozen around the first backward."""
+    found = []
+    for ranks, reduced in (([dist.get_rank()], True), ([0, 1], False)):
+        torch.manual_seed(0)
+        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"}).double()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        reducer = (
+            Reducer(net.named_parameters(), bucket_cap_mb=1e-5, gradient_as_bucket_view=views, static_graph=True)
+            if reduced
+            else None
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            parts = torch.stack([net["b"](net["a"](_batch(step, rank, 0)).tanh()).square().sum() for rank in ranks])
+            if step == 0 and when == "before":
+                net["a"].requires_grad_(False)
+            if reducer is not None:
+                reducer.prepare()
+            (parts.sum() / (1 if reduced else WORLD)).backward()
+            if step == 0 and when == "after":
+                net["a"].requires_grad_(False)
+            if reducer is not None:
+                try:
+                    reducer.finish()
+                except RuntimeError as caught:
+                    return str(caught)
+            optimizer.step()
+        found.append([parameter.detach().clone() for parameter in net.parameters()])
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-15) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_parameter_frozen_between_forward_and_backward_is_not_recorded(ranks: RankPool, views: bool) -> None:
+    """Torch calls the hooks of a frozen parameter too; it was recorded as one with a gradient, and could not be."""
+    assert ranks(WORLD).run(_frozen_in_between, views, "before") == [True] * WORLD
+
+
+def test_a_parameter_frozen_after_its_recorded_gradient_breaks_the_promise(ranks: RankPool) -> None:
+    """No hook could be put at it: torch said so, without a name."""
+    for error in ranks(WORLD).run(_frozen_in_between, True, "after"):
+        assert re.search("parameter 'a.(weight|bias)' (got|had) no gradient", str(error)), error
+
+
+def _held(views: bool, on: list[int]) -> tuple[Any, Any]:
+    """Which parameters have gradients after each round, and their values, on this rank and on one process.
+
+    Parameter ``held`` has a gradient before the first backward, on the ranks ``on``, and gets none from any.
+    """
+    found = []
+    for ranks, reduced in (([dist.get_rank()], True), ([0, 1], False)):
+        torch.manual_seed(0)
+        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("used", "held")}).double()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        options = {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": views, "static_graph": True}
+        reducer = Reducer(net.named_parameters(), **options) if reduced else None  # type: ignore[arg-type]
+        for rank in ranks:
+            if rank in on:
+                (net["held"](_batch(9, rank, 0)).square().sum() / (1 if reduced else WORLD)).backward()
+        net["held"].requires_grad_(False)
+        had = []
+        for step in range(4):
+            if reducer is not None:
+                reducer.prepare()
+            parts = [net["used"](_batch(step, rank, 0)).square().sum() for rank in ranks]
+            (torch.stack(parts).sum() / (1 if reduced else WORLD)).backward()
+            if reducer is not None:
+                reducer.finish()
+            had.append([parameter.grad is not None for parameter in net.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((had, [parameter.detach().clone() for parameter in net.parameters()]))
+    return tuple(found)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]])
+@pytest.mark.parametrize("views", [True, False])
+def test_a_held_gradient_is_reduced_once_and_not_recorded(ranks: RankPool, views: bool, on: list[int]) -> None:
+    """A parameter frozen within a window got a gradient of zeros in each later round, and was stepped: it decayed."""
+    for (had, values), (right, expected) in ranks(WORLD).run(_held, views, on):
+        assert had == right
+        assert had[0][2:] == [True, True]
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-15)
+
+
 # -- hooks of a module on several devices, which autograd calls from several threads at once -----------------
 
 

@@ -266,6 +266,40 @@ def test_what_comes_on_one_rank_is_an_error_there(
     assert caught.value.rank == 1
 
 
+class FreezesInItsWindow(Grows):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and not self.current_epoch:
+            self.grow("weight_norm")
+            self.body.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], 0.1, 0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if not name.startswith(("local", "sharded"))])
+def test_what_is_frozen_within_a_window_is_stepped_once(ranks: RankPool, engine: str) -> None:
+    """A static graph took the gradient that the window held for one that each later backward gives."""
+
+    def values(world: int) -> dict[str, Tensor]:
+        trainer = quiet(
+            strategy=DDPStrategy(**ENGINES[engine]) if world > 1 else "auto",
+            devices=world,
+            precision="64-true",
+            accumulate_grad_batches=2,
+            max_epochs=2,
+        )
+        trainer.seed = 3
+        torch.manual_seed(7)
+        module = FreezesInItsWindow()
+        trainer.fit(module, rows(24)(4 // world))
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    (expected,) = ranks(1).run(lambda: values(1), group=False)
+    for found in ranks(2).run(lambda: values(2)):
+        for name, parameter in found.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
 class GrowsInItsStep(Grows):
     equal = False
 

@@ -405,7 +405,7 @@ class Reducer:
         if group is not False:
             self._transport.flush()
             willing = self._static and not self.zero_weight and bool(self._arrived)
-            message = UsedParameters(self._buckets, willing, group)
+            message = UsedParameters(self._buckets, willing, group, self._arrived)
             self.collectives += message.work is not None
             self.bytes += message.nbytes
         for bucket in self._buckets:
@@ -509,8 +509,9 @@ class Reducer:
         return not (self._learned and self._layout_settled) or self._static
 
     def _probe(self, name: str, parameter: Tensor) -> None:
-        self._arrived[name] = self._arrived.pop(name, 0) + 1
         self._tasks.add(torch._C._current_graph_task_id())
+        if parameter.requires_grad:  # else frozen since its forward: see `_make_hook`
+            self._arrived[name] = self._arrived.pop(name, 0) + 1
 
     @does("reducing gradients in backward")
     def _conclude(self) -> None:
@@ -546,8 +547,10 @@ class Reducer:
 
     def _record_graph(self, anywhere: Sequence[Sequence[Any] | None]) -> None:
         """From now on, hold every backward to what this one did."""
+        # without gradients of earlier backwards in the window: a parameter that was frozen since then, or whose place
+        # another took, has one in this round only
         used = {
-            name: flag
+            name: flag == UsedParameters.ARRIVED
             for bucket, found in zip(self._buckets, anywhere, strict=True)
             for name, flag in zip(bucket.names, found or (), strict=True)
         }
@@ -628,7 +631,7 @@ class StaticGraph:
     Args:
         buckets: of the layout that is used from now on.
         arrived: name -> how many gradients it got in the recorded backward, in the order of the last ones.
-        anywhere: for each bucket, who got a gradient on any rank.
+        anywhere: for each bucket, who got a gradient in the recorded backward on any rank.
         complete: called with a bucket when its gradients are there.
         views: whether gradients are views of the buckets.
         lock: as of `lock_of`.
@@ -663,7 +666,10 @@ class StaticGraph:
             if closing is not None:
                 parameter = bucket.parameters[bucket.names.index(closing)]
                 hook = under_lock(lock, self._make_hook(bucket))
+                asleep = not parameter.requires_grad  # frozen since the backward: torch takes no hook then
+                parameter.requires_grad_(True)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(not asleep)
 
     def _make_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         left, index, waiting, complete = self._left, bucket.index, bucket.waiting, self._complete

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -101,18 +101,30 @@ class UsedParameters:
         buckets: of the round, all launched.
         willing: whether this rank could hold later backwards to this one.
         group: the ranks that are to agree.
+        arrived: names of the parameters to which this backward gave gradients, where ``willing``; other gradients were
+            there before.
 
     Attributes:
         nbytes: what this rank sends.
         work: the collective; None where there is nobody to tell.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], willing: bool, group: comm.Group) -> None:
+    ARRIVED = 2
+    """The flag of a gradient of this backward, where ranks are willing: that of an older one is 1, and MAX tells."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], willing: bool, group: comm.Group, arrived: Collection[str] = ()
+    ) -> None:
         self._own = [bytes(bucket.used) for bucket in buckets]
         # A rank that used everything and is not willing knows what comes of it. A GPU would wait here for all of its
         # backward, in each round.
         self._looks = willing or any(0 in used for used in self._own)
         flags = bytearray([not willing]) + b"".join(bucket.used for bucket in buckets)
+        if willing and arrived:
+            names = (name for bucket in buckets for name in bucket.names)
+            flags[1:] = bytes(
+                self.ARRIVED if flag and name in arrived else flag for flag, name in zip(flags[1:], names, strict=True)
+            )
         self._flags = torch.frombuffer(flags, dtype=torch.uint8)
         self.nbytes = 0
         self.work: Any = None
