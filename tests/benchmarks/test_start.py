@@ -60,6 +60,9 @@ def test_a_session_and_what_descends_from_it_in_other_sessions() -> None:
         assert process.stdout is not None
         other = int(process.stdout.readline())
         assert members(process.pid) == sorted([process.pid, other])
+        until = time.monotonic() + 20
+        while proportional_set_size(other) <= 0.5 and time.monotonic() < until:  # it has just begun
+            time.sleep(0.01)
         assert proportional_set_size(other) > 0.5
     until = time.monotonic() + 20
     while proportional_set_size(other) and time.monotonic() < until:  # nobody waits for it but the system
