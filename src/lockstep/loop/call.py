@@ -130,8 +130,8 @@ def _be_watched(session: Session) -> None:
 
 def _whereabouts(session: Session) -> tuple[str, int]:
     """The hook that runs, and the training batch; -1: none."""
-    stage, hook = session.state.stage, session.results.hook[0]
-    return hook, session.fit.progress.batch if stage is RunningStage.TRAINING else -1
+    in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
+    return session.results.hook[0], session.fit.progress.batch if in_training else -1
 
 
 def name_ways_out(error: BaseException) -> None:

@@ -200,7 +200,8 @@ class EvaluationLoop:
             results.enter(step_name, shown)
             output = session.strategy.run(step, *position[:takes])
             results.enter("", shown)
-            session.published.publish(results.step_values(), to_callbacks=False)
+            if getattr(hooks, end) is not None:  # nobody else looks before they are taken for the loggers
+                session.published.publish(results.step_values(), to_callbacks=False)
             hooks.call(end, output, *position)
             if not sanity_steps:
                 self._log_steps(results, dataloader_idx)
