@@ -864,11 +864,18 @@ class Shares(nn.Module):
         return self.first(batch).square().mean() + self.second(batch).sin().mean()
 
 
-def test_parameters_in_one_memory_stay_there(ranks: RankPool) -> None:
-    """Each was moved to a buffer of its own, and they went different ways without a word."""
+@pytest.mark.parametrize("frozen", ["neither", "first", "second"])
+def test_parameters_in_one_memory_stay_there(ranks: RankPool, frozen: str) -> None:
+    """Each was moved to a buffer of its own, and they went different ways without a word; a frozen one stayed."""
+
+    def shares() -> Shares:
+        net = Shares(5)
+        if frozen != "neither":
+            getattr(net, frozen).weight.requires_grad_(False)
+        return net
 
     def train_shared() -> tuple[Any, ...]:
-        net = Shares(5)
+        net = shares()
         optimizer = torch.optim.Adam(net.parameters(), 0.1)
         model = DistributedDataParallel(net)
         shards = shard_optimizers(model, optimizer)
@@ -880,7 +887,7 @@ def test_parameters_in_one_memory_stay_there(ranks: RankPool) -> None:
         assert net.first.weight.data_ptr() == net.second.weight.data_ptr()
         return [value.tolist() for value in values(net).values()], shards.state_dict(optimizer)["state"]
 
-    net = Shares(5)
+    net = shares()
     optimizer = torch.optim.Adam(net.parameters(), 0.1)
     for step in range(4):
         optimizer.zero_grad()
@@ -897,5 +904,18 @@ def test_parameters_with_a_part_of_their_memory_in_common_are_refused(ranks: Ran
         model = DistributedDataParallel(Shares(3))
         shard_optimizers(model, torch.optim.Adam(model.parameters()))
 
-    with pytest.raises(RankFailure, match=r"parameters 'first.weight' and 'second.weight' have a part of their memory"):
+    with pytest.raises(RankFailure, match=r"'first.weight' and 'second.weight' have memory in common"):
         ranks(2).run(train_partly)
+
+
+def test_a_buffer_in_a_parameter_s_memory_is_refused(ranks: RankPool) -> None:
+    """The parameter was moved, and the buffer kept its first values."""
+
+    def train_with_buffer() -> None:
+        net = nn.Linear(3, 2)
+        net.register_buffer("seen", net.weight.data[0])
+        model = DistributedDataParallel(net)
+        shard_optimizers(model, torch.optim.Adam(model.parameters()))
+
+    with pytest.raises(RankFailure, match=r"'seen' and 'weight' have memory in common"):
+        ranks(2).run(train_with_buffer)

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
@@ -240,36 +240,44 @@ class ParamShard:
             self.value.grad = self.cut(grad.detach())
 
 
-def find_aliases(buckets: Iterable[Bucket], first: Iterable[Parameter]) -> dict[int, Parameter]:
-    """Parameters whose memory is another parameter's, by id, each with that other one.
+def find_aliases(buckets: Iterable[Bucket], module: nn.Module) -> dict[int, tuple[Parameter, Parameter]]:
+    """Parameters whose memory is that of a parameter in a bucket, by id, each with that other one.
 
     ``weight_norm`` makes such a pair in the middle of a fit: its ``original1`` takes over the memory of the weight
-    that it replaces, and the optimizer goes on to update the weight, if that still has a gradient.
+    that it replaces, and the optimizer goes on to update the weight, if that still has a gradient. ``original1`` may
+    be frozen by then, and in no bucket.
 
     Args:
         buckets: laid out.
-        first: parameters that stay themselves, where there is a choice.
+        module: whose parameters stay themselves, where there is a choice.
 
     Raises:
-        ValueError: two of them have a part of their memory in common.
+        ValueError: two tensors of which one is in a bucket have a part of their memory in common, or a buffer has.
     """
-    preferred = {id(parameter) for parameter in first}
-    named = [one for bucket in buckets for one in zip(bucket.names, bucket.parameters, strict=True) if one[1].numel()]
-    named.sort(key=lambda one: (one[1].data_ptr(), id(one[1]) not in preferred))
-    aliases: dict[int, Parameter] = {}
-    owner: tuple[str, Parameter] | None = None
-    for name, parameter in named:
-        if owner is None or parameter.device != owner[1].device or parameter.data_ptr() >= _end(owner[1]):
-            owner = name, parameter
+    own = {id(parameter) for parameter in module.parameters()}
+    laid_out = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+    named: list[tuple[str, Tensor]] = [one for b in buckets for one in zip(b.names, b.parameters, strict=True)]
+    named += [(name, frozen) for name, frozen in module.named_parameters() if id(frozen) not in laid_out]
+    named += [(name, buffer) for name, buffer in module.named_buffers()]
+    named = [one for one in named if not is_lazy(one[1]) and one[1].layout is torch.strided and one[1].numel()]
+    named.sort(key=lambda one: (one[1].data_ptr(), id(one[1]) not in laid_out, id(one[1]) not in own))
+    aliases: dict[int, tuple[Parameter, Parameter]] = {}
+    owner: tuple[str, Tensor] | None = None
+    for name, tensor in named:
+        if owner is None or tensor.device != owner[1].device or tensor.data_ptr() >= _end(owner[1]):
+            owner = name, tensor
             continue
-        kinds = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in (owner[1], parameter)]
-        if kinds[0] == kinds[1]:
-            aliases[id(parameter)] = owner[1]
-        elif _is_dense(owner[1]) and _is_dense(parameter):
+        if id(owner[1]) not in laid_out and id(tensor) not in laid_out:  # neither will be moved
+            owner = max(owner, (name, tensor), key=lambda one: _end(one[1]))
+            continue
+        kinds = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (owner[1], tensor)]
+        if kinds[0] == kinds[1] and isinstance(owner[1], Parameter) and isinstance(tensor, Parameter):
+            aliases[id(tensor)] = tensor, owner[1]
+        elif _is_dense(owner[1]) and _is_dense(tensor):
             one, other = sorted([owner[0], name])
             raise ValueError(
-                f"parameters {one!r} and {other!r} have a part of their memory in common, and a sharded optimizer "
-                "moves each to a buffer: give them memory of their own, or leave it unsharded (shard_optimizer=False)"
+                f"{one!r} and {other!r} have memory in common that a sharded optimizer moves to a buffer of its own: "
+                "give each memory of its own (clone it), or leave the optimizer unsharded (shard_optimizer=False)"
             )
     return aliases
 

@@ -205,9 +205,8 @@ class ShardedOptimizers:
         self._group, self._shared_buffer = group, shared_buffer
         self._flats: list[FlatBuffer] = []
         self._shards: dict[int, ParamShard] = {}  # by the id of the parameter
-        self._aliases: dict[
-            int, tuple[Parameter, ParamShard]
-        ] = {}  # parameters in the memory of another one, which is cut
+        # parameters in the memory of another one, which is cut
+        self._aliases: dict[int, tuple[Parameter, ParamShard]] = {}
         self._under_way: list[FlatBuffer] = []
         self._kept = self._detached = False
         self._prefetch_wait: PrefetchWait | None = None
@@ -261,7 +260,8 @@ class ShardedOptimizers:
             self._shared_buffer.close()
             self._shared_buffer = None
         buckets = list(buckets)
-        aliases = find_aliases(buckets, self._module.parameters())
+        aliases = find_aliases(buckets, self._module)
+        shared = self._shared_memory()
         pairs = zip(buckets, padded, strict=True)
         self._flats = [
             FlatBuffer(bucket, buffer, self._group, self._shared_buffer, aliases) for bucket, buffer in pairs
@@ -273,11 +273,10 @@ class ShardedOptimizers:
         for key, old in before.items():
             if key not in self._shards:  # frozen by now: whole on every rank again
                 old.release()
-        self._aliases = {
-            id(parameter): (parameter, self._shards[id(aliases[id(parameter)])])
-            for flat in self._flats
-            for parameter, _ in flat.aliased
-        }
+        for parameter, old in shared:
+            if id(parameter) not in self._shards and id(old.parameter) not in self._shards:
+                parameter.data = old.parameter.data
+        self._aliases = {key: (alias, self._shards[id(owner)]) for key, (alias, owner) in aliases.items()}
         for alias, owner in self._aliases.values():
             alias.data = owner.parameter.data
         for parameter, gradient in kept:
@@ -292,6 +291,10 @@ class ShardedOptimizers:
         self._prefetch_wait = PrefetchWait(self._module, self._wait_for) if can_wait(self._module) else None
         for optimizer in self._optimizers:
             self._await_groups(optimizer)
+
+    def _shared_memory(self) -> list[tuple[Parameter, ParamShard]]:
+        """The parameters that still lie where another one does, each with that one."""
+        return [(p, shard) for p, shard in self._aliases.values() if p.data_ptr() == shard.parameter.data_ptr()]
 
     def detach(self, patience: timedelta | None = None) -> None:
         """Give the parameters memory of their own again. No collective.
@@ -313,7 +316,7 @@ class ShardedOptimizers:
                 self._prefetch_wait = None
             for optimizer in self._optimizers:
                 self._await_groups(optimizer)
-            shared = [(p, shard) for p, shard in self._aliases.values() if p.data_ptr() == shard.parameter.data_ptr()]
+            shared = self._shared_memory()
             for flat in self._flats:
                 flat.release()
             for parameter, shard in shared:
