@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
@@ -112,6 +113,12 @@ class Engine:
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            name = type(module).__name__
+            raise MisconfigurationException(
+                f'{name} is in shards: a fit with strategy="fsdp" left it so, and {type(self).__name__} '
+                'needs it whole. Save a checkpoint and load it into a new module, or go on with strategy="fsdp".'
+            )
         converted: Any = self.precision.convert_module(module)
         self.module = converted.to(self.root_device)
         self._own_backward = own_backward
