@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import LightningModule, Trainer
-from lockstep.callbacks import Callback, ModelCheckpoint
+from lockstep.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.fully_shard import blocks_by, find_blocks
@@ -607,3 +613,50 @@ def test_a_rank_that_fails_is_named(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="one fails") as raised:
         ranks(2).run(failing_rank, timeout=60)
     assert raised.value.rank == 1
+
+
+# -- callbacks that copy or change the module ------------------------------------------------------------------
+
+
+class Validated(Deep):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+
+def averaged(callback: Callable[[], Callback], strategy: str) -> tuple[float, dict[str, Tensor]]:
+    world = 2 if strategy == "fsdp" else 1
+    trainer = quiet(strategy=strategy, devices=world, max_epochs=4, callbacks=[callback()], precision="64-true")
+    trainer.seed = 5
+    torch.manual_seed(1 + (dist.get_rank() if world > 1 else 0))
+    trainer.fit(Validated(), rows(12)(4 // world), rows(12)(4 // world))
+    whole = {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+    return float(trainer.callback_metrics["val"]), whole
+
+
+AVERAGES: list[Callable[[], Callback]] = [
+    partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1),
+    partial(WeightAveraging, avg_fn=lambda average, new, count: 0.9 * average + 0.1 * new),
+]
+
+
+@pytest.mark.parametrize("callback", AVERAGES)
+def test_averages_of_weights_are_those_of_one_process(ranks: RankPool, callback: Callable[[], Callback]) -> None:
+    ((expected, weights),) = ranks(1).run(averaged, callback, "auto", group=False)
+    for value, found in ranks(2).run(averaged, callback, "fsdp", timeout=60):
+        assert value == pytest.approx(expected, rel=1e-12)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-12, atol=1e-13, msg=name)
+
+
+def pruned() -> str:
+    with pytest.raises(MisconfigurationException) as raised:
+        quiet(strategy="fsdp", devices=2, max_epochs=1, callbacks=[ModelPruning("l1_unstructured", amount=0.5)]).fit(
+            Deep(), rows(12)(2)
+        )
+    return str(raised.value)
+
+
+def test_pruning_of_shards_is_refused(ranks: RankPool) -> None:
+    for said in ranks(2).run(pruned, timeout=60):
+        assert "ModelPruning" in said
+        assert '"ddp"' in said

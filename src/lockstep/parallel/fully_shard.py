@@ -192,7 +192,7 @@ def recompute(blocks: Iterable[nn.Module]) -> None:
 # -- while it trains -----------------------------------------------------------------------------------------
 
 
-class Shards:
+class ShardedModule:
     """The sharded parameters of a module, and what its gradients are before and after they are reduced.
 
     Args:

@@ -86,6 +86,7 @@ class Engine:
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
         runs_padding: forwards communicate, so that a rank without samples for a micro-batch runs ``training_step``,
             too: on a padding batch, which leaves no trace, and with a backward that counts for nothing.
+        cuts_parameters: each rank holds its part of every parameter, and not the whole.
         places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
@@ -94,6 +95,7 @@ class Engine:
 
     window: Window | None = None
     runs_padding: bool = False
+    cuts_parameters: bool = False
     places_first: bool = False
     saves_shards: bool = False
     shares: Sequence[float] | None = None

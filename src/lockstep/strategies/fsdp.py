@@ -32,7 +32,7 @@ from lockstep.strategies.ranks import HALF_AN_HOUR, REFUSED, RankedStrategy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lockstep.parallel.fully_shard import Policy, Shards
+    from lockstep.parallel.fully_shard import Policy, ShardedModule
 
 NO_LOSS = (
     "`training_step` returned None on rank {rank}. Under FSDP all ranks go back through the layers together, and the "
@@ -96,6 +96,7 @@ class FSDPStrategy(RankedStrategy):
     """
 
     runs_padding = True
+    cuts_parameters = True
     places_first = True
 
     def __init__(
@@ -145,7 +146,7 @@ class FSDPStrategy(RankedStrategy):
         self._policy = auto_wrap_policy
         self._recomputes = _recomputed(activation_checkpointing, activation_checkpointing_policy)
         self._ignored = list(ignored_modules or ())
-        self._shards: Shards | None = None
+        self._sharded: ShardedModule | None = None
         self._reducer: Reducer | None = None
         self._late: LateParameters | None = None
         self._buffers: WindowBuffers | None = None
@@ -165,13 +166,13 @@ class FSDPStrategy(RankedStrategy):
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
-        from lockstep.parallel.fully_shard import Shards, is_sharded
+        from lockstep.parallel.fully_shard import ShardedModule, is_sharded
 
         self.module, self._own_backward = module, own_backward
         if not is_sharded(module):
             self.precision.convert_module(module)
             self._shard(module)
-        self._shards = Shards(module)
+        self._sharded = ShardedModule(module)
         if self._late is not None:
             self._late.close()
         self._late = LateParameters(module)
@@ -233,7 +234,7 @@ class FSDPStrategy(RankedStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
         super().setup_optimizers(optimizers, configs)
-        assert self._shards is not None
+        assert self._sharded is not None
         known = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in optimizers:
             name = type(optimizer).__name__
@@ -245,16 +246,16 @@ class FSDPStrategy(RankedStrategy):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(parameter) not in known:
                     raise MisconfigurationException(STALE.format(optimizer=name, shape=tuple(parameter.shape)))
-            self._forget_with(optimizer, self._shards)
+            self._forget_with(optimizer, self._sharded)
         if self.world.size > 1 and (self.sync_batchnorm or self._norms is not None):
             self._norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout)
             if self._norms.layers:
                 self._buffers = self._buffers if self._own_buffers() else None
-        whole = [(n, p) for n, p in self.module.named_parameters() if n not in self._shards.parameters]
+        whole = [(n, p) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, shared_memory=False) if whole else None
 
     @staticmethod
-    def _forget_with(optimizer: Optimizer, shards: Shards) -> None:
+    def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
         """Let ``zero_grad`` drop what backwards without reduction have left, too."""
         own = type(optimizer).zero_grad
 
@@ -286,14 +287,14 @@ class FSDPStrategy(RankedStrategy):
         if self._late is not None:
             self._late.close()
             self._late = None
-        if self._shards is not None:
-            self._shards.reshard()
+        if self._sharded is not None:
+            self._sharded.reshard()
 
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, with blocks gathered as the forward comes to them."""
-        assert self._shards is not None
+        assert self._sharded is not None
         if self._late is not None and self._late.found is not None:
             raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
         if self._buffers is not None and torch.is_grad_enabled():
@@ -301,16 +302,16 @@ class FSDPStrategy(RankedStrategy):
                 self._buffers.align()
             self._buffers.differ = True
         with nullcontext() if self.context is None else self.context():
-            return self._shards.run(fn, *args)
+            return self._sharded.run(fn, *args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with each block's gradients reduced as they are there, while it still runs."""
-        assert self._shards is not None
+        assert self._sharded is not None
         reducer = self._reducer
         if reducer is not None:
             reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
             reducer.prepare()
-        with self._shards.backward(loss, self.sync_gradients, drops=self._zero_weight):
+        with self._sharded.backward(loss, self.sync_gradients, drops=self._zero_weight):
             super().backward(loss, *args, **kwargs)
         if reducer is not None:
             reducer.finish()
@@ -344,8 +345,8 @@ class FSDPStrategy(RankedStrategy):
         """Rank 0's buffers on all."""
         with nullcontext() if self._buffers is None else self._buffers.shown():
             yield
-        if self._shards is not None:
-            self._shards.reshard()
+        if self._sharded is not None:
+            self._sharded.reshard()
 
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers."""
@@ -369,15 +370,15 @@ class FSDPStrategy(RankedStrategy):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
         """Update this rank's shards of one optimizer's parameters."""
-        assert self._shards is not None
-        with self._shards.stepping():
+        assert self._sharded is not None
+        with self._sharded.stepping():
             return super().step(optimizer, closure, **options)
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """The same of a shard, and of the whole parameter where it is gathered now."""
-        assert self._shards is not None
+        assert self._sharded is not None
         super().set_requires_grad(parameter, needed)
-        self._shards.set_requires_grad(parameter, needed)
+        self._sharded.set_requires_grad(parameter, needed)
 
     def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's shards of the gradients."""
@@ -387,17 +388,17 @@ class FSDPStrategy(RankedStrategy):
 
     def held_gradients(self) -> dict[str, Any]:
         """What backwards have left on this rank: of shards, of whole parameters, and its buffers."""
-        assert self._shards is not None
-        named = [(n, p.grad) for n, p in self.module.named_parameters() if n not in self._shards.parameters]
+        assert self._sharded is not None
+        named = [(n, p.grad) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
         whole = {name: gradient.detach().cpu().clone() for name, gradient in named if gradient is not None}
         own = {} if self._buffers is None else self._buffers.held()
-        return {"gradients": whole, "sharded": self._shards.held(), "buffers": snapshot(own)}
+        return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
         """Put back what `held_gradients` gave."""
-        assert self._shards is not None
+        assert self._sharded is not None
         super().hold_gradients(saved)
-        self._shards.hold(saved.get("sharded", {}))
+        self._sharded.hold(saved.get("sharded", {}))
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
 
@@ -405,8 +406,8 @@ class FSDPStrategy(RankedStrategy):
 
     def named_parameters(self) -> dict[str, Parameter]:
         """The module's parameters by name, each rank's shard of them."""
-        if self._shards is not None:
-            self._shards.reshard()
+        if self._sharded is not None:
+            self._sharded.reshard()
         return super().named_parameters()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
