@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of the standard library.")
     parser.add_argument("--devices", type=int, default=1, help="how many processes, or GPUs")
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp or ddp_spawn")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp or ddp_spawn")
     parser.add_argument("--precision", default="32-true", help="32-true, 64-true, bf16-mixed or 16-mixed")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="pieces in a batch of one device")

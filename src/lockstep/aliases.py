@@ -59,7 +59,8 @@ ACCELERATOR = Refused(
 DEVICES = Refused("give Trainer(devices=...) a number or a list; torch.cuda.device_count() says how many there are.")
 DEVICE_STATS = Refused("ask torch: torch.cuda.memory_stats(device); or give the Trainer a DeviceStatsMonitor callback.")
 DEEPSPEED = Refused("DeepSpeed is not built in lockstep: use strategy='ddp'.")
-FSDP = Refused("FSDP is not built in lockstep: use strategy='ddp'.")
+FSDP = Refused("FSDP needs no precision plugin in lockstep: Trainer(strategy='fsdp', precision='bf16-mixed').")
+CONSOLIDATE = Refused("lockstep's checkpoints under FSDP are whole files: there is nothing to consolidate.")
 MODEL_PARALLEL = Refused("Tensor parallelism is not built in lockstep: use strategy='ddp'.")
 STRATEGY_NAMES = Refused(
     "lockstep names its strategies in one table: give Trainer(strategy=...) a name or an instance."
@@ -256,7 +257,6 @@ ENGINES: dict[str, Rows | Refused] = {
     "strategies": {
         "ParallelStrategy": PARALLEL_STRATEGY,
         "StrategyRegistry": STRATEGY_NAMES,
-        "FSDPStrategy": FSDP,
         "DeepSpeedStrategy": DEEPSPEED,
         "ModelParallelStrategy": MODEL_PARALLEL,
         **_all("HPUParallelStrategy SingleHPUStrategy", HPU),
@@ -264,7 +264,7 @@ ENGINES: dict[str, Rows | Refused] = {
     },
     "strategies.ddp": {},
     "strategies.deepspeed": DEEPSPEED,
-    "strategies.fsdp": FSDP,
+    "strategies.fsdp": {},
     "strategies.launchers": LAUNCHERS,
     "strategies.model_parallel": MODEL_PARALLEL,
     "strategies.parallel": PARALLEL_STRATEGY,
@@ -335,7 +335,7 @@ UTILITIES: dict[str, Rows | Refused] = {
     "utilities.argparse": INNER,
     "utilities.combined_loader": {},
     "utilities.compile": _all("from_compiled to_uncompiled", "loop.compiled"),
-    "utilities.consolidate_checkpoint": FSDP,
+    "utilities.consolidate_checkpoint": CONSOLIDATE,
     "utilities.data": _all("BType extract_batch_size has_len_all_ranks", BATCH_SIZE)
     | {"suggested_max_num_workers": "data.workers"},
     "utilities.deepspeed": DEEPSPEED,

@@ -205,11 +205,12 @@ class Attributes:
 
     @property
     def is_padding_batch(self) -> bool:
-        """Whether the training batch at hand is another rank's, as this one has none: nothing of it is to be counted.
+        """Whether the batch at hand is another rank's, as this one has none: nothing of it is to be counted.
 
-        So it is under manual optimization, on several ranks, where the last samples of an epoch do not go round.
+        So it is on several ranks, where the last samples of an epoch do not go round: under manual optimization, and
+        under FSDP, whose forwards are made by all ranks together, in evaluations, too.
         """
-        return self.fit_loop.step.is_padding
+        return self.session.is_padding
 
     @property
     def training(self) -> bool:

@@ -337,12 +337,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
                 for parameter in group["params"]:
                     if id(parameter) not in wanted:
                         self._toggled.setdefault(parameter, parameter.requires_grad)
-                        parameter.requires_grad = False
+                        self.trainer.strategy.set_requires_grad(parameter, False)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
         """Give the parameters their ``requires_grad`` back."""
         for parameter, needed in self._toggled.items():
-            parameter.requires_grad = needed
+            self.trainer.strategy.set_requires_grad(parameter, needed)
         self._toggled = {}
 
     @contextmanager

@@ -12,6 +12,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.strategies.averaging import AveragingStrategy
@@ -21,6 +22,9 @@ ROWS: list[tuple[type[Strategy], int]] = [
     (DDPStrategy, 1),
     (DDPStrategy, 2),
     (DDPStrategy, 3),
+    (FSDPStrategy, 1),
+    (FSDPStrategy, 2),
+    (FSDPStrategy, 3),
     (AveragingStrategy, 1),
     (AveragingStrategy, 2),
     (AveragingStrategy, 3),

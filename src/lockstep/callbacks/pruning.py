@@ -260,6 +260,11 @@ class ModelPruning(Callback):
         """Find what to prune, and keep its initial values where they are needed again."""
         if self._given_names and not {id(part) for part, _ in self._given} <= set(map(id, pl_module.modules())):
             self._given = _by_name(pl_module, self._given_names)  # they were another process's
+        if trainer.strategy.cuts_parameters:
+            raise MisconfigurationException(
+                f"ModelPruning with {type(trainer.strategy).__name__}: each rank would prune its part of a parameter "
+                'by itself: use strategy="ddp".'
+            )
         found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
         self._names = _names_of(pl_module, self._parameters_to_prune)

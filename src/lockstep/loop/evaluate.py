@@ -21,6 +21,7 @@ from lockstep.loop.call import Asked, call
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logging import Entry, LogCollector
+from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import Session
 
@@ -185,7 +186,7 @@ class EvaluationLoop:
         start, end = f"on_{name}_batch_start", f"on_{name}_batch_end"
         feed.begin(session.fit.progress.epoch, limit=sanity_steps if sanity_steps > 0 else None)
         loader = 0
-        for batch, batch_idx, dataloader_idx, weight in feed:
+        for batch, batch_idx, dataloader_idx, weight, is_padding in self._batches(feed):
             if dataloader_idx != loader:
                 results.end_loader(loader)
                 loader = dataloader_idx
@@ -193,6 +194,14 @@ class EvaluationLoop:
                 raise KeyboardInterrupt
             shown = dataloader_idx if several else -1
             results.hook, results.weight = ("", shown), weight
+            if is_padding:
+                with padding(session):
+                    results.muted = True
+                    results.enter(step_name, shown)
+                    moved = batch if transfer.idle else transfer(batch, dataloader_idx)
+                    session.strategy.run(step, *(moved, batch_idx, dataloader_idx)[:takes])
+                    results.muted = False
+                continue
             if not transfer.idle:
                 batch = transfer(batch, dataloader_idx)
             position = (batch, batch_idx, dataloader_idx) if several else (batch, batch_idx)
@@ -209,6 +218,13 @@ class EvaluationLoop:
         results.hook = ("", -1)
         if several:
             results.end_loader(loader)
+
+    def _batches(self, feed: EvaluationFeed) -> Iterator[tuple[Any, int, int, float, bool]]:
+        """This rank's batches, and whether each is a padding batch, as engines need whose forwards communicate."""
+        strategy = self.session.strategy
+        if strategy.runs_padding and strategy.world_size > 1:
+            return in_step(feed, strategy)
+        return ((*each, False) for each in feed)
 
     def _log_steps(self, results: LogCollector, dataloader_idx: int) -> None:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
@@ -260,7 +276,9 @@ class EvaluationLoop:
     def _no_gradients(self) -> Iterator[None]:
         """``inference_mode``, or ``no_grad`` where the flag says so or the fit goes on with the same tensors."""
         inside_fit = self.session.fitting
-        quiet = torch.inference_mode if self.session.config.inference_mode and not inside_fit else torch.no_grad
+        # where forwards communicate they make tensors that a later fit goes on with
+        infers = self.session.config.inference_mode and not inside_fit and not self.session.strategy.runs_padding
+        quiet = torch.inference_mode if infers else torch.no_grad
         with quiet():
             yield
 

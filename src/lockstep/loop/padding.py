@@ -1,7 +1,8 @@
-"""A padding batch leaves no trace: what a training step on it writes in the module is put back.
+"""A padding batch leaves no trace: what a step on it writes in the module is put back.
 
 Manual optimization runs ``training_step`` on every rank, also where a rank has no samples of a batch: there it is given
-a sample of another rank's. Put back are, in the module and all modules inside it:
+a sample of another rank's. So does an engine whose forwards communicate, in evaluations, too. Put back are, in the
+module and all modules inside it:
 
 - buffers, and the random states of this process;
 - metrics of torchmetrics, as submodules or anywhere in what follows;
@@ -30,10 +31,64 @@ from lockstep.loop.metrics import is_metric, put_back, snapshot
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from lockstep.loop.session import Session
+    from lockstep.strategies.base import Strategy
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_TORCH = frozenset(vars(nn.Module()))  # _parameters, _buffers, hooks, ...
 
 Restore = Callable[[], None]
+
+
+@contextmanager
+def padding(session: Session) -> Iterator[None]:
+    """Run a step on a padding batch: this rank has no samples, and nothing of it stays."""
+    session.is_padding = True
+    try:
+        with session.strategy.zero_weight() as own_buffers, without_trace(session.module, own_buffers):
+            yield
+    finally:
+        session.is_padding = False
+
+
+NONE_LEFT = 2**62
+"""In place of a loader's number: this rank has no further batch."""
+
+
+def in_step(
+    batches: Iterable[tuple[Any, int, int, float]], strategy: Strategy
+) -> Iterator[tuple[Any, int, int, float, bool]]:
+    """The batches of an evaluation, with padding ones where other ranks still have some. Collective at each batch.
+
+    Args:
+        batches: of this rank: batch, its number in the loader, the loader's number, weight.
+        strategy: of the run.
+
+    Yields:
+        the same, and whether it is a padding batch: an earlier one of this rank from that loader, else another rank's.
+    """
+    rank, mine = strategy.world.rank, iter(batches)
+    item = next(mine, None)
+    latest: Any = None
+    of_loader = [NONE_LEFT] * strategy.world.size  # by rank, the loader of its latest batch
+    while True:
+        here = (NONE_LEFT, 0) if item is None else (item[2], item[1])
+        ahead = [tuple(row) for row in strategy.gather_stacked(torch.tensor(here)).tolist()]
+        loader, number = first = min(ahead)
+        if loader == NONE_LEFT:
+            return
+        has = [at == first for at in ahead]
+        borrows = [not has[other] and of_loader[other] != loader for other in range(len(has))]
+        if any(borrows):
+            lent = strategy.broadcast(item[0] if item is not None and has[rank] else None, has.index(True))
+            latest = lent if borrows[rank] else latest
+        of_loader = [loader if has[other] or borrows[other] else before for other, before in enumerate(of_loader)]
+        if item is not None and has[rank]:
+            latest = item[0]
+            yield *item, False
+            item = next(mine, None)
+        else:
+            yield latest, number, loader, 0.0, True
 
 
 @contextmanager

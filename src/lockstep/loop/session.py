@@ -110,6 +110,7 @@ class Session:
         ckpt_path: the checkpoint that the call goes on from.
         should_stop: this rank wants the fit to end.
         interruption: "Ctrl-C" or "SIGTERM", where one has ended the call.
+        is_padding: the batch at hand stands in for samples that this rank does not have.
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
         stop_flag, interrupt_flag: bits of ``agreement``.
         instruments: where a profiler measures.
@@ -137,6 +138,7 @@ class Session:
     should_stop: bool = False
     received_sigterm: bool = False
     interruption: str | None = None
+    is_padding: bool = False
     signals: FitSignals | None = None
     instruments: Instruments | None = None
     inner: Session | None = None

@@ -494,7 +494,8 @@ def restore_model(session: Session, checkpoint: dict[str, Any]) -> None:
         if saved is not None and isinstance(datamodule, LightningDataModule):
             datamodule.load_state_dict(saved)
     session.hooks.own("on_load_checkpoint", checkpoint)
-    session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
+    if not session.strategy.places_first:  # else it has been done
+        session.strategy.precision.convert_module(module)  # a module in float32 would round weights in double
     with taking(session.ckpt_path, "'state_dict'"):
         load_weights(session, checkpoint["state_dict"])
 

@@ -20,7 +20,7 @@ from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure, takes_closure
-from lockstep.loop.padding import without_trace
+from lockstep.loop.padding import padding
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
@@ -71,7 +71,6 @@ class Step:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.ended_by_user = False  # on_train_batch_start returned -1
-        self.is_padding = False  # the batch at hand stands in for samples that this rank does not have
         self.wrapped: list[LightningOptimizer] = []
 
     def setup(self) -> None:
@@ -368,7 +367,7 @@ class Step:
             if type(share) is Share:
                 warn_once(UNEVEN, key="uneven loaders")
             if weight == 0.0:
-                with self.padding():
+                with padding(self.session):
                     output = self.strategy.run(self.training_step, *arguments)
             else:
                 output = self.strategy.run(self.training_step, *arguments)
@@ -407,7 +406,7 @@ class Step:
         if weight == 0.0:
             self.hooks.call_without_samples("_on_any_batch_start", batch_idx)
             if self.moves and batch is not None:
-                with self.padding():
+                with padding(self.session):
                     batch = self.transfer(batch)
         else:
             with self._without_absent():
@@ -508,7 +507,7 @@ class Step:
     def _run_padding(self, batch: Any, batch_idx: int, first: bool) -> None:
         """Let this rank, which has no samples, go through the step with the others."""
         strategy = self.strategy
-        with self.padding():
+        with padding(self.session):
             arguments = (batch, batch_idx) if self.takes_idx else (batch,)
             before = self.fit.weights
             loss, _ = self._read(strategy.run(self.training_step, *arguments), 0.0, 1.0)
@@ -590,7 +589,7 @@ class Step:
         hooks = self.hooks
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if hooks.on_before_backward is not None and not self.is_padding:
+        if hooks.on_before_backward is not None and not self.session.is_padding:
             if self._absent:
                 with self._without_absent():
                     hooks.call("on_before_backward", loss)
@@ -680,17 +679,6 @@ class Step:
             with self._without_absent():
                 self.hooks.call("on_train_batch_end", outputs, batch, batch_idx)
         self._absent = ()
-
-    @contextmanager
-    def padding(self) -> Iterator[None]:
-        """Run ``training_step`` on a padding batch: this rank has no samples, and nothing of it stays."""
-        strategy = self.strategy
-        self.is_padding = True
-        try:
-            with strategy.zero_weight() as own_buffers, without_trace(self.module, own_buffers):
-                yield
-        finally:
-            self.is_padding = False
 
     # -- what users call -----------------------------------------------------------------------------------
 

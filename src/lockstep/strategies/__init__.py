@@ -2,5 +2,6 @@
 
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.fsdp import FSDPStrategy
 
-__all__ = ["DDPStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy", "Strategy"]

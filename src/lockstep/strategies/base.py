@@ -64,6 +64,10 @@ class Strategy(Engine):
         self.rounds = 0
         self.sync_batchnorm = False
 
+    def resolved(self) -> Strategy:
+        """The strategy that the Trainer takes when it is given this one."""
+        return self
+
     # -- set up
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
@@ -130,6 +134,10 @@ class Strategy(Engine):
             yield
         finally:
             self.sync_gradients = before
+
+    def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
+        """Say whether a parameter of an optimizer needs gradients, from the forwards to come on."""
+        parameter.requires_grad = needed
 
     def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         """The gradients with which this rank updates an optimizer's parameters; changed in place, they count."""

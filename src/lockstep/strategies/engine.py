@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
@@ -85,6 +86,7 @@ class Engine:
         window: an engine that plays whole windows has a method of this name; it is asked for once, when a fit begins.
         runs_padding: forwards communicate, so that a rank without samples for a micro-batch runs ``training_step``,
             too: on a padding batch, which leaves no trace, and with a backward that counts for nothing.
+        cuts_parameters: each rank holds its part of every parameter, and not the whole.
         places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
@@ -93,6 +95,7 @@ class Engine:
 
     window: Window | None = None
     runs_padding: bool = False
+    cuts_parameters: bool = False
     places_first: bool = False
     saves_shards: bool = False
     shares: Sequence[float] | None = None
@@ -112,6 +115,12 @@ class Engine:
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            name = type(module).__name__
+            raise MisconfigurationException(
+                f'{name} is in shards: a fit with strategy="fsdp" left it so, and {type(self).__name__} '
+                'needs it whole. Save a checkpoint and load it into a new module, or go on with strategy="fsdp".'
+            )
         converted: Any = self.precision.convert_module(module)
         self.module = converted.to(self.root_device)
         self._own_backward = own_backward

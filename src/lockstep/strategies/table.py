@@ -9,6 +9,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.dp import DataParallelStrategy
+from lockstep.strategies.fsdp import FSDPStrategy
 
 SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -28,10 +29,12 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_notebook": (DDPStrategy, SPAWN),
     "ddp_notebook_find_unused_parameters_true": (DDPStrategy, SPAWN | {"find_unused_parameters": True}),
     "ddp_notebook_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
+    "fsdp": (FSDPStrategy, {}),
+    "fsdp_cpu_offload": (FSDPStrategy, {"cpu_offload": True}),
 }
 """Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
 
-_SHARDED = 'lockstep has no strategy yet that shards the model; use "ddp", which holds all of it on every device'
+_SHARDED = 'it is not built yet; use "fsdp", which shards the model over the ranks'
 _XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'
 _SLICED = (
     "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
@@ -39,8 +42,6 @@ _SLICED = (
 _GONE = 'Lightning has dropped it, too; use "ddp"'
 REFUSED = {
     "ddp2": 'it was dp within each node and ddp between them, and Lightning has dropped it; use "ddp"',
-    "fsdp": _SHARDED,
-    "fsdp_cpu_offload": _SHARDED,
     "deepspeed": _SHARDED,
     "deepspeed_stage_1": _SHARDED,
     "deepspeed_stage_2": _SHARDED,
@@ -87,7 +88,7 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
         asked = asked.lower()
     if asked == "auto" and world_size > 1:
         asked = "ddp_notebook" if interactive else "ddp"
-    made = asked if isinstance(asked, Strategy) else _named(asked)
+    made = (asked if isinstance(asked, Strategy) else _named(asked)).resolved()
     if world_size > 1 and made.launcher is None:
         name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(

@@ -1,0 +1,466 @@
+"""A module in shards by torch's ``fully_shard`` (FSDP2): which layers go together, what the ranks begin with, and
+what is whole again for clipping and checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.consistency import broadcast_buffers, check_same_module
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+# -- layers whose parameters are gathered together -----------------------------------------------------------
+
+
+Policy = Collection[type[nn.Module]] | Callable[..., bool]
+"""Classes of layers, or a function of torch's first FSDP: ``policy(module, recurse, nonwrapped_numel)``."""
+
+
+def find_blocks(root: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: side by side, of one class, and made of layers; the outermost of them.
+
+    Example:
+        >>> layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
+        >>> [type(block).__name__ for block in find_blocks(layers)]
+        ['TransformerEncoderLayer', 'TransformerEncoderLayer', 'TransformerEncoderLayer']
+    """
+    found: list[nn.Module] = []
+    composite = [child for child in root.children() if any(True for _ in child.children()) and _has_parameters(child)]
+    kinds = Counter(type(child) for child in composite if not isinstance(child, _CONTAINERS))
+    for child in composite:
+        if kinds[type(child)] > 1:
+            found.append(child)
+        else:
+            found += find_blocks(child)
+    return _without_shared(root, found)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks_by(policy: Policy, root: nn.Module) -> list[nn.Module]:
+    """The layers below ``root`` that a policy chooses, inner ones first.
+
+    Raises:
+        ValueError: it chooses none, or one that shares a parameter with layers outside of it.
+    """
+    if isinstance(policy, Collection):
+        kinds = tuple(policy)
+        found = [m for m in root.modules() if m is not root and isinstance(m, kinds)]
+        found.reverse()
+    else:
+        found = _by_function(policy, root)[0]
+    if not found:
+        names = sorted({type(module).__name__ for module in root.modules() if module is not root})
+        raise ValueError(f"it chooses no layer of {type(root).__name__}, which is made of {', '.join(names)}")
+    for block in found:
+        shared = _shared(root, block)
+        if shared is not None:
+            raise ValueError(
+                f"it chooses {type(block).__name__}, whose parameter {shared[0]!r} is also {shared[1]!r} outside of "
+                "it: choose a layer that holds both, or neither"
+            )
+    return found
+
+
+def _by_function(policy: Callable[..., bool], module: nn.Module) -> tuple[list[nn.Module], int]:
+    """As torch's first FSDP asks: whether to look into a layer, and then whether what is left of it makes a group."""
+    found: list[nn.Module] = []
+    left = sum(parameter.numel() for parameter in module.parameters())
+    for child in module.children():
+        size = sum(parameter.numel() for parameter in child.parameters())
+        if size and policy(module=child, recurse=True, nonwrapped_numel=size):
+            inner, rest = _by_function(policy, child)
+            found += inner
+            if policy(module=child, recurse=False, nonwrapped_numel=rest):
+                found.append(child)
+                rest = 0
+            left -= size - rest
+    return found, left
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _without_shared(root: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    return [block for block in blocks if _shared(root, block) is None]
+
+
+def _shared(root: nn.Module, block: nn.Module) -> tuple[str, str] | None:
+    """The names of a parameter within a block and outside of it, if there is one with both."""
+    inside = {id(layer) for layer in block.modules()}
+    own = {id(p): name for name, p in block.named_parameters()}
+    for prefix, layer in root.named_modules():
+        if id(layer) in inside:
+            continue
+        for name, parameter in layer.named_parameters(recurse=False):
+            if id(parameter) in own:
+                return own[id(parameter)], f"{prefix}.{name}".lstrip(".")
+    return None
+
+
+# -- from a module to shards ---------------------------------------------------------------------------------
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the module itself."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def shard(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    whole: set[Parameter],
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+) -> None:
+    """Let each rank keep its shard of rank 0's weights, a block at a time. Collective.
+
+    ``fully_shard`` alone would keep, of each parameter, shards of the ranks' own values.
+
+    Args:
+        module: alike on all ranks but for its values; in place it becomes an ``FSDPModule``.
+        blocks: layers that are gathered and freed by themselves, inner ones first; the module takes the rest.
+        mesh: of one dimension, or of two: replicas, and the ranks of a replica.
+        device: of this rank; each block is brought there before it is cut.
+        whole: parameters that stay as they are.
+        reshard_after_forward: free a block's parameters between its forward and its backward.
+        mp_policy, offload_policy: as of ``fully_shard``.
+
+    Raises:
+        ValueError: the ranks' modules are not alike, or a parameter has no values (it is on the meta device).
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    check_same_module(module)
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise MisconfigurationException(
+                f"parameter {name!r} is on the meta device and has no values: build the layer with them in "
+                "`configure_model` (without torch.device('meta'))"
+            )
+    buffers = list(module.buffers())
+    for buffer in buffers:
+        buffer.data = buffer.data.to(device)
+    broadcast_buffers(buffers, 0, None)
+    done: set[int] = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    for block in (*blocks, module):
+        if isinstance(block, FSDPModule):
+            continue
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        for parameter in mine:
+            parameter.data = parameter.data.to(device)
+        comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward if block is not module else False,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=whole,
+        )
+        done.update(id(parameter) for parameter in block.parameters())
+
+
+def recompute(blocks: Iterable[nn.Module]) -> None:
+    """Let the activations of blocks be computed again in the backward. Names of parameters stay as they are."""
+    from torch.distributed._composable import checkpoint
+
+    for block in blocks:
+        checkpoint(block)
+
+
+# -- while it trains -----------------------------------------------------------------------------------------
+
+
+class ShardedModule:
+    """The sharded parameters of a module, and what its gradients are before and after they are reduced.
+
+    Args:
+        module: an ``FSDPModule``.
+
+    Attributes:
+        parameters: by name; each rank has its part of each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor
+
+        self.module = module
+        self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._params: dict[int, FSDPParam] = {}
+        for part in self._parts:
+            part.reshard()
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
+        self.parameters = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._syncs = True
+        self._drops = False
+        self._is_running = False
+        self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
+        self._heard: set[int] = set()  # ids of those that tell of their gradients
+        for part in self._parts:
+            if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13 has it
+                part.set_reduce_scatter_unused_params(True, recurse=False)
+        self._entry = self._make_entry(module)
+
+    @staticmethod
+    def _make_entry(module: nn.Module) -> Callable[..., Any]:
+        """A method around which torch gathers what belongs to the module itself."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        entry = "_lockstep_entry"
+        if entry not in vars(module):
+            vars(module)[entry] = _called
+            register_fsdp_forward_method(module, entry)
+        method: Callable[..., Any] = vars(module)[entry]
+        return method
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """Call a method of the module, with its own parameters whole."""
+        self._is_running = True
+        try:
+            return self._entry(partial(fn, *args))
+        finally:
+            self._is_running = False
+
+    def _set_sync(self, sync: bool) -> None:
+        if sync is not self._syncs:
+            self._syncs = sync
+            for part in self._parts:
+                part.set_requires_gradient_sync(sync, recurse=False)
+
+    def reshard(self) -> None:
+        """Free whole parameters; an evaluation leaves the module's own."""
+        for part in self._parts:
+            part.reshard()
+
+    @contextmanager
+    def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
+        """Around a backward of ``loss``. Collective where ``sync``.
+
+        A parameter that no rank has used since the last reduction gets no gradient, as on one process; torch gives
+        zeros, by which weight decay and momentum would change it.
+
+        Within `run`, as in manual optimization, torch has not seen the end of the forward: the module's own parameters
+        are told of the backward here, and are whole again after it.
+
+        Args:
+            loss: it begins from.
+            sync: the backward reduces; else each rank adds up whole gradients of its own.
+            drops: it counts for nothing: its gradients are zero before they are added to anything.
+        """
+        self._set_sync(sync)
+        self._drops = drops
+        handles = []
+        for key, param in self._params.items():
+            gathered = getattr(param, "_unsharded_param", None)  # there after the first forward that used it
+            if gathered is None or not gathered.requires_grad:
+                continue
+            if key not in self._heard:
+                self._heard.add(key)
+                gathered.register_post_accumulate_grad_hook(partial(self._note, key))
+            if drops:
+                handles.append(gathered.register_hook(torch.zeros_like))
+        if self._is_running:
+            self._module_state()._register_pre_backward_hook(loss)
+        before = [param for param in self._params.values() if sync and param.sharded_param.grad is None]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if sync:
+            self._take_back(before)
+            self._used.clear()
+        if self._is_running:
+            self._parts[0].unshard()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around an optimizer's step: within `run` the module's own parameters are gathered again after it."""
+        if self._is_running:
+            self._parts[0].reshard()
+        yield
+        if self._is_running:
+            self._parts[0].unshard()
+
+    def _module_state(self) -> Any:
+        return self._parts[0]._get_fsdp_state()
+
+    def _note(self, key: int, parameter: Tensor) -> None:
+        if not self._drops:
+            self._used.add(key)
+
+    def _take_back(self, before: list[FSDPParam]) -> None:
+        """Take away gradients that are there since the reduction, and to which no rank has given anything."""
+        keys = [key for key, param in self._params.items() if param.sharded_param.requires_grad]
+        there = torch.tensor([int(key in self._used) for key in keys], dtype=torch.uint8)
+        anywhere = dict(zip(keys, comm.all_reduce(there, "max").tolist(), strict=True))
+        for param in before:
+            if not anywhere.get(id(param.sharded_param)):
+                param.sharded_param.grad = None
+
+    def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
+        """Let the gathered parameter be as its shard is; torch does so when it gathers it the next time."""
+        gathered = getattr(self._params.get(id(parameter)), "_unsharded_param", None)
+        if gathered is not None:
+            gathered.requires_grad_(needed)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Drop what backwards without reduction have left for these parameters."""
+        for parameter in parameters:
+            param = self._params.get(id(parameter))
+            if param is not None:
+                param.unsharded_accumulated_grad = None
+                gathered = getattr(param, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None
+
+    # -- what this rank alone holds
+
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of this rank's gradients: of its shards, and whole ones that wait for a reduction."""
+        self.reshard()
+        shards, waiting = {}, {}
+        for name, parameter in self.parameters.items():
+            param, gradient = self._params[id(parameter)], parameter.grad
+            if gradient is not None:
+                shards[name] = local_part(gradient).detach().cpu().clone()
+            gathered = getattr(param, "_unsharded_param", None)
+            left = param.unsharded_accumulated_grad
+            if left is None and gathered is not None:
+                left = gathered.grad
+            if left is not None:
+                waiting[name] = left.detach().cpu().clone()
+        return {"shards": shards, "waiting": waiting}
+
+    def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what `held` gave. Collective."""
+        for name, part in saved.get("shards", {}).items():
+            parameter: Any = self.parameters[name]
+            parameter.grad = _like(parameter, part.to(parameter.device))
+        waiting = saved.get("waiting", {})
+        if any(comm.all_gather_object(bool(waiting))):
+            for each in self._parts:  # whole parameters come into being
+                each.unshard()
+            self.reshard()
+        for name, whole in waiting.items():
+            param = self._params[id(self.parameters[name])]
+            gathered = param._unsharded_param
+            if whole.dtype == gathered.dtype:
+                gathered.grad = whole.to(gathered.device)
+            else:
+                param.unsharded_accumulated_grad = whole.to(gathered.device)
+
+
+def _called(self_and_work: Callable[[], Any]) -> Any:
+    return self_and_work()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in its memory; another tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor; another tensor as it is. Collective."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def _like(sharded: Any, part: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def cut_like(own: object, value: Any) -> Any:
+    """This rank's part of a whole tensor, as ``own`` is cut; what is not cut, or has another shape, as it is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != own.shape:
+        return value
+    # every rank has read the whole: nothing is sent
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """A state dict with whole tensors on the CPU, one by one. Collective.
+
+    Args:
+        state: with DTensors in it, alike on all ranks.
+        keep: whether this rank gets them; else a tensor without memory stands for each.
+    """
+    from torch.distributed.tensor import DTensor
+
+    made = dict(state)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            whole = whole_of(value.detach())
+            made[name] = whole.cpu() if keep else torch.empty_like(whole, device="meta")
+    return made
+
+
+def optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """An optimizer's ordinary state dict, its tensors whole. Collective; see `gathered`."""
+    state = optimizer.state_dict()
+    return {**state, "state": {number: gathered(entry, keep) for number, entry in state["state"].items()}}
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Take this rank's parts of an ordinary state dict."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    state = dict(saved["state"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in state:
+            state[number] = {name: cut_like(parameter, value) for name, value in state[number].items()}
+    optimizer.load_state_dict({**saved, "state": state})
+
+
+def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
+    """Scale gradients so that their 2-norm over all parameters and ranks is at most ``limit``. Collective.
+
+    Parameters may be whole, or cut over different meshes.
+    """
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            placed = getattr(parameter.grad, "placements", None)
+            groups.setdefault((mesh, placed), []).append(parameter)
+    if not groups:
+        return
+    norms = [
+        whole_of(torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
+        for group in groups.values()
+    ]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, limit, total.to(group[0].device))

@@ -1,0 +1,520 @@
+"""Fully sharded data parallel: each rank holds its shard of parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import clip_by_value
+from lockstep.ground.rank import does, rank_zero_info
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
+from lockstep.parallel.late_parameters import LateParameters
+from lockstep.parallel.reducer import Reducer
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
+from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.engine import EngineState
+from lockstep.strategies.ranks import HALF_AN_HOUR, REFUSED, RankedStrategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lockstep.parallel.fully_shard import Policy, ShardedModule
+
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. Under FSDP all ranks go back through the layers together, and the "
+    "others would wait for this one. Return a loss on each, if only `0.0 * loss`."
+)
+LATE = (
+    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
+    "in `__init__` or in `configure_model`"
+)
+STALE = (
+    "{optimizer} holds a parameter of shape {shape} that the module does not have: FSDP has put shards in the place of "
+    "the parameters. Make the optimizer in `configure_optimizers`, from self.parameters()."
+)
+MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
+"""Optimizers of torch's that mix the elements of a parameter, by class name."""
+
+NO_EFFECT = {
+    "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
+    "use_orig_params": "parameters keep their names and shapes in any case",
+    "sync_module_states": "all ranks begin with rank 0's weights in any case",
+    "forward_prefetch": "torch's FSDP2 gathers the next block ahead by itself",
+}
+"""Arguments of torch's first FSDP that have no effect here, and why."""
+
+MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+class FSDPStrategy(RankedStrategy):
+    """One process per device, each with its shard of every parameter, over torch's ``fully_shard`` (FSDP2).
+
+    A block's parameters are gathered for its forward and its backward and freed again; gradients are averaged and cut
+    by reduce-scatter; optimizers update shards. The numbers are those of one process. CPUs work, too (gloo).
+
+    The arguments are those of Lightning's strategy and of torch's first FSDP, each by its name.
+
+    Args:
+        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        cpu_offload: keep shards, their gradients and optimizer states on the CPU: True, or torch's ``CPUOffload``
+            or ``CPUOffloadPolicy``.
+        mixed_precision: a dtype, torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``: layers compute in it, their
+            inputs are cast, and gradients are reduced in float32 unless the policy says otherwise. None:
+            ``Trainer(precision=...)`` alone decides.
+        auto_wrap_policy: the layers that are gathered by themselves: classes, or a policy function of torch's; None:
+            repeated blocks are found.
+        activation_checkpointing: compute activations again in the backward: True (of the layers above), or classes.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole from forward to backward; "NO_SHARD"
+            is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
+        state_dict_type: "full": a checkpoint is one file, as of any strategy.
+        device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
+        ignored_modules: modules whose parameters stay whole on each rank.
+        backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
+        nccl: NCCL's variables, as of ``DDPStrategy``.
+        **others: further arguments of torch's first FSDP, taken where they have no effect.
+
+    Raises:
+        MisconfigurationException: for an argument that has no place here, or that nobody knows.
+    """
+
+    runs_padding = True
+    cuts_parameters = True
+    places_first = True
+
+    def __init__(
+        self,
+        accelerator: object = None,
+        parallel_devices: object = None,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        cpu_offload: object = None,
+        mixed_precision: object = None,
+        auto_wrap_policy: Policy | None = None,
+        activation_checkpointing: bool | type[nn.Module] | Collection[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        sharding_strategy: object = "FULL_SHARD",
+        state_dict_type: str = "full",
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        *,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        backward_prefetch: object = "BACKWARD_PRE",
+        nccl: Mapping[str, Any] | None = None,
+        **others: object,
+    ) -> None:
+        super().__init__(
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
+        )
+        _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
+        self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
+        _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
+        if state_dict_type != "full":
+            raise MisconfigurationException(
+                f"FSDPStrategy(state_dict_type={state_dict_type!r}): checkpoints of several files are not built; leave "
+                'it at "full": one file, gathered one parameter at a time.'
+            )
+        if device_mesh is not None and "HYBRID" not in self._mode:
+            raise MisconfigurationException(
+                f"FSDPStrategy(device_mesh=..., sharding_strategy={self._mode!r}): a mesh of replicas and shards is "
+                'for sharding_strategy="HYBRID_SHARD".'
+            )
+        self._given_mesh = device_mesh
+        self._offloads = _is_on("cpu_offload", cpu_offload, "offload_params")
+        self._mixed = mixed_precision
+        if mixed_precision is not None:
+            _mixed_policy(mixed_precision)  # what it cannot be is said here
+        self._policy = auto_wrap_policy
+        self._recomputes = _recomputed(activation_checkpointing, activation_checkpointing_policy)
+        self._ignored = list(ignored_modules or ())
+        self._sharded: ShardedModule | None = None
+        self._reducer: Reducer | None = None
+        self._late: LateParameters | None = None
+        self._buffers: WindowBuffers | None = None
+        self._norms: SynchronizedNorms | None = None
+        self._zero_weight = False
+
+    def resolved(self) -> Strategy:
+        """Itself; without sharding it is DDP."""
+        if self._mode != "NO_SHARD":
+            return self
+        made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
+        made.plugins, made._nccl = self.plugins, self._nccl
+        return made
+
+    # -- set up
+
+    @does("sharding the module")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
+        from lockstep.parallel.fully_shard import ShardedModule, is_sharded
+
+        self.module, self._own_backward = module, own_backward
+        if not is_sharded(module):
+            self.precision.convert_module(module)
+            self._shard(module)
+        self._sharded = ShardedModule(module)
+        if self._late is not None:
+            self._late.close()
+        self._late = LateParameters(module)
+        self._watch_buffers()
+
+    def _shard(self, module: LightningModule) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        from lockstep.parallel.fully_shard import blocks_by, find_blocks, recompute, shard
+
+        with _named("auto_wrap_policy", self._policy):
+            blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
+        if self._recomputes is not None:
+            with _named("activation_checkpointing", self._recomputes):
+                recompute(blocks if self._recomputes is True else blocks_by(self._recomputes, module))
+        whole = {p for layer in self._ignored for p in layer.parameters()}
+        whole |= {parameter for parameter in module.parameters() if not parameter.dim()}
+        for parameter in whole:
+            parameter.data = parameter.data.to(self.root_device)
+        if whole:
+            from lockstep.ground import comm
+
+            named = {parameter: name for name, parameter in module.named_parameters()}
+            comm.broadcast_tensors([p.data for p in sorted(whole, key=lambda p: named.get(p, ""))], 0, None)
+        pins = self.root_device.type == "cuda"
+        shard(
+            module,
+            blocks,
+            mesh=self._mesh(),
+            device=self.root_device,
+            whole=whole,
+            reshard_after_forward=self._mode in ("FULL_SHARD", "HYBRID_SHARD"),
+            mp_policy=_mixed_policy(self._mixed),
+            offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._offloads else OffloadPolicy(),
+        )
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind, world, mesh = self.root_device.type, self.world, self._given_mesh
+        if "HYBRID" not in self._mode:
+            return init_device_mesh(kind, (world.size,))
+        if mesh is None:
+            mesh = (world.num_nodes, world.size // world.num_nodes)
+        shape: tuple[int, ...] = tuple(mesh) if isinstance(mesh, (tuple, list)) else tuple(mesh.shape)
+        if len(shape) != 2 or shape[0] * shape[1] != world.size:
+            raise MisconfigurationException(
+                f"FSDPStrategy(device_mesh={shape}): the run has {world.size} ranks: give (replicas, ranks of a "
+                f"replica) whose product is {world.size}."
+            )
+        if not isinstance(mesh, (tuple, list)):
+            return mesh
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _watch_buffers(self) -> None:
+        some = self.world.size > 1 and any(True for _ in self.module.buffers())
+        self._buffers = WindowBuffers(self.module) if some else None
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
+        super().setup_optimizers(optimizers, configs)
+        assert self._sharded is not None
+        known = {id(parameter) for parameter in self.module.parameters()}
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if name in MIXES:
+                raise MisconfigurationException(
+                    f"FSDPStrategy with {name}: it mixes the elements of a parameter, and each rank has a part of "
+                    'them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
+                )
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) not in known:
+                    raise MisconfigurationException(STALE.format(optimizer=name, shape=tuple(parameter.shape)))
+            self._forget_with(optimizer, self._sharded)
+        if self.world.size > 1 and (self.sync_batchnorm or self._norms is not None):
+            self._norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout)
+            if self._norms.layers:
+                self._buffers = self._buffers if self._own_buffers() else None
+        whole = [(n, p) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
+        self._reducer = Reducer(whole, shared_memory=False) if whole else None
+
+    @staticmethod
+    def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:
+        """Let ``zero_grad`` drop what backwards without reduction have left, too."""
+        own = type(optimizer).zero_grad
+
+        @wraps(own)
+        def zero_grad(set_to_none: bool = True) -> None:
+            own(optimizer, set_to_none)
+            shards.forget(p for group in optimizer.param_groups for p in group["params"])
+
+        vars(optimizer)["zero_grad"] = zero_grad
+
+    def change_optimizers(self) -> None:
+        """Refuse it: nobody has looked at the new ones."""
+        raise MisconfigurationException(
+            "FSDPStrategy: other optimizers were put in the place of those of `configure_optimizers` in the middle of "
+            "a fit. Change their param_groups instead."
+        )
+
+    def teardown(self) -> None:
+        """Free whole parameters; the module stays sharded."""
+        super().teardown()
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("zero_grad", None)
+        if self._norms is not None:
+            self._norms.put_back()
+            self._norms = None
+        if self._reducer is not None:
+            self._reducer.detach()
+            self._reducer = None
+        if self._late is not None:
+            self._late.close()
+            self._late = None
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """As on one process, with blocks gathered as the forward comes to them."""
+        assert self._sharded is not None
+        if self._late is not None and self._late.found is not None:
+            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
+        if self._buffers is not None and torch.is_grad_enabled():
+            if self._buffers.due:
+                self._buffers.align()
+            self._buffers.differ = True
+        with nullcontext() if self.context is None else self.context():
+            return self._sharded.run(fn, *args)
+
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Backward with each block's gradients reduced as they are there, while it still runs."""
+        assert self._sharded is not None
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
+            reducer.prepare()
+        with self._sharded.backward(loss, self.sync_gradients, drops=self._zero_weight):
+            super().backward(loss, *args, **kwargs)
+        if reducer is not None:
+            reducer.finish()
+        if self.sync_gradients:
+            self.rounds += 1
+        if self._buffers is not None:
+            self._buffers.due = self.sync_gradients
+
+    def skip(self, absent: bool = False) -> None:
+        """Refuse it: the other ranks go back through the layers and would wait."""
+        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
+        self._zero_weight = True
+        if self._norms is not None:
+            self._norms.set_zero_weight(True)
+        try:
+            yield self._own_buffers()
+        finally:
+            self._zero_weight = False
+            if self._norms is not None:
+                self._norms.set_zero_weight(False)
+
+    def _own_buffers(self) -> list[Tensor]:
+        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all."""
+        with nullcontext() if self._buffers is None else self._buffers.shown():
+            yield
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    def end_training(self) -> None:
+        """Leave every rank with rank 0's buffers."""
+        if self._buffers is not None:
+            self._buffers.align()
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
+        from lockstep.parallel.fully_shard import clip_norm, local_part
+
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "norm":
+            clip_norm(parameters, value)
+            return
+        parts = []
+        for parameter in parameters:
+            part = nn.Parameter(local_part(parameter.detach()), requires_grad=False)
+            part.grad = local_part(parameter.grad)
+            parts.append(part)
+        clip_by_value(parts, value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
+        """Update this rank's shards of one optimizer's parameters."""
+        assert self._sharded is not None
+        with self._sharded.stepping():
+            return super().step(optimizer, closure, **options)
+
+    def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
+        """The same of a shard, and of the whole parameter where it is gathered now."""
+        assert self._sharded is not None
+        super().set_requires_grad(parameter, needed)
+        self._sharded.set_requires_grad(parameter, needed)
+
+    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """This rank's shards of the gradients."""
+        from lockstep.parallel.fully_shard import local_part
+
+        return [local_part(gradient) for gradient in super().gradients_of(optimizer)]
+
+    def held_gradients(self) -> dict[str, Any]:
+        """What backwards have left on this rank: of shards, of whole parameters, and its buffers."""
+        assert self._sharded is not None
+        named = [(n, p.grad) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
+        whole = {name: gradient.detach().cpu().clone() for name, gradient in named if gradient is not None}
+        own = {} if self._buffers is None else self._buffers.held()
+        return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
+
+    def hold_gradients(self, saved: dict[str, Any]) -> None:
+        """Put back what `held_gradients` gave."""
+        assert self._sharded is not None
+        super().hold_gradients(saved)
+        self._sharded.hold(saved.get("sharded", {}))
+        if self._buffers is not None:
+            self._buffers.hold(saved.get("buffers", {}))
+
+    # -- what it holds
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """The module's parameters by name, each rank's shard of them."""
+        if self._sharded is not None:
+            self._sharded.reshard()
+        return super().named_parameters()
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter and gradient, gathered one by one."""
+        from lockstep.parallel.fully_shard import whole_of
+
+        for name, parameter in self.named_parameters().items():
+            gradient = None if parameter.grad is None else whole_of(parameter.grad)
+            yield name, whole_of(parameter.detach()), gradient
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
+        from lockstep.parallel.fully_shard import gathered, optimizer_state
+
+        if alone and self.world.size > 1:
+            raise MisconfigurationException(
+                f"rank {self.world.rank} cannot save by itself: each rank has a shard of the model (FSDP), and the "
+                "others are not asked when one has failed. Save while all are well, by "
+                "ModelCheckpoint(every_n_train_steps=...)."
+            )
+        keep = self.world.is_zero
+        module = gathered(self.module.state_dict(), keep)
+        if weights_only:
+            return EngineState(module)
+        return EngineState(module, [optimizer_state(each, keep) for each in self.optimizers], {})
+
+    def load(self, state: EngineState) -> None:
+        """Take this rank's shards of whole tensors."""
+        from lockstep.parallel.fully_shard import cut_like, load_optimizer_state
+
+        if state.module is not None:
+            own = self.module.state_dict()
+            parts = {name: cut_like(own.get(name), value) for name, value in state.module.items()}
+            self.module.load_state_dict(parts, strict=self.module.strict_loading)
+        for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
+            if saved is not None:
+                load_optimizer_state(optimizer, saved)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _named(argument: str, value: object) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): {error}.") from None
+
+
+def _check_others(others: Mapping[str, object]) -> None:
+    known = [*inspect.signature(FSDPStrategy).parameters, *NO_EFFECT]
+    for name, value in others.items():
+        if name in NO_EFFECT:
+            rank_zero_info(f"FSDPStrategy({name}={value!r:.100}) has no effect: {NO_EFFECT[name]}.")
+        elif name in ("accelerator", "parallel_devices"):
+            if value is not None:
+                raise MisconfigurationException(f"FSDPStrategy({name}={value!r:.100}): {REFUSED[name]}.")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise MisconfigurationException(f"FSDPStrategy({name}={value!r:.100}): there is no such argument.{hint}")
+
+
+def _name_of(argument: str, value: object, names: Sequence[str]) -> str:
+    """A name, given as text or as one of torch's enums."""
+    name = str(getattr(value, "name", value)).upper()
+    if name not in names:
+        shown = ", ".join(f'"{each}"' for each in names if not each.startswith("_"))
+        raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): choose one of {shown}.")
+    return name
+
+
+def _is_on(argument: str, value: object, field: str) -> bool:
+    """True, False, None, or torch's object for it."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if type(value).__name__ == "CPUOffloadPolicy":
+        return True
+    if hasattr(value, field):
+        return bool(getattr(value, field))
+    raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): give True or False.")
+
+
+def _mixed_policy(given: object) -> Any:
+    """torch's ``MixedPrecisionPolicy`` for what the user gave."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if given is None:
+        return MixedPrecisionPolicy()
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if isinstance(given, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=given, reduce_dtype=torch.float32)
+    if hasattr(given, "param_dtype") and hasattr(given, "reduce_dtype"):
+        casts = bool(getattr(given, "cast_forward_inputs", True))
+        return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=casts)
+    raise MisconfigurationException(
+        f"FSDPStrategy(mixed_precision={given!r:.100}): give a dtype (torch.bfloat16), or torch's MixedPrecision or "
+        "MixedPrecisionPolicy."
+    )
+
+
+def _recomputed(given: object, policy: object) -> Any:
+    """True (the blocks), classes, a policy function, or None."""
+    if policy is not None:
+        return policy
+    if given is None or given is False:
+        return None
+    return (given,) if isinstance(given, type) else given
