@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from lockstep.callbacks import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel import sharded_init
 from lockstep.parallel.fully_shard import blocks_by, find_blocks
+from lockstep.parallel.sharded_init import ShardedInit
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
@@ -171,6 +174,53 @@ def test_each_rank_keeps_its_part(ranks: RankPool) -> None:
     for mine, whole in found:
         assert mine < whole / 4 + 8 * 30 * 7  # rows do not divide: torch cuts whole rows
     assert sum(mine for mine, _ in found) >= found[0][1]
+
+
+class BuiltLate(LightningModule):
+    """Its layers are made in `configure_model`, with random numbers, and some again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Sequential | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(6, 64), *[Block(64) for _ in range(6)], nn.Linear(64, 1))
+            for layer in self.net[:2].modules():
+                if isinstance(layer, nn.Linear):
+                    nn.init.trunc_normal_(layer.weight, std=0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.net is not None
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def built_late(strategy: str) -> tuple[dict[str, Tensor], int]:
+    sharded_init.BUDGET, peaks = 20_000, []
+    own = ShardedInit.gather
+
+    def noting(self: ShardedInit, tensors: Any) -> None:
+        own(self, tensors)
+        peaks.append(self.peak)
+
+    with patch.object(ShardedInit, "gather", noting):
+        torch.manual_seed(4 + (dist.get_rank() if strategy == "fsdp" else 0))
+        world = dist.get_world_size() if strategy == "fsdp" else 1
+        trainer = quiet(strategy=strategy, devices=world, max_steps=1)
+        trainer.fit(BuiltLate(), rows(8)(2))
+    whole = {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+    return whole, max(peaks, default=0)
+
+
+def test_ranks_build_together_what_none_of_them_holds(ranks: RankPool) -> None:
+    ((expected, _),) = ranks(1).run(built_late, "auto", group=False)
+    size = sum(value.nbytes for value in expected.values())
+    for found, peak in ranks(3).run(built_late, "fsdp", timeout=60):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+        assert 0 < peak < size / 3
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------

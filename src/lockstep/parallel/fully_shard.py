@@ -132,6 +132,7 @@ def shard(
     reshard_after_forward: bool,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
+    gather: Callable[[Iterable[Tensor]], object] = list,
 ) -> None:
     """Let each rank keep its shard of rank 0's weights, a block at a time. Collective.
 
@@ -145,6 +146,7 @@ def shard(
         whole: parameters that stay as they are.
         reshard_after_forward: free a block's parameters between its forward and its backward.
         mp_policy, offload_policy: as of ``fully_shard``.
+        gather: makes a block's parameters whole, before it is cut.
 
     Raises:
         ValueError: the ranks' modules are not alike, or a parameter has no values (it is on the meta device).
@@ -159,6 +161,7 @@ def shard(
                 "`configure_model` (without torch.device('meta'))"
             )
     buffers = list(module.buffers())
+    gather(buffers)
     for buffer in buffers:
         buffer.data = buffer.data.to(device)
     broadcast_buffers(buffers, 0, None)
@@ -167,6 +170,7 @@ def shard(
         if isinstance(block, FSDPModule):
             continue
         mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        gather(mine)
         for parameter in mine:
             parameter.data = parameter.data.to(device)
         comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)

@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.parallel.fully_shard import Policy, ShardedModule
+    from lockstep.parallel.sharded_init import ShardedInit
 
 NO_LOSS = (
     "`training_step` returned None on rank {rank}. Under FSDP all ranks go back through the layers together, and the "
@@ -146,6 +148,7 @@ class FSDPStrategy(RankedStrategy):
         self._policy = auto_wrap_policy
         self._recomputes = _recomputed(activation_checkpointing, activation_checkpointing_policy)
         self._ignored = list(ignored_modules or ())
+        self._built: ShardedInit | None = None
         self._sharded: ShardedModule | None = None
         self._reducer: Reducer | None = None
         self._late: LateParameters | None = None
@@ -163,6 +166,17 @@ class FSDPStrategy(RankedStrategy):
 
     # -- set up
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        from lockstep.parallel import sharded_init
+
+        if self.world.size == 1:
+            yield
+            return
+        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
+            yield
+
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
@@ -172,6 +186,7 @@ class FSDPStrategy(RankedStrategy):
         if not is_sharded(module):
             self.precision.convert_module(module)
             self._shard(module)
+        self._built = None
         self._sharded = ShardedModule(module)
         if self._late is not None:
             self._late.close()
@@ -188,25 +203,24 @@ class FSDPStrategy(RankedStrategy):
         if self._recomputes is not None:
             with _named("activation_checkpointing", self._recomputes):
                 recompute(blocks if self._recomputes is True else blocks_by(self._recomputes, module))
-        whole = {p for layer in self._ignored for p in layer.parameters()}
-        whole |= {parameter for parameter in module.parameters() if not parameter.dim()}
+        ignored = {p for layer in self._ignored for p in layer.parameters()}
+        whole = [parameter for parameter in module.parameters() if parameter in ignored or not parameter.dim()]
+        gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
+        gather(whole)
         for parameter in whole:
             parameter.data = parameter.data.to(self.root_device)
-        if whole:
-            from lockstep.ground import comm
-
-            named = {parameter: name for name, parameter in module.named_parameters()}
-            comm.broadcast_tensors([p.data for p in sorted(whole, key=lambda p: named.get(p, ""))], 0, None)
+        comm.broadcast_tensors([parameter.data for parameter in whole], 0, None)
         pins = self.root_device.type == "cuda"
         shard(
             module,
             blocks,
             mesh=self._mesh(),
             device=self.root_device,
-            whole=whole,
+            whole=set(whole),
             reshard_after_forward=self._mode in ("FULL_SHARD", "HYBRID_SHARD"),
             mp_policy=_mixed_policy(self._mixed),
             offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._offloads else OffloadPolicy(),
+            gather=gather,
         )
 
     def _mesh(self) -> DeviceMesh:
