@@ -101,6 +101,7 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)},
     "offload": {"cpu_offload": True},
     "recomputed": {"activation_checkpointing": True},
+    "reduced once": {"accumulate_shards": False},
 }
 
 
@@ -114,7 +115,7 @@ def equivalence(case: str, mode: str) -> EquivalenceReport:
     )
 
 
-EVERYDAY = [("full", 2), ("full", 3), ("gradients", 2)]
+EVERYDAY = [("full", 2), ("full", 3), ("gradients", 2), ("reduced once", 2)]
 ALL = [(mode, world) for mode in MODES for world in (1, 2, 3, 4) if mode != "hybrid" or world in (2, 4)]
 
 
@@ -395,10 +396,10 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumed_to_bits(batch: int, folder: str) -> bool:
+def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
     def fit(resume: str | None = None) -> dict[str, Tensor]:
         trainer = quiet(
-            strategy="fsdp",
+            strategy=FSDPStrategy(accumulate_shards=shards),
             devices=2,
             max_epochs=3,
             accumulate_grad_batches=3,
@@ -416,9 +417,12 @@ def resumed_to_bits(batch: int, folder: str) -> bool:
     return all(torch.equal(whole[name], value) for name, value in again.items())
 
 
+@pytest.mark.parametrize("shards", [True, False])
 @pytest.mark.parametrize("batch", [0, 1, 2, 4])
-def test_a_run_resumes_to_the_same_bits_also_within_a_window(ranks: RankPool, tmp_path: Path, batch: int) -> None:
-    assert ranks(2).run(resumed_to_bits, batch, str(tmp_path), timeout=60) == [True, True]
+def test_a_run_resumes_to_the_same_bits_also_within_a_window(
+    ranks: RankPool, tmp_path: Path, batch: int, shards: bool
+) -> None:
+    assert ranks(2).run(resumed_to_bits, batch, str(tmp_path), shards, timeout=60) == [True, True]
 
 
 def best_of_a_fit(folder: str) -> list[float]:
@@ -489,8 +493,14 @@ class WalksAway(Deep):
         return -1 if batch_idx == 4 and self.current_epoch == 0 else None
 
 
-def ended_early(strategy: str) -> dict[str, Tensor]:
-    trainer = quiet(strategy=strategy, devices=2, max_epochs=2, accumulate_grad_batches=3, precision="64-true")
+def ended_early(strategy: Any) -> dict[str, Tensor]:
+    trainer = quiet(
+        strategy=strategy or FSDPStrategy(accumulate_shards=False),
+        devices=2,
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        precision="64-true",
+    )
     trainer.seed = 5
     torch.manual_seed(1)
     trainer.fit(WalksAway(), rows(36)(2))
@@ -500,7 +510,7 @@ def ended_early(strategy: str) -> dict[str, Tensor]:
 def test_gradients_of_a_window_that_ended_early_are_dropped(ranks: RankPool) -> None:
     """Whole gradients wait beside `.grad`, where torch's `zero_grad` does not see them."""
     expected = ranks(2).run(ended_early, "ddp")[0]
-    for found in ranks(2).run(ended_early, "fsdp", timeout=60):
+    for found in ranks(2).run(ended_early, None, timeout=60):
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-13, msg=name)
 
@@ -582,7 +592,7 @@ class ReturnsNone(Deep):
 
 REFUSED: list[tuple[Callable[[], LightningModule], dict[str, Any], str]] = [
     (OnMeta, {}, "'head.weight' is on the meta device"),
-    (MadeEarly, {}, "Make the optimizer in `configure_optimizers`"),
+    (MadeEarly, {}, "make the optimizer in `configure_optimizers`"),
     (LineSearch, {}, "FSDPStrategy with LBFGS: it mixes the elements"),
     (Grows, {}, "'more' came after the module was sharded"),
     (ReturnsNone, {}, "if only `0.0 * loss`"),
