@@ -173,7 +173,7 @@ class FSDPStrategy(RankedStrategy):
         self._late_buffers: LateBuffers | None = None
         self._buffers: WindowBuffers | None = None
         self._norms: SynchronizedNorms | None = None
-        self._zero_weight = False
+        self._zero_weight = self._has_begun = False
         self._ends_gathering: Callable[[], None] | None = None
 
     def resolved(self) -> Strategy:
@@ -343,8 +343,9 @@ class FSDPStrategy(RankedStrategy):
         """As on one process, with blocks gathered as the forward comes to them."""
         assert self._sharded is not None
         self._check_late()
-        if torch.is_grad_enabled() and not self._zero_weight:
+        if torch.is_grad_enabled() and not self._has_begun:
             self._forward_begins()
+        self._has_begun = False
         with nullcontext() if self.context is None else self.context():
             return self._sharded.run(fn, *args)
 
@@ -386,10 +387,16 @@ class FSDPStrategy(RankedStrategy):
         raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
 
     @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
+        if torch.is_grad_enabled():
+            self._forward_begins()
+            self._has_begun = True
+        yield
+
+    @contextmanager
     def zero_weight(self) -> Iterator[list[Tensor]]:
         """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
-        if torch.is_grad_enabled():
-            self._forward_begins()  # before the loop keeps a copy of the buffers, which it puts back
         self._zero_weight = True
         if self._norms is not None:
             self._norms.set_zero_weight(True)
