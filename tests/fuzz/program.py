@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from lockstep import Callback, LightningModule, Trainer
 from lockstep.loggers import Logger
 from lockstep.parallel.hooks.compress import allreduce
-from lockstep.strategies import DDPStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy
 
 ENGINES: dict[str, dict[str, Any]] = {
     "in shared memory": {},
@@ -36,6 +36,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sharded optimizer": {"shard_optimizer": True},
     "communication hook": {"ddp_comm_hook": allreduce},
     "check_reduction": {"check_reduction": True},
+    "shards": {"auto_wrap_policy": {nn.Linear}},
+    "shards, whole between": {"sharding_strategy": "SHARD_GRAD_OP"},
 }
 LATE_HOOKS = (
     "on_fit_start",
@@ -497,7 +499,8 @@ def run(program: Program) -> Shown:
     if program.validation:
         validation = DataLoader(samples(program.seed + 2, program.validation, first=200), program.batch_size)
     algorithm, value = program.clip or (None, None)
-    strategy = DDPStrategy(**ENGINES[program.engine]) if program.world > 1 else "auto"
+    kind = FSDPStrategy if program.engine.startswith("shards") else DDPStrategy
+    strategy = kind(**ENGINES[program.engine]) if program.world > 1 else "auto"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = Trainer(
@@ -522,7 +525,8 @@ def run(program: Program) -> Shown:
         trainer.fit(module, training_loader(program), validation)
     shown.said = [str(warning.message) for warning in caught]
     shown.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    shown.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    whole = {name: value for name, value, _ in trainer.strategy.whole_parameters()}
+    shown.parameters = {name: whole[name].clone() for name, _ in module.named_parameters()}
     shown.parameters.update({f"hidden {i}": p.detach().clone() for i, p in enumerate(module.hidden)})
     shown.buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     return shown

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from lockstep.callbacks import (
 )
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel import sharded_init
 from lockstep.parallel.fully_shard import blocks_by, find_blocks
+from lockstep.parallel.sharded_init import ShardedInit
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
@@ -98,6 +101,7 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)},
     "offload": {"cpu_offload": True},
     "recomputed": {"activation_checkpointing": True},
+    "reduced once": {"accumulate_shards": False},
 }
 
 
@@ -111,7 +115,7 @@ def equivalence(case: str, mode: str) -> EquivalenceReport:
     )
 
 
-EVERYDAY = [("full", 2), ("full", 3), ("gradients", 2)]
+EVERYDAY = [("full", 2), ("full", 3), ("gradients", 2), ("reduced once", 2)]
 ALL = [(mode, world) for mode in MODES for world in (1, 2, 3, 4) if mode != "hybrid" or world in (2, 4)]
 
 
@@ -171,6 +175,53 @@ def test_each_rank_keeps_its_part(ranks: RankPool) -> None:
     for mine, whole in found:
         assert mine < whole / 4 + 8 * 30 * 7  # rows do not divide: torch cuts whole rows
     assert sum(mine for mine, _ in found) >= found[0][1]
+
+
+class BuiltLate(LightningModule):
+    """Its layers are made in `configure_model`, with random numbers, and some again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Sequential | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(6, 64), *[Block(64) for _ in range(6)], nn.Linear(64, 1))
+            for layer in self.net[:2].modules():
+                if isinstance(layer, nn.Linear):
+                    nn.init.trunc_normal_(layer.weight, std=0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.net is not None
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def built_late(strategy: str) -> tuple[dict[str, Tensor], int]:
+    sharded_init.BUDGET, peaks = 20_000, []
+    own = ShardedInit.gather
+
+    def noting(self: ShardedInit, tensors: Any) -> None:
+        own(self, tensors)
+        peaks.append(self.peak)
+
+    with patch.object(ShardedInit, "gather", noting):
+        torch.manual_seed(4 + (dist.get_rank() if strategy == "fsdp" else 0))
+        world = dist.get_world_size() if strategy == "fsdp" else 1
+        trainer = quiet(strategy=strategy, devices=world, max_steps=1)
+        trainer.fit(BuiltLate(), rows(8)(2))
+    whole = {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+    return whole, max(peaks, default=0)
+
+
+def test_ranks_build_together_what_none_of_them_holds(ranks: RankPool) -> None:
+    ((expected, _),) = ranks(1).run(built_late, "auto", group=False)
+    size = sum(value.nbytes for value in expected.values())
+    for found, peak in ranks(3).run(built_late, "fsdp", timeout=60):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+        assert 0 < peak < size / 3
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------
@@ -345,10 +396,10 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def resumed_to_bits(batch: int, folder: str) -> bool:
+def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
     def fit(resume: str | None = None) -> dict[str, Tensor]:
         trainer = quiet(
-            strategy="fsdp",
+            strategy=FSDPStrategy(accumulate_shards=shards),
             devices=2,
             max_epochs=3,
             accumulate_grad_batches=3,
@@ -366,9 +417,12 @@ def resumed_to_bits(batch: int, folder: str) -> bool:
     return all(torch.equal(whole[name], value) for name, value in again.items())
 
 
+@pytest.mark.parametrize("shards", [True, False])
 @pytest.mark.parametrize("batch", [0, 1, 2, 4])
-def test_a_run_resumes_to_the_same_bits_also_within_a_window(ranks: RankPool, tmp_path: Path, batch: int) -> None:
-    assert ranks(2).run(resumed_to_bits, batch, str(tmp_path), timeout=60) == [True, True]
+def test_a_run_resumes_to_the_same_bits_also_within_a_window(
+    ranks: RankPool, tmp_path: Path, batch: int, shards: bool
+) -> None:
+    assert ranks(2).run(resumed_to_bits, batch, str(tmp_path), shards, timeout=60) == [True, True]
 
 
 def best_of_a_fit(folder: str) -> list[float]:
@@ -439,8 +493,14 @@ class WalksAway(Deep):
         return -1 if batch_idx == 4 and self.current_epoch == 0 else None
 
 
-def ended_early(strategy: str) -> dict[str, Tensor]:
-    trainer = quiet(strategy=strategy, devices=2, max_epochs=2, accumulate_grad_batches=3, precision="64-true")
+def ended_early(strategy: Any) -> dict[str, Tensor]:
+    trainer = quiet(
+        strategy=strategy or FSDPStrategy(accumulate_shards=False),
+        devices=2,
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        precision="64-true",
+    )
     trainer.seed = 5
     torch.manual_seed(1)
     trainer.fit(WalksAway(), rows(36)(2))
@@ -450,7 +510,7 @@ def ended_early(strategy: str) -> dict[str, Tensor]:
 def test_gradients_of_a_window_that_ended_early_are_dropped(ranks: RankPool) -> None:
     """Whole gradients wait beside `.grad`, where torch's `zero_grad` does not see them."""
     expected = ranks(2).run(ended_early, "ddp")[0]
-    for found in ranks(2).run(ended_early, "fsdp", timeout=60):
+    for found in ranks(2).run(ended_early, None, timeout=60):
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-13, msg=name)
 
@@ -532,7 +592,7 @@ class ReturnsNone(Deep):
 
 REFUSED: list[tuple[Callable[[], LightningModule], dict[str, Any], str]] = [
     (OnMeta, {}, "'head.weight' is on the meta device"),
-    (MadeEarly, {}, "Make the optimizer in `configure_optimizers`"),
+    (MadeEarly, {}, "make the optimizer in `configure_optimizers`"),
     (LineSearch, {}, "FSDPStrategy with LBFGS: it mixes the elements"),
     (Grows, {}, "'more' came after the module was sharded"),
     (ReturnsNone, {}, "if only `0.0 * loss`"),

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -197,7 +197,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     strategy.barrier("after setup")
     if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
-    with nullcontext() if strategy.init_device is None else strategy.init_device:
+    with strategy.building():
         session.hooks.own("configure_model")
     own_backward = module.backward if is_overridden("backward", module, LightningModule) else None
     if strategy.places_first:

@@ -149,12 +149,12 @@ class Result:
 OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
 
 
-def _norms_by_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One number for each device, NaN where a tensor on it holds one."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+def _norms_by_kind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One number for each device and class of tensors, NaN where one of them holds one."""
+    by_kind: dict[tuple[torch.device, type], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.detach())
-    return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_device.values()]
+        by_kind.setdefault((tensor.device, type(tensor)), []).append(tensor.detach())
+    return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_kind.values()]
 
 
 class _Flag:
@@ -322,7 +322,7 @@ class FitLoop:
             return
         module = self.session.module
         weights = [p for p in module.parameters() if p.is_floating_point() and p.numel() and p.layout is torch.strided]
-        if weights and any(norm.isnan() for norm in _norms_by_device(weights)):
+        if weights and any(norm.isnan() for norm in _norms_by_kind(weights)):
             named = module.named_parameters()
             found = [name for name, p in named if any(p is weight for weight in weights) and p.isnan().any()]
             self._tell_nan(f"parameter {found[0]!r} holds NaN" if found else "a parameter holds NaN")

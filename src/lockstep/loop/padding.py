@@ -100,7 +100,8 @@ def without_trace(module: nn.Module, buffers: Iterable[Tensor]) -> Iterator[None
         buffers: of it, those that this rank alone changes.
     """
     states = random_states()
-    seen = _Seen(type(module).__module__.partition(".")[0])
+    packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
+    seen = _Seen(next(package for package in packages if package != "torch"))  # torch's FSDP derives a class of its own
     restores = [_of_tensor(buffer) for buffer in buffers]
     for part in module.modules():
         restores.append(_of_metric(part, seen) if is_metric(part) else _of_attributes(part, seen))

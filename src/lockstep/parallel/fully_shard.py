@@ -132,6 +132,7 @@ def shard(
     reshard_after_forward: bool,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
+    gather: Callable[[Iterable[Tensor]], object] = list,
 ) -> None:
     """Let each rank keep its shard of rank 0's weights, a block at a time. Collective.
 
@@ -145,6 +146,7 @@ def shard(
         whole: parameters that stay as they are.
         reshard_after_forward: free a block's parameters between its forward and its backward.
         mp_policy, offload_policy: as of ``fully_shard``.
+        gather: makes a block's parameters whole, before it is cut.
 
     Raises:
         ValueError: the ranks' modules are not alike, or a parameter has no values (it is on the meta device).
@@ -159,6 +161,7 @@ def shard(
                 "`configure_model` (without torch.device('meta'))"
             )
     buffers = list(module.buffers())
+    gather(buffers)
     for buffer in buffers:
         buffer.data = buffer.data.to(device)
     broadcast_buffers(buffers, 0, None)
@@ -167,6 +170,7 @@ def shard(
         if isinstance(block, FSDPModule):
             continue
         mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        gather(mine)
         for parameter in mine:
             parameter.data = parameter.data.to(device)
         comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)
@@ -179,6 +183,20 @@ def shard(
             ignored_params=whole,
         )
         done.update(id(parameter) for parameter in block.parameters())
+
+
+def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
+    """The parameters that ``fully_shard`` would not take beside the others of their block: of another dtype, or 0-d."""
+    odd: list[Parameter] = []
+    done: set[int] = set()
+    for block in (*blocks, module):
+        mine = [p for p in block.parameters() if id(p) not in done and p.dim()]
+        done.update(id(p) for p in mine)
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in mine:
+            sizes[parameter.dtype] += parameter.numel()
+        odd += [p for p in mine if p.dtype != sizes.most_common(1)[0][0]]
+    return [*odd, *(parameter for parameter in module.parameters() if not parameter.dim())]
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:
@@ -244,6 +262,30 @@ class ShardedModule:
         finally:
             self._is_running = False
 
+    def gather_anew(self) -> Callable[[], None]:
+        """Let layers that belong to the module's own group gather it, should a backward within `run` have freed it.
+
+        So it is in manual optimization, where a step goes on with forwards after a backward.
+
+        Returns:
+            ends it.
+        """
+        root, state = self._parts[0], self._module_state()
+        own = {id(module) for group in state._fsdp_param_groups for p in group.fsdp_params for module in _owners(p)}
+
+        def gather(layer: nn.Module, args: object) -> None:
+            if self._is_running and not all(group.is_unsharded for group in state._fsdp_param_groups):
+                root.unshard()
+
+        layers = [layer for layer in self.module.modules() if id(layer) in own and layer is not self.module]
+        handles = [layer.register_forward_pre_hook(gather) for layer in layers]
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
+
     def _set_sync(self, sync: bool) -> None:
         if sync is not self._syncs:
             self._syncs = sync
@@ -262,8 +304,8 @@ class ShardedModule:
         A parameter that no rank has used since the last reduction gets no gradient, as on one process; torch gives
         zeros, by which weight decay and momentum would change it.
 
-        Within `run`, as in manual optimization, torch has not seen the end of the forward: the module's own parameters
-        are told of the backward here, and are whole again after it.
+        Within `run`, as in manual optimization, torch has not seen the end of the forward: the module's own group is
+        told of the backward here.
 
         Args:
             loss: it begins from.
@@ -293,17 +335,6 @@ class ShardedModule:
         if sync:
             self._take_back(before)
             self._used.clear()
-        if self._is_running:
-            self._parts[0].unshard()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step: within `run` the module's own parameters are gathered again after it."""
-        if self._is_running:
-            self._parts[0].reshard()
-        yield
-        if self._is_running:
-            self._parts[0].unshard()
 
     def _module_state(self) -> Any:
         return self._parts[0]._get_fsdp_state()
@@ -372,6 +403,11 @@ class ShardedModule:
                 gathered.grad = whole.to(gathered.device)
             else:
                 param.unsharded_accumulated_grad = whole.to(gathered.device)
+
+
+def _owners(param: Any) -> list[nn.Module]:
+    info = param._module_info
+    return [info.module, *info.shared_modules]
 
 
 def _called(self_and_work: Callable[[], Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -80,6 +80,10 @@ class Strategy(Engine):
         """Join the other ranks; afterwards collectives work."""
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)
+
+    def building(self) -> AbstractContextManager[object]:
+        """Around ``configure_model``. Collective."""
+        return nullcontext() if self.init_device is None else self.init_device
 
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""

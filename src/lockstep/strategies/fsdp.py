@@ -16,12 +16,13 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
-from lockstep.parallel.late_parameters import LateParameters
+from lockstep.parallel.late_parameters import LateParameters, LateTensors
 from lockstep.parallel.reducer import Reducer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.parallel.fully_shard import Policy, ShardedModule
+    from lockstep.parallel.sharded_init import ShardedInit
 
 NO_LOSS = (
     "`training_step` returned None on rank {rank}. Under FSDP all ranks go back through the layers together, and the "
@@ -43,8 +45,14 @@ LATE = (
     "in `__init__` or in `configure_model`"
 )
 STALE = (
-    "{optimizer} holds a parameter of shape {shape} that the module does not have: FSDP has put shards in the place of "
-    "the parameters. Make the optimizer in `configure_optimizers`, from self.parameters()."
+    "{optimizer} holds a parameter of shape {shape} that the module does not have. FSDP has put shards in the place of "
+    "the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a plain "
+    "list has to become an attribute of the module."
+)
+GAP = (
+    "Under FSDP ranks go through each layer together, and rank {rank} has no samples of loader {loader} in a "
+    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
+    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
 )
 MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
 """Optimizers of torch's that mix the elements of a parameter, by class name."""
@@ -58,6 +66,14 @@ NO_EFFECT = {
 """Arguments of torch's first FSDP that have no effect here, and why."""
 
 MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+class LateBuffers(LateTensors):
+    """Of what comes after set-up the buffers, which are taken in; parameters are refused elsewhere."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """None: torch puts others in their places all the time."""
+        return {}
 
 
 class FSDPStrategy(RankedStrategy):
@@ -86,6 +102,8 @@ class FSDPStrategy(RankedStrategy):
             is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
         state_dict_type: "full": a checkpoint is one file, as of any strategy.
         device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
+        accumulate_shards: reduce after each backward, and add up the shards. False: whole gradients wait on each rank
+            until the window's end, beside ``.grad``, and are reduced once.
         ignored_modules: modules whose parameters stay whole on each rank.
         backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
         nccl: NCCL's variables, as of ``DDPStrategy``.
@@ -117,6 +135,7 @@ class FSDPStrategy(RankedStrategy):
         state_dict_type: str = "full",
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
+        accumulate_shards: bool = True,
         ignored_modules: Iterable[nn.Module] | None = None,
         backward_prefetch: object = "BACKWARD_PRE",
         nccl: Mapping[str, Any] | None = None,
@@ -145,13 +164,17 @@ class FSDPStrategy(RankedStrategy):
             _mixed_policy(mixed_precision)  # what it cannot be is said here
         self._policy = auto_wrap_policy
         self._recomputes = _recomputed(activation_checkpointing, activation_checkpointing_policy)
+        self._accumulates_shards = _is_on("accumulate_shards", accumulate_shards, "")
         self._ignored = list(ignored_modules or ())
+        self._built: ShardedInit | None = None
         self._sharded: ShardedModule | None = None
         self._reducer: Reducer | None = None
         self._late: LateParameters | None = None
+        self._late_buffers: LateBuffers | None = None
         self._buffers: WindowBuffers | None = None
         self._norms: SynchronizedNorms | None = None
-        self._zero_weight = False
+        self._zero_weight = self._has_begun = False
+        self._ends_gathering: Callable[[], None] | None = None
 
     def resolved(self) -> Strategy:
         """Itself; without sharding it is DDP."""
@@ -163,6 +186,17 @@ class FSDPStrategy(RankedStrategy):
 
     # -- set up
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        from lockstep.parallel import sharded_init
+
+        if self.world.size == 1:
+            yield
+            return
+        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
+            yield
+
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
@@ -172,41 +206,51 @@ class FSDPStrategy(RankedStrategy):
         if not is_sharded(module):
             self.precision.convert_module(module)
             self._shard(module)
+        self._built = None
         self._sharded = ShardedModule(module)
-        if self._late is not None:
-            self._late.close()
-        self._late = LateParameters(module)
+        self._watch(module)
         self._watch_buffers()
+
+    def _watch(self, module: LightningModule) -> None:
+        self._watch_no_more()
+        self._late = LateParameters(module)
+        if self.world.size > 1:
+            self._late_buffers = LateBuffers(module, True, lambda parameters, buffers: self._watch_buffers())
+
+    def _watch_no_more(self) -> None:
+        for late in (self._late, self._late_buffers):
+            if late is not None:
+                late.close()
+        self._late = self._late_buffers = None
 
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        from lockstep.parallel.fully_shard import blocks_by, find_blocks, recompute, shard
+        from lockstep.parallel.fully_shard import blocks_by, find_blocks, find_odd, recompute, shard
 
         with _named("auto_wrap_policy", self._policy):
             blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
         if self._recomputes is not None:
             with _named("activation_checkpointing", self._recomputes):
                 recompute(blocks if self._recomputes is True else blocks_by(self._recomputes, module))
-        whole = {p for layer in self._ignored for p in layer.parameters()}
-        whole |= {parameter for parameter in module.parameters() if not parameter.dim()}
+        left = {p for layer in self._ignored for p in layer.parameters()} | set(find_odd(module, blocks))
+        whole = [parameter for parameter in module.parameters() if parameter in left]
+        gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
+        gather(whole)
         for parameter in whole:
             parameter.data = parameter.data.to(self.root_device)
-        if whole:
-            from lockstep.ground import comm
-
-            named = {parameter: name for name, parameter in module.named_parameters()}
-            comm.broadcast_tensors([p.data for p in sorted(whole, key=lambda p: named.get(p, ""))], 0, None)
+        comm.broadcast_tensors([parameter.data for parameter in whole], 0, None)
         pins = self.root_device.type == "cuda"
         shard(
             module,
             blocks,
             mesh=self._mesh(),
             device=self.root_device,
-            whole=whole,
+            whole=set(whole),
             reshard_after_forward=self._mode in ("FULL_SHARD", "HYBRID_SHARD"),
             mp_policy=_mixed_policy(self._mixed),
             offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._offloads else OffloadPolicy(),
+            gather=gather,
         )
 
     def _mesh(self) -> DeviceMesh:
@@ -251,6 +295,8 @@ class FSDPStrategy(RankedStrategy):
             self._norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout)
             if self._norms.layers:
                 self._buffers = self._buffers if self._own_buffers() else None
+        if not self.module.automatic_optimization:
+            self._ends_gathering = self._sharded.gather_anew()
         whole = [(n, p) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, shared_memory=False) if whole else None
 
@@ -278,15 +324,16 @@ class FSDPStrategy(RankedStrategy):
         super().teardown()
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
+        if self._ends_gathering is not None:
+            self._ends_gathering()
+            self._ends_gathering = None
         if self._norms is not None:
             self._norms.put_back()
             self._norms = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
-        if self._late is not None:
-            self._late.close()
-            self._late = None
+        self._watch_no_more()
         if self._sharded is not None:
             self._sharded.reshard()
 
@@ -295,23 +342,34 @@ class FSDPStrategy(RankedStrategy):
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, with blocks gathered as the forward comes to them."""
         assert self._sharded is not None
+        self._check_late()
+        if torch.is_grad_enabled() and not self._has_begun:
+            self._forward_begins()
+        self._has_begun = False
+        with nullcontext() if self.context is None else self.context():
+            return self._sharded.run(fn, *args)
+
+    def _check_late(self) -> None:
         if self._late is not None and self._late.found is not None:
             raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-        if self._buffers is not None and torch.is_grad_enabled():
+
+    def _forward_begins(self) -> None:
+        """Take rank 0's buffers before the first training forward of a window, and those that have come."""
+        if self._late_buffers is not None:
+            self._late_buffers.forward_begins()
+        if self._buffers is not None:
             if self._buffers.due:
                 self._buffers.align()
             self._buffers.differ = True
-        with nullcontext() if self.context is None else self.context():
-            return self._sharded.run(fn, *args)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with each block's gradients reduced as they are there, while it still runs."""
         assert self._sharded is not None
-        reducer = self._reducer
+        reducer, sync = self._reducer, self.sync_gradients or self._accumulates_shards
         if reducer is not None:
-            reducer.sync, reducer.zero_weight = self.sync_gradients, self._zero_weight
+            reducer.sync, reducer.zero_weight = sync, self._zero_weight
             reducer.prepare()
-        with self._sharded.backward(loss, self.sync_gradients, drops=self._zero_weight):
+        with self._sharded.backward(loss, sync, drops=self._zero_weight):
             super().backward(loss, *args, **kwargs)
         if reducer is not None:
             reducer.finish()
@@ -323,6 +381,18 @@ class FSDPStrategy(RankedStrategy):
     def skip(self, absent: bool = False) -> None:
         """Refuse it: the other ranks go back through the layers and would wait."""
         raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse it: ranks with and without that part would go through layers a different number of times."""
+        raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
+        if torch.is_grad_enabled():
+            self._forward_begins()
+            self._has_begun = True
+        yield
 
     @contextmanager
     def zero_weight(self) -> Iterator[list[Tensor]]:
@@ -343,13 +413,24 @@ class FSDPStrategy(RankedStrategy):
     @contextmanager
     def one_model(self) -> Iterator[None]:
         """Rank 0's buffers on all."""
+        self._look()
         with nullcontext() if self._buffers is None else self._buffers.shown():
             yield
         if self._sharded is not None:
             self._sharded.reshard()
 
+    def _look(self) -> None:
+        self._check_late()
+        if self._late_buffers is not None:
+            self._late_buffers.look()
+
+    def epoch_begins(self) -> None:
+        """Look for what has come without torch's telling."""
+        self._look()
+
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers."""
+        self._look()
         if self._buffers is not None:
             self._buffers.align()
 
@@ -367,12 +448,6 @@ class FSDPStrategy(RankedStrategy):
             part.grad = local_part(parameter.grad)
             parts.append(part)
         clip_by_value(parts, value)
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: object) -> Any:
-        """Update this rank's shards of one optimizer's parameters."""
-        assert self._sharded is not None
-        with self._sharded.stepping():
-            return super().step(optimizer, closure, **options)
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """The same of a shard, and of the whole parameter where it is gathered now."""
@@ -487,7 +562,7 @@ def _is_on(argument: str, value: object, field: str) -> bool:
         return bool(value)
     if type(value).__name__ == "CPUOffloadPolicy":
         return True
-    if hasattr(value, field):
+    if field and hasattr(value, field):
         return bool(getattr(value, field))
     raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): give True or False.")
 

@@ -199,7 +199,8 @@ def _die_before_rename(*args: object, **kwargs: object) -> NoReturn:
 def digest(state: object) -> str:
     """SHA-256 of a nest of dicts, lists and tuples of tensors and plain values: the same for the same bits only.
 
-    Names, types and shapes count, the order of a dict's keys and the device do not.
+    Names, types and shapes count, the order of a dict's keys and the device do not. Of a DTensor this rank's part
+    counts.
     """
     made = hashlib.sha256()
     for part in _parts(state):
@@ -209,8 +210,9 @@ def digest(state: object) -> str:
 
 def _parts(state: object) -> Iterator[bytes]:
     if isinstance(state, Tensor):
-        yield f"{state.dtype} {tuple(state.shape)}".encode()
-        yield state.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        part: Tensor = getattr(state, "_local_tensor", state)
+        yield f"{part.dtype} {tuple(part.shape)}".encode()
+        yield part.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     elif isinstance(state, Mapping):
         yield f"dict {len(state)}".encode()
         for key in sorted(state, key=repr):

@@ -25,7 +25,9 @@ from lockstep.module import LightningModule
 from lockstep.parallel.hooks.compress import Int8State, int8
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.testing.crash import Kill, KillAt, report
 from lockstep.trainer import Trainer
 
@@ -45,9 +47,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "ddp_comm_state": lambda: PostLocalSGDState(start=5, local_allreduce=False),
     },
     "int8": {"ddp_comm_hook": int8, "ddp_comm_state": Int8State},
+    "fsdp": {},
     "power_sgd": {"ddp_comm_hook": power_sgd, "ddp_comm_state": lambda: PowerSGDState(rank=2, start=2)},
 }
-"""Names of strategies and the arguments of `DDPStrategy`; a communication hook's state is made anew."""
+"""Names of strategies, and arguments of `DDPStrategy` or `FSDPStrategy`; a hook's state is made anew."""
 
 DATA = ("keyed", "torch", "random", "weighted", "numpy", "batch", "stream", "stateful")
 """Where the order comes from: lockstep's own, torch's, a sampler of torch's with a generator, one that draws with
@@ -277,6 +280,12 @@ def seen(folder: Path, ranks: int) -> dict[int, list[int]]:
     return {epoch: sorted(samples) for epoch, samples in found.items()}
 
 
+def _strategy(name: str, options: dict[str, Any]) -> Strategy | str:
+    if name == "single":
+        return "auto"
+    return FSDPStrategy(**options) if name == "fsdp" else DDPStrategy(**options)
+
+
 def train(folder: Path, setting: Setting, kill: Kill | None) -> None:
     """The fit, which goes on where an earlier life has left it."""
     seed_everything(7, verbose=False)
@@ -288,7 +297,7 @@ def train(folder: Path, setting: Setting, kill: Kill | None) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=setting.devices,
-        strategy="auto" if setting.strategy == "single" else DDPStrategy(**options),
+        strategy=_strategy(setting.strategy, options),
         max_epochs=EPOCHS,
         accumulate_grad_batches=setting.accumulate,
         order="torch" if setting.data == "torch" else "lockstep",
