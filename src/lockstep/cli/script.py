@@ -113,9 +113,9 @@ class Text:
                 self.replace(start, end if comma is None else comma.end(), "")
 
     def edited(self) -> str:
-        """The text with all edits; one that lies in another's place is left out."""
+        """The text with all edits; one that lies in the place of another, larger one is left out."""
         text, upto = [], 0
-        for start, end, new in sorted(self._edits, key=lambda edit: (edit[0], edit[1])):
+        for start, end, new in sorted(self._edits, key=lambda edit: (edit[0], edit[1] > edit[0], -edit[1])):
             if start >= upto:
                 text += [self.text[upto:start], new]
                 upto = end
@@ -170,7 +170,7 @@ TEST_TUBE = str(refusal(f"{ROOT}.loggers.test_tube"))
 FACES = ("", "callbacks", "loggers", "utilities", "strategies", "profilers", "cli", "plugins.environments")
 
 
-def face_of(names: Iterable[str]) -> str | None:
+def face_of(names: Sequence[str]) -> str | None:
     """The module that users import these names from."""
     for face in FACES:
         path = f"{ROOT}.{face}".rstrip(".")
@@ -249,7 +249,7 @@ class Script(Text):
             self._from_lightning(node)
             return
         if OF_OLD.fullmatch(home) or "fabric" in module:
-            home = face_of(alias.name for alias in node.names) or home
+            home = face_of([alias.name for alias in node.names]) or home
         for at, alias in enumerate(node.names):
             path = f"{home}.{alias.name}"
             if alias.name == "*":
