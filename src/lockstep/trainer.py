@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from typing_extensions import Never
+
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.detect import Placement
@@ -183,13 +185,14 @@ class Trainer(Attributes):
         keep_global_batch: bool = True,
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
-        **others: Any,
+        **others: Never,
     ) -> None:
         variables = locals()
         flags = {name: variables[name] for name in FLAGS}
         flags.update(flags_of(flags, FLAGS))
-        old = old_flags_of(flags, others)
-        refuse_unknown_flags(others, FLAGS)
+        unknown: dict[str, Any] = {**others}  # for type checkers there are none: they tell of a misspelt flag
+        old = old_flags_of(flags, unknown)
+        refuse_unknown_flags(unknown, FLAGS)
         callbacks, self._resume_from = flags["callbacks"], None
         if old:
             today = translate(old, flags, FLAGS)

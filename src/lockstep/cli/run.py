@@ -65,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP, end="")
         return 0
     if first == "--version":
-        import lockstep
-
-        print(f"lockstep {lockstep.__version__}")
+        print(f"lockstep {sys.modules['lockstep'].__version__}")
         return 0
     if first not in COMMANDS:
         there = ", ".join(f"lockstep {name}" for name in COMMANDS)
