@@ -69,6 +69,15 @@ def shortened(error: BaseException, most: int = MOST) -> str:
     return "".join(f"{printable(_narrow(line))}\n" for line in lines)
 
 
+def wipe_line() -> None:
+    """On a terminal, begin at the left: another rank may have a progress bar on this line, which it draws again."""
+    try:
+        if os.isatty(2) and os.environ.get("TERM") != "dumb":
+            os.write(2, b"\r\x1b[K")
+    except OSError:  # it is closed
+        pass
+
+
 def _narrow(line: str) -> str:
     return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
 
