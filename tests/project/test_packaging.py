@@ -57,6 +57,7 @@ def test_torch_is_bounded_by_what_was_tried(project: dict[str, Any]) -> None:
     (required,) = (line for line in project["dependencies"] if line.startswith("torch"))
     assert required.partition(",")[2] == f"<{major}.{minor + 1}"
     assert (major, minor) == device.TRIED
+    assert f"{required.partition(',')[0].replace('>=', ' ')} to {major}.{minor}" in (ROOT / "README.md").read_text()
 
 
 def test_a_torch_that_nobody_tried_is_told_of_once(
