@@ -66,6 +66,11 @@ def trainer(flags: str) -> str:
             "if True:\n    from lightning import pytorch as pl, Trainer",
             "if True:\n    import lockstep as pl\n    from lockstep import Trainer",
         ),
+        (
+            "from pytorch_lightning import *\nTrainer(early_stop_callback=True)",
+            "from lockstep.callbacks import EarlyStopping\nfrom lockstep import *\n"
+            'Trainer(callbacks=[EarlyStopping("val_loss", patience=3)])',
+        ),
         ("from pytorch_lightning import *\nTrainer(max_nb_epochs=1)", "from lockstep import *\nTrainer(max_epochs=1)"),
         (
             "from lightning.pytorch.callbacks import (\n    EarlyStopping,  # stops\n    ModelCheckpoint,\n)",
@@ -99,6 +104,8 @@ def test_imports(before: str, after: str) -> None:
     [
         ("from lightning.pytorch.strategies import FSDPStrategy", "FSDPStrategy: FSDP is not built"),
         ("from lightning.fabric import Fabric", "Fabric: lockstep has no Fabric"),
+        ("from pytorch_lightning.loops import *", r"from pytorch_lightning.loops import \*: Lightning's loops are inner"),
+        ("from pytorch_lightning.utilities.cloud_io import get", "get: lockstep has no such module"),
         ("from lightning.pytorch import nothing", "nothing: lockstep has nothing of this name"),
         ("import lightning.pytorch as pl\npl.strategies.DeepSpeedStrategy()", "pl.strategies.DeepSpeedStrategy: DeepSpeed"),
         ("import pytorch_lightning as pl\npl.metrics.Accuracy()", "pl.metrics.Accuracy: metrics are a package of their own"),

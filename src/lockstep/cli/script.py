@@ -157,10 +157,21 @@ def refusal(path: str) -> str | None:
         else:
             import_module(name)
     except ImportError as error:
-        return str(error).partition(": ")[2] or str(error)
+        reason = str(error).partition(": ")[2]
+        return reason or "lockstep has no such module; docs/lightning.md has the names that there are."
     except AttributeError:
         return "lockstep has nothing of this name; docs/lightning.md has the names that there are."
     return None
+
+
+@functools.cache
+def is_module(path: str) -> bool:
+    """Whether a path is a module of lockstep, or one that it refuses by a sentence."""
+    try:
+        import_module(path)
+    except ImportError as error:
+        return not str(error).startswith("No module named")
+    return True
 
 
 DATA_LOADER, AUTO_MOVE = refusal(f"{ROOT}.data_loader"), refusal(f"{ROOT}.core.auto_move_data")
@@ -253,7 +264,12 @@ class Script(Text):
         for at, alias in enumerate(node.names):
             path = f"{home}.{alias.name}"
             if alias.name == "*":
-                self.names.update({name: f"{home}.{name}" for name in getattr(import_module(home), "__all__", ())})
+                why = refusal(home)
+                names = getattr(import_module(home), "__all__", ()) if why is None else ("*",)
+                self.names.update({name: f"{home}.{name}" for name in names})
+                self._imported.update(dict.fromkeys(names, node))
+                if why is not None:
+                    self.note(node, f"from {module} import *: {why}")
                 continue
             self.names[alias.asname or alias.name] = path
             self._imported[alias.asname or alias.name] = node
@@ -309,8 +325,7 @@ class Script(Text):
             if _is_chain(node) and whole.partition(".")[0] in self._bare:
                 return home_of(whole)
             base = self.meant(node.value)
-            is_module = base is not None and base.startswith(ROOT) and not base.rpartition(".")[2][:1].isupper()
-            return f"{base}.{node.attr}" if is_module else None
+            return f"{base}.{node.attr}" if base is not None and base.startswith(ROOT) and is_module(base) else None
         return None
 
     def spelled(self, path: str, beside: str) -> str:
