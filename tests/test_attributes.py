@@ -220,3 +220,14 @@ def test_every_flag_that_is_read_as_it_is_has_a_type() -> None:
     flags = {each.name: each.type for each in dataclasses.fields(RunConfig)}
     written = {name: text for name, text in Attributes.__annotations__.items() if name in flags}
     assert written == {name: text for name, text in flags.items() if name not in own}
+
+
+@pytest.mark.parametrize("name", ["from_argparse_args", "add_argparse_args", "parse_argparser"])
+def test_what_read_command_lines_names_todays_way(name: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"Trainer\.{name}\(\) is gone since Lightning 2\.0: .* or use LightningCLI\."
+    ):
+        getattr(Trainer, name)
+    trainer = Trainer(accelerator="cpu", logger=False)
+    assert not hasattr(trainer, name)
+    assert name not in dir(trainer)

@@ -53,6 +53,19 @@ class Of(Generic[T]):
         setattr(trainer.session, self._name, value)
 
 
+class Gone:
+    """A method of the class of years ago: whoever asks for it is told today's way."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: object, owner: type) -> None:
+        raise AttributeError(f"{owner.__name__}.{self._name}() is gone since Lightning 2.0: {self._instead}.")
+
+
 def _loaders(given: object) -> Any:
     """Loaders as a user asks for them: of a CombinedLoader those that it was made of, as in Lightning."""
     return given.iterables if isinstance(given, CombinedLoader) else given
@@ -134,6 +147,11 @@ class Attributes:
         return {} if session is None else session.config.__dataclass_fields__
 
     if not TYPE_CHECKING:
+        from_argparse_args = Gone(
+            "write Trainer(**vars(args)), with the flags that your parser has, or use LightningCLI"
+        )
+        add_argparse_args = Gone("add the flags that you need by parser.add_argument, or use LightningCLI")
+        parse_argparser = Gone("write parser.parse_args(), or use LightningCLI")
 
         def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
             if name in self._flags():
@@ -146,7 +164,8 @@ class Attributes:
             object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._flags()]
+        gone = {name for name, value in vars(Attributes).items() if isinstance(value, Gone)}
+        return [*(name for name in super().__dir__() if name not in gone), *self._flags()]
 
     # -- where ---------------------------------------------------------------------------------------------
 

@@ -69,6 +69,21 @@ def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert found["variables"]["MASTER_ADDR"] == "node1"
 
 
+def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory = "Some GPU", 80 * 2**30
+
+    assert shown.report()["devices"].keys() >= {"cpu"}
+    monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+    devices = shown.report()["devices"]
+    assert [devices[f"cuda:{number}"] for number in range(2)] == ["Some GPU, 80.0 GiB; CUDA 13.0"] * 2
+    monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: False)
+    assert shown.report()["devices"]["cuda"] == "none; torch is built for CUDA 13.0"
+
+
 def test_every_extra_is_told_of(project: dict[str, Any]) -> None:
     extras = project["optional-dependencies"]
     wanted = set().union(*(names(extras[name]) for name in extras if name not in ("test", "bench", "examples")))

@@ -19,7 +19,7 @@ from lockstep.cli.script import AUTO_MOVE, DATA_LOADER, ROOT, Item, Note, Script
 from lockstep.config.old_flags import ROWS, TOGETHER, together
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.hooks import FORGOTTEN, OF_CALLBACKS
-from lockstep.trainer import FLAGS
+from lockstep.trainer import FLAGS, Trainer
 
 ABOUT = """\
 Print what has to change in a script that was written for Lightning, of 2019 or of today, so that it is one for
@@ -148,7 +148,7 @@ def _move_call(script: Script, call: ast.Call) -> None:
         method = call.func.attr
         of_class = (script.meant(call.func.value) or "").endswith(".Trainer")
         if of_class and method in ("from_argparse_args", "add_argparse_args", "parse_argparser"):
-            script.note(call, f"Trainer.{method}() is gone since 2.0: Trainer(**vars(args)), or LightningCLI.")
+            script.note(call, _why_gone(method))
         elif ast.unparse(call.func.value) in script.trainers:
             for keyword in call.keywords:
                 new = OLD_ARGUMENTS.get(method, {}).get(keyword.arg or "")
@@ -161,6 +161,14 @@ def _move_call(script: Script, call: ast.Call) -> None:
                 script.replace(script.start(keyword), script.start(keyword) + len("period"), "every_n_epochs")
             elif keyword.arg in ("filepath", "prefix"):
                 script.note(keyword, f"ModelCheckpoint({keyword.arg}=...): today dirpath= (a folder) and filename=.")
+
+
+def _why_gone(method: str) -> str:
+    try:
+        getattr(Trainer, method)
+    except AttributeError as error:
+        return str(error)
+    return ""
 
 
 OLD_ARGUMENTS = {
