@@ -250,6 +250,14 @@ def test_what_was_logged_by_returning_it() -> None:
         "def training_step(self, b, i):\n    self.log_dict({'a': l})\n    self.log_dict({'b': l}, prog_bar=True)\n"
         "    return {'loss': l}\n"
     )
+    text = module(
+        "def training_step(self, b, i):\n    if i:\n        out = {'loss': a, 'log': c}\n        return out\n"
+        "    out = {'loss': b, 'log': d}\n    return out"
+    )
+    assert body_of(text) == (
+        "def training_step(self, b, i):\n    if i:\n        out = {'loss': a}\n        self.log_dict(c)\n"
+        "        return out\n    out = {'loss': b}\n    self.log_dict(d)\n    return out\n"
+    )
     text = module("def validation_end(self, o):\n    logs = {'val_loss': l}\n    return {'val_loss': l, 'log': logs}")
     assert "    self.log_dict(logs)\n    return {'val_loss': l}\n" in body_of(text)
     text = module("def validation_end(self, o):\n    return compute(o)")
@@ -264,6 +272,11 @@ def test_what_was_logged_by_returning_it() -> None:
         ("pl.Callback", "on_batch_start(self, t, m)", "on_train_batch_start(self, t, m, batch, batch_idx)"),
         ("pl.Callback", "on_keyboard_interrupt(self, t, m)", "on_exception(self, t, m, exception)"),
         ("pl.callbacks.EarlyStopping", "on_epoch_end(self, t, m)", "on_train_epoch_end(self, t, m)"),
+        (
+            "pl.Callback",
+            "on_train_batch_end(self, t, m, outputs, batch, batch_idx, dataloader_idx: int)",
+            "on_train_batch_end(self, t, m, outputs, batch, batch_idx, dataloader_idx: int = 0)",
+        ),
         ("pl.LightningDataModule", "tng_dataloader(self)", "tng_dataloader(self)"),
         ("object", "on_epoch_end(self)", "on_epoch_end(self)"),
     ],
@@ -336,6 +349,9 @@ class Net(pl.LightningModule):
         tqdm_dict = {"val_loss": mean}
         return {"val_loss": mean, "progress_bar": tqdm_dict, "log": tqdm_dict}
 
+    def training_epoch_end(self, outputs):
+        self.log("epoch_loss", torch.stack([x["loss"] for x in outputs]).mean())
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
@@ -369,7 +385,7 @@ def test_a_script_of_2019_runs_when_it_has_been_moved(ranks: RankPool, tmp_path:
     assert migrated(text)[0] == text
     (done,) = run_script(ranks, tmp_path / "old.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "steps 4 ['train_loss', 'val_loss']" in done.stdout
+    assert "steps 4 ['epoch_loss', 'train_loss', 'val_loss']" in done.stdout
     assert "old spelling" not in done.stderr
     assert "nobody calls" not in done.stderr
 

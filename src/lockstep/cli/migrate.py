@@ -416,6 +416,7 @@ class _Class:
         """Bring every method up to date."""
         for method in self._methods.values():
             self._decorators(method)
+            self._arguments(method)
             if self._kind == "Callback":
                 self._renamed(method, OF_CALLBACKS)
                 continue
@@ -427,7 +428,6 @@ class _Class:
             if found is not None and found[2] != "_step" and method.name != "training_end":
                 self._collected(method, STAGES[found[1]])
             if self._kind == "LightningModule":
-                self._arguments(method)
                 self._hparams(method)
 
     def _decorators(self, method: ast.FunctionDef) -> None:
@@ -511,7 +511,10 @@ class _Class:
 
     def _arguments(self, method: ast.FunctionDef) -> None:
         """Arguments that hooks do not get any more."""
-        for argument in method.args.args:
+        for argument in method.args.args[: len(method.args.args) - len(method.args.defaults)]:
+            if argument.arg in ("dataloader_idx", "unused") and method.name.startswith("on_train_batch_"):
+                end = self._script.end(argument)
+                self._script.replace(end, end, " = 0" if argument.annotation else "=0")
             if argument.arg == "optimizer_idx":
                 self._script.note(
                     method,
@@ -535,16 +538,19 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def _dict_of(method: ast.FunctionDef, node: ast.expr | None) -> ast.Dict | None:
-    """The dict that an expression is: written out, or assigned to the name once, ``OrderedDict({...})`` too."""
+    """The dict that an expression is: written out, or assigned to the name above it, ``OrderedDict({...})`` too."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("dict", "OrderedDict"):
         return _dict_of(method, node.args[0]) if len(node.args) == 1 and not node.keywords else None
     if isinstance(node, ast.Name):
         made = [
-            each.value
+            each
             for each in ast.walk(method)
-            if isinstance(each, ast.Assign) and [ast.unparse(target) for target in each.targets] == [node.id]
+            if isinstance(each, ast.Assign)
+            and [ast.unparse(target) for target in each.targets] == [node.id]
+            and each.lineno < node.lineno
         ]
-        return _dict_of(method, made[0]) if len(made) == 1 and not isinstance(made[0], ast.Name) else None
+        last = max(made, key=lambda each: each.lineno, default=None)
+        return None if last is None else _dict_of(method, last.value)
     return node if isinstance(node, ast.Dict) else None
 
 
