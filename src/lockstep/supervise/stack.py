@@ -70,10 +70,13 @@ def shortened(error: BaseException, most: int = MOST) -> str:
 
 
 def wipe_line() -> None:
-    """On a terminal, begin at the left: another rank may have a progress bar on this line, which it draws again."""
+    """On a terminal, begin at the left, and show the cursor: another rank may have a progress bar on this line.
+
+    It draws the bar again, if it is still there.
+    """
     try:
         if os.isatty(2) and os.environ.get("TERM") != "dumb":
-            os.write(2, b"\r\x1b[K")
+            os.write(2, b"\r\x1b[K\x1b[?25h")
     except OSError:  # it is closed
         pass
 
