@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.aliases import FACE, MODULES, OLD, Refused
 from lockstep.cli.migrate import OLD_ARGUMENTS, RENAMED, migrated, table
 from lockstep.cli.run import main
@@ -166,6 +167,43 @@ def test_flags(before: str, after: str) -> None:
     assert trainer(before) == after
     text = f"import pytorch_lightning as pl\nt = pl.Trainer({before})\n"
     assert bool(told(text)) == (before == after != "max_epochs=1,")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "max_nb_epochs=3, min_nb_epochs=1, train_percent_check=1, val_percent_check=0.5, overfit_pct=0.25",
+        "gpus=0, distributed_backend='dp', use_amp=False, amp_level='O2'",
+        "num_processes=2, distributed_backend='ddp_cpu', nb_sanity_val_steps=0, gradient_clip=0.5",
+        "num_processes=2, accelerator='ddp_spawn', row_log_interval=7, terminate_on_nan=True",
+        "gpus=None, nb_gpu_nodes=1, use_amp=True, amp_level='O3', reload_dataloaders_every_epoch=True",
+        "weights_summary='full', progress_bar_refresh_rate=5, early_stop_callback=True, checkpoint_callback=False",
+        "weights_summary=None, progress_bar_refresh_rate=0, default_save_path='there'",
+        "weights_summary='top', log_save_interval=3, replace_sampler_ddp=False, track_grad_norm=-1",
+    ],
+)
+def test_flags_that_were_moved_make_the_same_trainer(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the Trainer itself translates them while it runs."""
+    monkeypatch.chdir(tmp_path)
+    made = []
+    for today in (flags, trainer(flags)):
+        found = eval(f"pl.Trainer({today})", {"pl": lockstep})
+        parts = (found.strategy, found.precision_plugin, *found.callbacks)
+        said = [
+            getattr(each, "refresh_rate", getattr(each, "patience", getattr(each, "_max_depth", ""))) for each in parts
+        ]
+        made.append(
+            (
+                found.config,
+                found.world_size,
+                {type(each).__name__: what for each, what in zip(parts, said, strict=True)},
+            )
+        )
+    assert made[0] == made[1]
+    assert not {name for name in OLD_FLAGS if f"{name}=" in re.sub(r"\(.*?\)", "", trainer(flags))} - {"accelerator"}
 
 
 def test_a_callback_that_was_a_flag_is_imported() -> None:
