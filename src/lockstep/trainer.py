@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -145,7 +145,7 @@ class Trainer(Attributes):
         num_nodes: int = 1,
         precision: str | int | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
-        callbacks: list[Callback] | Callback | None = None,
+        callbacks: Sequence[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,

@@ -122,6 +122,9 @@ class Watcher(Callback):
 if __name__ == "__main__":
     seed_everything(0, workers=True)
     saver = ModelCheckpoint(monitor="loss", save_top_k=2, mode="min")
+    watchers = [Watcher()]
+    several = [saver, EarlyStopping("loss")]
+    print(Trainer(callbacks=watchers), Trainer(callbacks=several), Trainer(callbacks=saver))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

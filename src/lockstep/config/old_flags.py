@@ -5,7 +5,7 @@ A script that still has them runs, with one warning that names today's spelling,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class Translation:
     spelled: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def with_callbacks(self, given: Callback | list[Callback] | None) -> list[Any]:
+    def with_callbacks(self, given: Callback | Sequence[Callback] | None) -> list[Any]:
         """The callbacks of the old flags before those of ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
