@@ -258,11 +258,29 @@ Tuner(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)).lr_f
 """
 
 
-def test_what_fails_in_a_search_is_folded(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "tunes.py").write_text(TUNES)
-    (done,) = run_script(ranks, tmp_path / "tunes.py", folder=tmp_path)
+COMMANDS = """
+import torch
+from lockstep import LightningModule
+from lockstep.cli import LightningCLI
+class Net(LightningModule):
+    def __init__(self, width: int = 1):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 1)
+LightningCLI(Net, args=["fit", "--trainer.min_epochs=5", "--trainer.max_epochs=1", "--trainer.logger=false"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "end"), [(TUNES, "KeyError: 'of the user'"), (COMMANDS, "the least is above the most.")]
+)
+def test_what_fails_in_a_search_or_a_command_line_is_folded(
+    script: str, end: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A long traceback stood in front of a good sentence."""
+    (tmp_path / "fails.py").write_text(script)
+    (done,) = run_script(ranks, tmp_path / "fails.py", folder=tmp_path)
     trace = done.stderr.partition("Traceback")[2]
-    assert trace.endswith("KeyError: 'of the user'\n")
+    assert trace.endswith(f"{end}\n")
     assert "calls in lockstep and torch" in trace
     assert trace.count("\n") < 16
 
