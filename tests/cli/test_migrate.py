@@ -214,6 +214,20 @@ def test_a_callback_that_was_a_flag_is_imported() -> None:
     )
 
 
+def test_what_stands_in_a_moved_flag_is_moved_too() -> None:
+    """A package's own name stayed behind inside a flag that had become a callback."""
+    text = (
+        "import pytorch_lightning\nt = pytorch_lightning.Trainer(\n"
+        "    checkpoint_callback=pytorch_lightning.callbacks.ModelCheckpoint(period=2), default_save_path=f(t.fit(train_dataloader=1)),\n"
+        "    resume_from_checkpoint=pytorch_lightning.x)\nt.fit(m)\n"
+    )
+    assert moved(text) == (
+        "import lockstep\nt = lockstep.Trainer(\n"
+        "    callbacks=[lockstep.callbacks.ModelCheckpoint(every_n_epochs=2)], default_root_dir=f(t.fit(train_dataloaders=1)),\n"
+        "    resume_from_checkpoint=lockstep.x)\nt.fit(m)\n"
+    )
+
+
 def test_a_checkpoint_to_go_on_from_goes_to_fit() -> None:
     text = "import pytorch_lightning as pl\nt = pl.Trainer(resume_from_checkpoint='a.ckpt')\nt.fit(model)\n"
     assert moved(text) == "import lockstep as pl\nt = pl.Trainer()\nt.fit(model, ckpt_path='a.ckpt')\n"

@@ -190,7 +190,7 @@ WHERE = ("accelerator", "devices", "num_nodes", "strategy")
 def _value(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         return UNKNOWN
 
 
@@ -273,12 +273,13 @@ class _Flags:
     def _flag(self, name: str, keyword: ast.keyword) -> None:
         """An old flag that stands by itself."""
         value, text, row = _value(keyword.value), self._script.of(keyword.value), ROWS[name]
+        again = self._script.again(keyword.value)
         if any(value is off or (value is not UNKNOWN and value == off) for off in row.idle):
             self._today[name] = ""
         elif name == "resume_from_checkpoint":
             self._resume(keyword, text)
         elif name in CALLBACK_FLAGS and not (name == "checkpoint_callback" and isinstance(value, bool)):
-            self._callback(name, value, text)
+            self._callback(name, value, again)
         elif row.today is None:
             self._script.note(keyword, f"Trainer({name}={text:.60}): this flag of old is gone; {row.why}.")
         elif value is not UNKNOWN:
@@ -288,13 +289,13 @@ class _Flags:
                 self._script.note(keyword, f"Trainer({name}={text:.60}): {error}")
                 return
             kept = {flag: type(new) is type(value) and new == value for flag, new in today.items()}
-            self._set(name, {flag: text if kept[flag] else _written(new) for flag, new in today.items()})
+            self._set(name, {flag: again if kept[flag] else _written(new) for flag, new in today.items()})
             if not today and row.why:
                 self._script.notes.append(Note(keyword.lineno, f"{name} has no effect: {row.why}.", by_hand=False))
         else:
             ((flag, new),) = row.today(1).items() if row.today(1) else (("", None),)
             if new == 1 and flag:  # it has another name, or counts parts
-                self._set(name, {flag: f"float({text})" if isinstance(new, float) else text})
+                self._set(name, {flag: f"float({again})" if isinstance(new, float) else again})
             elif not flag:
                 self._today[name] = ""
             else:
@@ -333,7 +334,8 @@ class _Flags:
         }
         given = self._given.get("callbacks")
         if given is not None and not isinstance(given.value, ast.List):
-            self._script.note(self._given[name], f"Trainer({name}={text:.60}): put it into callbacks=.")
+            shown = self._script.of(self._given[name])
+            self._script.note(self._given[name], f"Trainer({shown:.90}): put it into callbacks=.")
             return
         self._callbacks.append(made[name]())
         self._today[name] = ""
@@ -367,7 +369,7 @@ class _Flags:
         if len(fits) == 1 and not any(given.arg == "ckpt_path" for given in fits[0].keywords):
             last = [*fits[0].args, *fits[0].keywords]
             at = self._script.end(last[-1]) if last else self._script.end(fits[0]) - 1
-            self._script.replace(at, at, f"{', ' if last else ''}ckpt_path={text}")
+            self._script.replace(at, at, f"{', ' if last else ''}ckpt_path={self._script.again(keyword.value)}")
             self._today["resume_from_checkpoint"] = ""
         else:
             self._script.note(keyword, f"Trainer(resume_from_checkpoint={text:.60}): give it to fit, as ckpt_path=.")
@@ -492,14 +494,14 @@ class _Class:
             parts = {key: (at, self._script.of(found.values[at])) for at, key in enumerate(keys)}
             shown = [_dict_of(method, found.values[at]) for key, (at, _) in parts.items() if key in SHOWN]
             logged = {_value(key) for each in shown if each for key in each.keys if key is not None}
+            again = {text: self._script.again(found.values[at]) for at, text in parts.values()}
             texts = {text: key for key, (_, text) in parts.items() if key == "log"}
             texts.update({text: key for key, (_, text) in parts.items() if key == "progress_bar"})
-            lines = [
-                f"self.log_dict({text}{', prog_bar=True' * (key == 'progress_bar')})" for text, key in texts.items()
-            ]
+            bar = {"log": "", "progress_bar": ", prog_bar=True"}
+            lines = [f"self.log_dict({again[text]}{bar[key]})" for text, key in texts.items()]
             if not in_step:
                 others = [(key, text) for key, (_, text) in parts.items() if key not in (*SHOWN, *logged)]
-                lines += [f"self.log({json.dumps(key)}, {text})" for key, text in others]
+                lines += [f"self.log({json.dumps(key)}, {again[text]})" for key, text in others]
             if lines:
                 indent = self._script.indent(self._script.start(node))
                 self._script.insert_before(node, "".join(f"{indent}{line}\n" for line in lines))

@@ -112,14 +112,20 @@ class Text:
                 comma = re.compile(r"\s*,|").match(self.text, end)
                 self.replace(start, end if comma is None else comma.end(), "")
 
-    def edited(self) -> str:
-        """The text with all edits; one that lies in the place of another, larger one is left out."""
-        text, upto = [], 0
+    def again(self, node: Any) -> str:
+        """What stands for a node in the text of an edit: the node's own text, with the edits inside it."""
+        return f"\0{self.start(node)}:{self.end(node)}\0"
+
+    def edited(self, first: int = 0, last: int | None = None) -> str:
+        """The text, or a part of it, with all edits; one that lies in the place of another, larger one is left out."""
+        last = len(self.text) if last is None else last
+        text, upto = [], first
         for start, end, new in sorted(self._edits, key=lambda edit: (edit[0], edit[1] > edit[0], -edit[1])):
-            if start >= upto:
+            if upto <= start and end <= last:
                 text += [self.text[upto:start], new]
                 upto = end
-        return "".join([*text, self.text[upto:]])
+        whole = "".join([*text, self.text[upto:last]])
+        return re.sub("\0(\\d+):(\\d+)\0", lambda found: self.edited(int(found[1]), int(found[2])), whole)
 
 
 # -- names ---------------------------------------------------------------------------------------------------
