@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -14,6 +15,8 @@ import torch
 
 import lockstep
 from lockstep import Trainer
+from lockstep.attributes import Attributes
+from lockstep.config.run import RunConfig
 from lockstep.ground.types import RunningStage
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import QUIET, Recorder, Slope, Validated, numbers, on_ranks, quiet
@@ -209,3 +212,22 @@ def test_when_validation_comes_is_told() -> None:
     trainer.fit(Validated(), numbers(4), numbers(1))
     assert trainer.val_check_batch == 4
     assert quiet(num_sanity_val_steps=-1).num_sanity_val_steps == math.inf
+
+
+def test_every_flag_that_is_read_as_it_is_has_a_type() -> None:
+    """Type checkers see no `__getattr__`, so a flag without a type would be a misspelt one to them."""
+    own = {name for name, value in vars(Attributes).items() if isinstance(value, property)}
+    flags = {each.name: each.type for each in dataclasses.fields(RunConfig)}
+    written = {name: text for name, text in Attributes.__annotations__.items() if name in flags}
+    assert written == {name: text for name, text in flags.items() if name not in own}
+
+
+@pytest.mark.parametrize("name", ["from_argparse_args", "add_argparse_args", "parse_argparser"])
+def test_what_read_command_lines_names_todays_way(name: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"Trainer\.{name}\(\) is gone since Lightning 2\.0: .* or use LightningCLI\."
+    ):
+        getattr(Trainer, name)
+    trainer = Trainer(accelerator="cpu", logger=False)
+    assert not hasattr(trainer, name)
+    assert name not in dir(trainer)

@@ -11,6 +11,7 @@ try:
     from lockstep.aliases import install
     from lockstep.callbacks.base import Callback
     from lockstep.datamodule import LightningDataModule
+    from lockstep.ground.device import warn_of_untried_torch
     from lockstep.ground.seed import seed_everything
     from lockstep.launch.environment import inherit
     from lockstep.loop.fit import Result
@@ -33,6 +34,7 @@ del collects
 
 install()
 inherit()
+warn_of_untried_torch()  # when the rank is known
 
 __version__ = "0.1.0"
 

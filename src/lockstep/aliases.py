@@ -381,7 +381,91 @@ UTILITIES: dict[str, Rows | Refused] = {
     "utilities.warnings": {"PossibleUserWarning": Refused("lockstep warns with Python's own UserWarning.")},
 }
 
-MODULES: dict[str, Rows | Refused] = {**FACE, **CALLBACKS, **LOGGERS, **ENGINES, **PLUGINS, **UTILITIES}
+# Names and paths of 2019 to 2022, which Lightning 2.6 has no more: what has another home today, and what is gone.
+DATA_LOADER = Refused("a loader method needs no decorator: define `def train_dataloader(self)` alone.")
+AUTO_MOVE = Refused("trainer.predict() moves batches to the device; elsewhere call batch.to(self.device).")
+STEP_RESULT = Refused("return the loss from the step, and log by self.log(name, value).")
+TEST_TUBE = Refused("test_tube is not kept up any more: use TensorBoardLogger(save_dir), from lockstep.loggers.")
+METRICS = Refused("metrics are a package of their own: import them from torchmetrics; self.log takes its objects.")
+LITE = Refused(f"LightningLite became Fabric: {FABRIC}")
+APP = Refused("lockstep trains models and has no apps.")
+BY_STRATEGY = Refused("give Trainer(strategy=...) a name, such as 'ddp', or a DDPStrategy(...) of lockstep.strategies.")
+WRAPPER = Refused(
+    "the Trainer wraps the module in nothing; for a loop of your own there are lockstep.DataParallel and "
+    "lockstep.DistributedDataParallel."
+)
+
+_RANK_ZERO = "rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn"
+_STEP_RESULTS = _all("EvalResult TrainResult", STEP_RESULT)
+_OLD_LOGGERS: Rows = {"LightningLoggerBase": "loggers.base:Logger", "TestTubeLogger": TEST_TUBE}
+_OLD_PROGRESS: Rows = {"ProgressBarBase": "callbacks.progress.base:ProgressBar"}
+
+OLD: dict[str, Rows | Refused] = {
+    "": {"data_loader": DATA_LOADER, **_STEP_RESULTS},
+    "app": APP,
+    "callbacks": {"GPUStatsMonitor": DEVICE_STATS, "XLAStatsMonitor": TPU, **_OLD_PROGRESS},
+    "callbacks.gpu_stats_monitor": DEVICE_STATS,
+    "callbacks.progress.base": _OLD_PROGRESS,
+    "callbacks.pt_callbacks": _all("Callback EarlyStopping GradientAccumulationScheduler ModelCheckpoint", "callbacks"),
+    "core": {"auto_move_data": AUTO_MOVE, "data_loader": DATA_LOADER},
+    "core.decorators": {"auto_move_data": AUTO_MOVE, "data_loader": DATA_LOADER},
+    "core.lightning": {"LightningModule": "module"},
+    "core.memory": {"ModelSummary": "callbacks.layer_table"},
+    "core.step_result": {"Result": STEP_RESULT, **_STEP_RESULTS},
+    "lite": LITE,
+    "loggers": _OLD_LOGGERS,
+    "loggers.base": {**_OLD_LOGGERS, **_all(_RANK_ZERO, "ground.rank")},
+    "loggers.test_tube": TEST_TUBE,
+    "logging": {**_OLD_LOGGERS, **_all("CometLogger MLFlowLogger TensorBoardLogger WandbLogger", "loggers")},
+    "metrics": METRICS,
+    "models": {},
+    "models.trainer": {"Trainer": "trainer"},
+    "overrides.data_parallel": WRAPPER,
+    "plugins": {
+        **_all("DDP2Plugin DDPPlugin DDPSpawnPlugin DataParallelPlugin SingleDevicePlugin", BY_STRATEGY),
+        **_all("ParallelPlugin TrainingTypePlugin", BY_STRATEGY),
+        **_all("DDPFullyShardedPlugin DDPShardedPlugin DDPSpawnShardedPlugin", FSDP),
+        "DeepSpeedPlugin": DEEPSPEED,
+        **_all("ApexMixedPrecisionPlugin NativeMixedPrecisionPlugin", PRECISION_NAMES),
+    },
+    "plugins.training_type": BY_STRATEGY,
+    "profiler": {
+        **_all("AdvancedProfiler PassThroughProfiler Profiler SimpleProfiler", "profilers.base"),
+        "BaseProfiler": "profilers.base:Profiler",
+        "PyTorchProfiler": "profilers.pytorch",
+    },
+    "root_module": {},
+    "root_module.decorators": {"data_loader": DATA_LOADER},
+    "root_module.root_module": {"LightningModule": "module"},
+    "strategies": {
+        **_all("DataParallelStrategy DDP2Strategy DDPSpawnStrategy HorovodStrategy", BY_STRATEGY),
+        **_all("DDPFullyShardedNativeStrategy DDPFullyShardedStrategy DDPShardedStrategy", FSDP),
+        "DDPSpawnShardedStrategy": FSDP,
+    },
+    "trainer.supporters": {"CombinedLoader": "data.combined"},
+    "utilities.cli": {
+        **_all("LightningArgumentParser LightningCLI SaveConfigCallback instantiate_class", "cli"),
+        **_all(
+            "CALLBACK_REGISTRY DATAMODULE_REGISTRY LR_SCHEDULER_REGISTRY MODEL_REGISTRY OPTIMIZER_REGISTRY",
+            Refused("LightningCLI finds classes by their import paths; nothing has to be registered."),
+        ),
+    },
+    "utilities.distributed": _all(_RANK_ZERO, "ground.rank"),
+    "utilities.model_utils": {"is_overridden": "loop.overridden"},
+    "utilities.seed": {"seed_everything": "ground.seed"},
+}
+
+
+def _merged(*tables: Mapping[str, Rows | Refused]) -> dict[str, Rows | Refused]:
+    """One table of several; where two have rows of a module, it has all."""
+    found: dict[str, Rows | Refused] = {}
+    for path, rows in (item for table in tables for item in table.items()):
+        before = found.get(path, {})
+        found[path] = {**before, **rows} if isinstance(before, dict) and isinstance(rows, dict) else rows
+    return found
+
+
+MODULES = _merged(FACE, CALLBACKS, LOGGERS, ENGINES, PLUGINS, UTILITIES, OLD)
 """Every entry, by module path."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +53,19 @@ class Of(Generic[T]):
         setattr(trainer.session, self._name, value)
 
 
+class Gone:
+    """A method of the class of years ago: whoever asks for it is told today's way."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: object, owner: type) -> None:
+        raise AttributeError(f"{owner.__name__}.{self._name}() is gone since Lightning 2.0: {self._instead}.")
+
+
 def _loaders(given: object) -> Any:
     """Loaders as a user asks for them: of a CombinedLoader those that it was made of, as in Lightning."""
     return given.iterables if isinstance(given, CombinedLoader) else given
@@ -66,6 +80,37 @@ class Attributes:
     test_loop: EvaluationLoop
     predict_loop: EvaluationLoop
     _ckpt_wanted: str | None
+
+    # The flags that are read as they are: here for type checkers, which do not see `__getattr__` below, so that they
+    # tell of a misspelt name. The config has the values.
+    fast_dev_run: int
+    max_epochs: int
+    min_epochs: int
+    max_steps: int
+    min_steps: int
+    max_time: float | None
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    overfit_batches: int | float
+    val_check_interval: int | float | timedelta
+    check_val_every_n_epoch: int | None
+    log_every_n_steps: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: Literal["norm", "value"]
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    detect_anomaly: bool
+    reload_dataloaders_every_n_epochs: int
+    enable_autolog_hparams: bool
+    order: Literal["lockstep", "torch"]
+    debug: Literal["collectives"] | None
+    keep_global_batch: bool
+    hang_timeout: float | None
+    hang_kill: float | None
 
     config = Of[RunConfig]()
     strategy = Of[Strategy]()
@@ -101,18 +146,26 @@ class Attributes:
         session = self.__dict__.get("session")
         return {} if session is None else session.config.__dataclass_fields__
 
-    def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
-        if name in self._flags():
-            return getattr(self.config, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:
+        from_argparse_args = Gone(
+            "write Trainer(**vars(args)), with the flags that your parser has, or use LightningCLI"
+        )
+        add_argparse_args = Gone("add the flags that you need by parser.add_argument, or use LightningCLI")
+        parse_argparser = Gone("write parser.parse_args(), or use LightningCLI")
+
+        def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
+            if name in self._flags():
+                return getattr(self.config, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in self._flags():  # a flag set between two calls
+                name, value = "config", set_flag(self.config, name, value)
+            object.__setattr__(self, name, value)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._flags()]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in self._flags():  # a flag set between two calls
-            name, value = "config", set_flag(self.config, name, value)
-        object.__setattr__(self, name, value)
+        gone = {name for name, value in vars(Attributes).items() if isinstance(value, Gone)}
+        return [*(name for name in super().__dir__() if name not in gone), *self._flags()]
 
     # -- where ---------------------------------------------------------------------------------------------
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
 from lockstep.checkpoint.format import load as load_checkpoint
@@ -21,14 +21,15 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException,
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_once
 from lockstep.ground.tree import tree_map
-from lockstep.ground.types import STEP_OUTPUT, LRSchedulerTypeUnion, OptimizerLRScheduler
+from lockstep.ground.types import STEP_OUTPUT, LogOptions, LRSchedulerTypeUnion, OptimizerLRScheduler
 from lockstep.hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.serialization import MAP_LOCATION
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
+    from lockstep.ground.types import OneOptimizerOrSeveral
     from lockstep.loggers.base import Logger
     from lockstep.trainer import Trainer
 
@@ -270,7 +271,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
                 return
         results.log(name, value, options, batch_size)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any] | MetricCollection, **options: Unpack[LogOptions]) -> None:
         """:meth:`log` every item of a dict or of a torchmetrics ``MetricCollection``, all with the same options."""
         # a torchmetrics collection gives its metrics' full names only on request
         collection = hasattr(dictionary, "compute_groups")
@@ -303,14 +304,15 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     # -- optimization --------------------------------------------------------------------------------------
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Optimizer | list[Optimizer]:
-        """The optimizer, or the list of them, that ``configure_optimizers`` made.
+    def optimizers(self, use_pl_optimizer: bool = True) -> OneOptimizerOrSeveral:
+        """The optimizer, or the list of them, that ``configure_optimizers`` made; type checkers take it for either.
 
         Args:
             use_pl_optimizer: give wrappers whose ``step`` runs the hooks and counts; else the plain optimizers.
         """
         found: list[Any] = list(self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers)
-        return found[0] if len(found) == 1 else found
+        either: Any = found[0] if len(found) == 1 else found
+        return cast("OneOptimizerOrSeveral", either)
 
     def lr_schedulers(self) -> LRSchedulerTypeUnion | list[LRSchedulerTypeUnion] | None:
         """The scheduler, the list of them, or None."""

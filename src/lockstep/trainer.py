@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+
+from typing_extensions import Never
 
 from lockstep.attributes import Attributes
 from lockstep.callbacks.base import Callback
@@ -143,7 +145,7 @@ class Trainer(Attributes):
         num_nodes: int = 1,
         precision: str | int | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
-        callbacks: list[Callback] | Callback | None = None,
+        callbacks: Sequence[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -183,13 +185,14 @@ class Trainer(Attributes):
         keep_global_batch: bool = True,
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
-        **others: Any,
+        **others: Never,
     ) -> None:
         variables = locals()
         flags = {name: variables[name] for name in FLAGS}
         flags.update(flags_of(flags, FLAGS))
-        old = old_flags_of(flags, others)
-        refuse_unknown_flags(others, FLAGS)
+        unknown: dict[str, Any] = {**others}  # for type checkers there are none: they tell of a misspelt flag
+        old = old_flags_of(flags, unknown)
+        refuse_unknown_flags(unknown, FLAGS)
         callbacks, self._resume_from = flags["callbacks"], None
         if old:
             today = translate(old, flags, FLAGS)

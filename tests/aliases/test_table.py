@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.aliases import MODULES, Refused
+from lockstep.aliases import MODULES, OLD, Refused
 from tests.aliases.surface import lightning, surface
 
 ROWS = [
@@ -53,7 +53,10 @@ def test_the_table_has_no_rows_that_lightning_does_not_have() -> None:
     if lightning() is None:
         pytest.skip("lightning is not installed")
     known = surface()
-    extra = [f"{path}.{name}" for path, name in ROWS if name not in known.get(path, [])]
+    old = [f"{path}.{name}" for path, rows in OLD.items() if isinstance(rows, dict) for name in rows]
+    extra = [
+        name for name in (f"{path}.{name}" for path, name in ROWS if name not in known.get(path, [])) if name not in old
+    ]
     # what one imports in Lightning from the sister package, or from modules that import it by chance
     assert set(extra) <= {
         ".Fabric",
@@ -66,7 +69,8 @@ def test_the_table_has_no_rows_that_lightning_does_not_have() -> None:
         "utilities.rank_zero.rank_zero_module",
         "utilities.rank_zero.LightningDeprecationWarning",
     }
-    assert [path for path in MODULES if path not in known and path != "fabric" and path != "utilities.apply_func"] == []
+    assert set(MODULES) - {*known, *OLD, "fabric", "utilities.apply_func"} == set()
+    assert [name for name in old if name.rpartition(".")[2] in known.get(name.rpartition(".")[0], [])] == []
 
 
 @pytest.mark.parametrize(("path", "name"), ROWS)
@@ -155,6 +159,35 @@ def test_fabric_is_refused_with_what_to_take() -> None:
         from lockstep import Fabric  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="lockstep has no Fabric"):
         importlib.import_module("lockstep.fabric.utilities")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("from lockstep import data_loader", r"define `def train_dataloader\(self\)` alone"),
+        ("from lockstep.core.decorators import auto_move_data", r"trainer\.predict\(\) moves batches"),
+        ("from lockstep import TrainResult", "return the loss from the step"),
+        ("from lockstep.logging import TestTubeLogger", "use TensorBoardLogger"),
+        ("from lockstep.loggers.test_tube import TestTubeLogger", "use TensorBoardLogger"),
+        ("from lockstep.lite import LightningLite", "LightningLite became Fabric: lockstep has no Fabric"),
+        ("from lockstep.metrics.functional import accuracy", "import them from torchmetrics"),
+        ("from lockstep.plugins import DDPPlugin", r"give Trainer\(strategy=\.\.\.\)"),
+    ],
+)
+def test_what_is_gone_since_2019_names_todays_way(line: str, said: str) -> None:
+    with pytest.raises(ImportError, match=said):
+        exec(line)
+
+
+def test_paths_of_the_years_between_lead_home() -> None:
+    from lockstep.callbacks.pt_callbacks import EarlyStopping  # type: ignore[import-not-found]
+    from lockstep.core.lightning import LightningModule  # type: ignore[import-not-found]
+    from lockstep.root_module.root_module import LightningModule as of_2019  # type: ignore[import-not-found]
+    from lockstep.utilities.distributed import rank_zero_only  # type: ignore[import-not-found]
+
+    assert LightningModule is of_2019 is lockstep.LightningModule
+    assert EarlyStopping is lockstep.callbacks.EarlyStopping
+    assert rank_zero_only is lockstep.utilities.rank_zero_only
 
 
 def test_an_alias_hides_nothing_of_a_files_own() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep.ground import device, rank
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
@@ -48,6 +49,29 @@ def test_run_time_needs_very_little(project: dict[str, Any]) -> None:
 def test_torch_is_pinned_in_the_spelling_that_scripts_install() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith("torch==")] == [f"torch=={PINNED['torch']}"]
+
+
+def test_torch_is_bounded_by_what_was_tried(project: dict[str, Any]) -> None:
+    """A bare `pip install .` took the newest torch there was, which nobody had tried."""
+    major, minor = map(int, PINNED["torch"].split(".")[:2])
+    (required,) = (line for line in project["dependencies"] if line.startswith("torch"))
+    assert required.partition(",")[2] == f"<{major}.{minor + 1}"
+    assert (major, minor) == device.TRIED
+    assert f"{required.partition(',')[0].replace('>=', ' ')} to {major}.{minor}" in (ROOT / "README.md").read_text()
+
+
+def test_a_torch_that_nobody_tried_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(rank, "_warned", set())
+    major, minor = device.TRIED
+    for version in (f"{major}.{minor}.9+cpu", f"{major}.9.1", f"{major}.{minor}.0a0+git1234"):
+        device.warn_of_untried_torch(version)
+    assert not recwarn.list
+    for _ in range(2):
+        device.warn_of_untried_torch(f"{major}.{minor + 1}.0+cu130")
+    (told,) = recwarn.list
+    assert f"torch {major}.{minor + 1}.0+cu130 is newer than {major}.{minor}" in str(told.message)
 
 
 def test_a_python_that_will_not_do_is_refused_by_name() -> None:

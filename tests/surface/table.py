@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.differential import known
-from tests.surface import matrix
+from tests.surface import applies, matrix
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -118,8 +118,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, and what `lockstep migrate` has of it."""
     PAGE.write_text(page())
+    applies.FILE.write_text(applies.text(rows()))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lockstep
+from tests.surface import applies
 from tests.surface.table import KINDS, PAGE, VERDICTS, is_test, page, rows
 
 
@@ -34,6 +35,15 @@ def lightning() -> Iterator[Any]:
 
 def test_the_page_is_written_from_the_rows() -> None:
     assert PAGE.read_text() == page(), "run `python -m tests.surface.table`"
+
+
+def test_migrate_has_the_rows_of_both_pages() -> None:
+    wanted = applies.text(rows())
+    assert applies.FILE.read_text() == wanted, "run `python -m tests.surface.table`"
+    titles = [row[0] for row in applies.prose()]
+    assert len(titles) > 30
+    assert [title for title in titles if sum(title.startswith(begin) for begin in applies.PROSE) != 1] == []
+    assert [begin for begin in applies.PROSE if not any(title.startswith(begin) for title in titles)] == []
 
 
 def test_no_cell_is_empty() -> None:

@@ -15,7 +15,9 @@ class Net(LightningModule):
         reveal_type(self.trainer)  # lockstep.trainer.Trainer
         reveal_type(self.trainer.current_epoch)  # int
         reveal_type(self.log)  # def (name: str, value: Any | torch._tensor.Tensor | int | float, ...
-        reveal_type(self.optimizers())  # torch.optim.optimizer.Optimizer | list[torch.optim.optimizer.Optimizer]
+        reveal_type(self.optimizers())  # lockstep.ground.types.OneOptimizerOrSeveral
+        reveal_type(self.hparams)  # lockstep.ground.hyperparameters.AttributeDict
+        reveal_type(self.trainer.max_epochs)  # int
         reveal_type(self.logger)  # lockstep.loggers.base.Logger | None
         self.log("loss", batch[0].sum(), prog_bar=True)
         self.log(3, batch[0])  # error: Argument 1 to "log"

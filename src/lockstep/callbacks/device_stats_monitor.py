@@ -85,7 +85,7 @@ class DeviceStatsMonitor(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._evaluating(trainer, "on_validation_batch_start", batch_idx)
+        self._evaluating(trainer, "start", batch_idx)
 
     def on_validation_batch_end(
         self,
@@ -96,28 +96,14 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._evaluating(trainer, "on_validation_batch_end", batch_idx)
+        self._evaluating(trainer, "end", batch_idx)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._evaluating(trainer, "on_test_batch_start", batch_idx)
+    on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._evaluating(trainer, "on_test_batch_end", batch_idx)
-
-    def _evaluating(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
+    def _evaluating(self, trainer: Trainer, at: str, batch_idx: int) -> None:
         every = trainer.log_every_n_steps
         if every and (batch_idx + 1) % every == 0:
-            self._write(trainer, hook)
+            self._write(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_{at}")
 
     # -- what is written -----------------------------------------------------------------------------------
 

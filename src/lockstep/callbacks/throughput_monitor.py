@@ -122,7 +122,9 @@ class ThroughputMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._start(trainer, RunningStage.VALIDATING)
+            self._start(trainer, _stage(trainer))
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_batch_end(
         self,
@@ -133,8 +135,15 @@ class ThroughputMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if not trainer.sanity_checking:
-            self._evaluated(trainer, pl_module, RunningStage.VALIDATING, batch, batch_idx)
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        stage, every = _stage(trainer), trainer.log_every_n_steps
+        self._update(trainer, pl_module, stage, batch)
+        self._meters[stage].seen += 1
+        if every and (batch_idx + 1) % every == 0:
+            self._write(trainer, stage, self._meters[stage].seen)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the validation out of the time of the training around it."""
@@ -143,45 +152,6 @@ class ThroughputMonitor(Callback):
         training, validation = self._meters[RunningStage.TRAINING], self._meters[RunningStage.VALIDATING]
         validation_end = validation.start + validation.throughput.seconds
         training.start = validation_end - training.throughput.seconds
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start(trainer, RunningStage.TESTING)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._evaluated(trainer, pl_module, RunningStage.TESTING, batch, batch_idx)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start(trainer, RunningStage.PREDICTING)
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._evaluated(trainer, pl_module, RunningStage.PREDICTING, batch, batch_idx)
-
-    def _evaluated(
-        self, trainer: Trainer, pl_module: LightningModule, stage: RunningStage, batch: object, batch_idx: int
-    ) -> None:
-        if not trainer.is_global_zero:
-            return
-        self._update(trainer, pl_module, stage, batch)
-        meter, every = self._meters[stage], trainer.log_every_n_steps
-        meter.seen += 1
-        if every and (batch_idx + 1) % every == 0:
-            self._write(trainer, stage, meter.seen)
 
     # -- the meters ----------------------------------------------------------------------------------------
 
@@ -222,6 +192,12 @@ class ThroughputMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, **also}, step=step)
             logger.save()
+
+
+def _stage(trainer: Trainer) -> RunningStage:
+    """The stage that runs: hooks run within one."""
+    assert trainer.state.stage is not None
+    return trainer.state.stage
 
 
 def _compute_dtype(precision: str) -> torch.dtype:

@@ -126,9 +126,9 @@ def load(
         with storage.reading(path) as file:
             return _load(file, name, map_location, weights_only is not False)
     except FileNotFoundError as error:
-        raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}") from error
+        raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}") from None
     except IsADirectoryError as error:
-        raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from error
+        raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from None
 
 
 def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> dict[str, Any]:

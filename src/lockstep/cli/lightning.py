@@ -32,6 +32,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import given_hyperparameters
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.seed import current_seed, seed_everything
+from lockstep.launch.topology import directly
 from lockstep.loop.hooks import is_overridden
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
@@ -300,7 +301,7 @@ class LightningCLI:
         if load_from_checkpoint_support:
             self._record_hyperparameters()
         self.before_instantiate_classes()
-        self.instantiate_classes()
+        directly(self.instantiate_classes)  # what it raises has a traceback through the parser, which is folded
         self.after_instantiate_classes()
         if self.subcommand is not None:
             self._run_subcommand(self.subcommand)

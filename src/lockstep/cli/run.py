@@ -1,4 +1,4 @@
-"""``lockstep run``: a script on all devices of one node or of several, started anew when a rank has failed."""
+"""The command ``lockstep``; and of its commands ``run``: a script on all devices, started anew when a rank fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -33,6 +34,18 @@ examples:
   on each of two nodes, with --node-rank 0 and 1:
   lockstep run train.py --devices 8 --nodes 2 --node-rank 0 --master-addr node1 --max-restarts 3
 """
+HELP = """\
+usage: lockstep COMMAND ...
+
+  run        start a script on all devices of one node or several
+  migrate    show, or make, the changes that a script for Lightning needs
+  env        show versions, devices, the cluster that was found, and the variables in force
+  --version  show the version
+
+`lockstep COMMAND --help` tells more.
+"""
+COMMANDS = ("run", "migrate", "env")
+"""``run`` is in this file; each of the others is a function in the file of its name."""
 MASTER_PORT = 29400
 
 
@@ -47,18 +60,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words behind it; None: those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in ("-h", "--help"):
-        print("usage: lockstep run ...\n\n  run    start a script on all devices of one node or several (run --help)")
+    first = words[0] if words else ""
+    if first in ("-h", "--help"):
+        print(HELP, end="")
         return 0
-    if not words or words[0] != "run":
-        given = repr(words[0]) if words else "nothing"
-        print(f"lockstep: {given} is no command of lockstep; there is: lockstep run", file=sys.stderr)
+    if first == "--version":
+        print(f"lockstep {sys.modules['lockstep'].__version__}")
+        return 0
+    if first not in COMMANDS:
+        there = ", ".join(f"lockstep {name}" for name in COMMANDS)
+        print(
+            f"lockstep: {repr(first) if words else 'nothing'} is no command of lockstep; there is: {there}",
+            file=sys.stderr,
+        )
         return 2
     try:
-        return run(words[1:])
+        if first == "run":
+            return run(words[1:])
+        command: Callable[[Sequence[str]], int] = getattr(import_module(f"lockstep.cli.{first}"), first)
+        return command(words[1:])
     except ValueError as error:  # a MisconfigurationException is one
         text = str(error)
-        print(text if text.startswith("lockstep run: ") else f"lockstep run: {text}", file=sys.stderr)
+        print(text if text.startswith(f"lockstep {first}: ") else f"lockstep {first}: {text}", file=sys.stderr)
         return 2
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from lockstep.cluster import kubeflow, local, lsf, mpi, slurm, torchelastic
@@ -254,3 +255,75 @@ def early_rank(environ: Mapping[str, str]) -> int:
             if name in environ and (cluster.name != "slurm" or slurm.is_task(environ)):
                 return read_number(environ, name)
     return read_number(environ, "NODE_RANK", default=0)
+
+
+# -- why -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the environment says about this process, and by which variables."""
+
+    cluster: str | None  #: a name of `CLUSTERS`, "local" for a rank that lockstep started; None: nobody started it
+    why: str  #: one sentence
+    world: World | None = None  #: None where no Trainer could begin, or srun would have to start the ranks
+
+
+class _Asked(Mapping[str, str]):
+    """An environment that remembers which of its variables were read."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.read: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> str:
+        self.read[name] = self._environ[name]
+        return self.read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._environ)
+
+    def __len__(self) -> int:
+        return len(self._environ)
+
+
+def explained(environ: Mapping[str, str] = os.environ) -> Finding:
+    """What `detect` would find for a Trainer that names no devices, and by which variables it is known.
+
+    Example:
+        >>> explained({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).cluster
+        'torchelastic'
+    """
+    for number, cluster in enumerate(CLUSTERS):
+        asked = _Asked(environ)
+        try:
+            world = cluster.given_world(asked)
+        except MisconfigurationException as error:
+            return Finding(cluster.name, f"its variables are there, and cannot be used: {error}")
+        if world is not None:
+            why = f"{cluster.started} started this process, by {_said(asked.read)}"
+            others = [other.name for other in CLUSTERS[number + 1 :] if _gives_a_world(other, environ)]
+            return Finding(cluster.name, why + (f"; it comes before {', '.join(others)}" if others else ""), world)
+    asked = _Asked(environ)
+    try:
+        if local.is_started(environ):
+            placement = detect(asked)
+            return Finding(LOCAL, f"lockstep started this process, by {_said(asked.read)}", placement.world)
+        job = slurm.allocation(asked)
+        if job is not None:
+            why = f"this is the batch script of the SLURM job {job.job}, and no rank: a Trainer starts its {job.tasks} "
+            return Finding("slurm", why + f"tasks by srun ({_said(asked.read)})")
+        return Finding(None, "no launcher has started this process; a Trainer starts the ranks", detect(environ).world)
+    except MisconfigurationException as error:
+        return Finding(None, f"no launcher has started this process, and a Trainer cannot begin: {error}")
+
+
+def _said(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value:.60}" for name, value in sorted(variables.items()))
+
+
+def _gives_a_world(cluster: Cluster, environ: Mapping[str, str]) -> bool:
+    try:
+        return cluster.given_world(environ) is not None
+    except MisconfigurationException:
+        return True

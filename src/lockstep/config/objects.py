@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -174,7 +174,7 @@ def _reason(plugin: object) -> str:
 
 
 def make_callbacks(
-    given: Callback | list[Callback] | None,
+    given: Callback | Sequence[Callback] | None,
     checkpointing: bool | None,
     bar: bool | None,
     summary: bool | None,
@@ -193,7 +193,7 @@ def make_callbacks(
         MisconfigurationException: no callback, two that a checkpoint could not tell apart, a flag and a callback that
             contradict each other.
     """
-    callbacks = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    callbacks: list[Any] = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for callback in callbacks:
         check_kind("Trainer(callbacks=...)", callback, Callback, "Callback")
     keys = [callback.state_key for callback in callbacks if is_overridden("state_dict", callback, Callback)]

@@ -5,7 +5,7 @@ A script that still has them runs, with one warning that names today's spelling,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class Translation:
     spelled: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def with_callbacks(self, given: Callback | list[Callback] | None) -> list[Any]:
+    def with_callbacks(self, given: Callback | Sequence[Callback] | None) -> list[Any]:
         """The callbacks of the old flags before those of ``Trainer(callbacks=...)``."""
         given = [] if given is None else given
         return self.callbacks + (list(given) if isinstance(given, (list, tuple)) else [given])
@@ -214,9 +214,7 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
         MisconfigurationException: a flag that has no translation (with the way out), or one that contradicts a flag of
             today's that was given too.
     """
-    translation = Translation()
-    _where(old, given, translation)
-    _precision(old, translation)
+    translation = together(old, given)
     for name, value in old.items():
         if name in TOGETHER or any(value is off or value == off for off in ROWS[name].idle):
             continue
@@ -237,6 +235,23 @@ def translate(old: Today, given: Today, defaults: Today) -> Translation:
     return translation
 
 
+def together(old: Today, given: Today, *, here: bool = True) -> Translation:
+    """What the flags of `TOGETHER` mean today.
+
+    Args:
+        old: the old flags.
+        given: today's flags, of which ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` are read.
+        here: the run is to be on this machine; False: one with several GPUs is meant, wherever that is.
+
+    Raises:
+        MisconfigurationException: a value that was none, or GPUs that are not here.
+    """
+    translation = Translation()
+    _where(old, given, translation, here)
+    _precision(old, translation)
+    return translation
+
+
 def _add(translation: Translation, name: str, today: Today) -> None:
     for flag, value in today.items():
         if flag == "callbacks":
@@ -247,7 +262,7 @@ def _add(translation: Translation, name: str, today: Today) -> None:
             translation.spelled.append(f"{flag}={value!r}")
 
 
-def _where(old: Today, given: Today, translation: Translation) -> None:
+def _where(old: Today, given: Today, translation: Translation, here: bool) -> None:
     """Devices, nodes and strategy.
 
     Without a backend several GPUs of one node were DataParallel in one process, and several nodes were
@@ -259,7 +274,7 @@ def _where(old: Today, given: Today, translation: Translation) -> None:
         today["num_nodes"] = nodes
     several_nodes = isinstance(nodes, int) and nodes > 1
     if "gpus" in old:
-        devices, count = _gpus(old["gpus"])
+        devices, count = _gpus(old["gpus"], here)
         today["accelerator"], today["devices"] = ("gpu", devices) if count else ("cpu", "auto")
         if count > 1 and backend is None and not several_nodes and given["strategy"] == "auto":
             backend = "dp"
@@ -281,7 +296,7 @@ def _where(old: Today, given: Today, translation: Translation) -> None:
     _add(translation, "gpus", today)
 
 
-def _gpus(value: object) -> tuple[Any, int]:
+def _gpus(value: object, here: bool) -> tuple[Any, int]:
     """(``devices`` of today, how many) for a value of ``gpus``; ``"3"`` was the GPU of this number, as ``"0, 1"`` is.
 
     Raises:
@@ -301,13 +316,13 @@ def _gpus(value: object) -> tuple[Any, int]:
             "Trainer(gpus=...): it was a number, a list such as [0, 1] or a string such as '0, 1'; today say "
             "accelerator='gpu', devices=2."
         )
-    if not CUDAAccelerator.is_available():
+    if here and not CUDAAccelerator.is_available():
         raise MisconfigurationException(
             f"Trainer(gpus={value!r}): torch finds no GPU here. Today's spelling is accelerator='gpu', "
             f"devices={value!r}; to run on the CPU leave `gpus` out."
         )
     if isinstance(value, int):
-        return value, CUDAAccelerator.auto_device_count() if value == -1 else value
+        return value, (CUDAAccelerator.auto_device_count() if here else 2) if value == -1 else value
     return list(value), len(value)
 
 

@@ -1,11 +1,12 @@
 """Devices: the kinds that a run can use, and which of them it uses.
 
-Beside them: how a batch gets there, memory that runs out, and where and how tensors are made.
+Beside them: the torch that drives them, how a batch gets there, memory that runs out, where tensors are made.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,30 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import warn_once
 from lockstep.ground.tree import tree_map
+
+# -- torch ---------------------------------------------------------------------------------------------------
+
+
+TRIED = (2, 13)
+"""The newest torch that this release was tested with; a test holds it to constraints.txt and pyproject.toml."""
+
+
+def warn_of_untried_torch(version: str = torch.__version__) -> None:
+    """Warn, once and on rank 0, of a torch that is newer than all that were tried.
+
+    Args:
+        version: as torch writes its own, ``"2.13.0+cpu"``.
+    """
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) > TRIED and multiprocessing.parent_process() is None:  # not in loader workers
+        tried = ".".join(map(str, TRIED))
+        warn_once(
+            f"torch {version} is newer than {tried}, the newest that this release of lockstep was tested with: should "
+            f"something be wrong, `pip install 'torch=={tried}.*'` takes that one."
+        )
+
 
 # -- accelerators --------------------------------------------------------------------------------------------
 

@@ -149,16 +149,17 @@ class HyperparametersMixin:
             self._hparams = hparams
 
     @property
-    def hparams(self) -> Any:
+    def hparams(self) -> AttributeDict:
         """The hyperparameters, as an :class:`AttributeDict` that may be changed."""
         if "_hparams" not in self.__dict__:
             self._hparams = AttributeDict()
-        return self._hparams
+        return self._hparams  # type: ignore[return-value]  # or what save_hyperparameters was given, with attributes
 
     @property
-    def hparams_initial(self) -> Any:
+    def hparams_initial(self) -> AttributeDict:
         """A copy of the hyperparameters as they were when last saved; changing it changes nothing."""
-        return copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+        found: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+        return found
 
 
 def _choose(args: tuple[Any, ...], found: dict[str, Any]) -> tuple[Any, str | None]:

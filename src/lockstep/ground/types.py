@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -80,9 +80,32 @@ OptimizerLRScheduler = (
     | OptimizerLRSchedulerConfig
     | Sequence[OptimizerConfig]
     | Sequence[OptimizerLRSchedulerConfig]
+    | dict[str, Any]
     | None
 )
-"""What ``configure_optimizers`` returns."""
+"""What ``configure_optimizers`` returns; a dict that is annotated as such has the keys of the configs above."""
+
+if TYPE_CHECKING:
+
+    class OneOptimizerOrSeveral(Optimizer, list[Optimizer]):
+        """What ``self.optimizers()`` gives: an optimizer, or the list of them, which only its caller can know."""
+
+
+class LogOptions(TypedDict, total=False):
+    """The options of ``self.log``, for ``self.log_dict``."""
+
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: str | Callable[..., Any]
+    enable_graph: bool
+    sync_dist: bool
+    sync_dist_group: object
+    add_dataloader_idx: bool
+    batch_size: int | None
+    metric_attribute: str | None
+    rank_zero_only: bool
 
 
 # -- what a Trainer is doing ----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
 from lockstep.launch.environment import free_port
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
-from lockstep.supervise.stack import one_line
+from lockstep.supervise.stack import one_line, wipe_line
 
 PROMISED = 3.0
 """Seconds that the agent waits for the cause which somebody has promised to hand it."""
@@ -173,6 +173,7 @@ def _first(failures: Mapping[int, ProcessFailure]) -> str:
 
 def say(text: str) -> None:
     """A line on the screen."""
+    wipe_line()
     with contextlib.suppress(OSError, ValueError):
         print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import sys
 import threading
@@ -50,6 +51,44 @@ def flags_of(
                 value = literal_eval(value)
             found[name] = value
     return found
+
+
+# -- what is in force ----------------------------------------------------------------------------------------
+
+
+_NAMES = """
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT
+TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_GPUS SLURM_JOB_ID
+SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_LOCALID SLURM_NNODES SLURM_NODEID SLURM_NODELIST
+SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_PTY_PORT SLURM_RESTART_COUNT SLURM_STEPID SLURM_STEP_GPUS
+SLURM_STEP_ID SLURM_STEP_NODELIST SLURM_STEP_NUM_NODES SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE
+SLURM_TASKS_PER_NODE JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE
+LSB_DJOB_RANKFILE LSB_HOSTS LSB_JOBID LSB_MCPU_HOSTS PBS_JOBID OMPI_MCA_ess_base_jobid PMIX_NAMESPACE
+PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME LOGLEVEL OMP_NUM_THREADS
+"""
+NAMES = frozenset(_NAMES.split())
+FAMILIES = ("LOCKSTEP_", "PL_GLOBAL_SEED", "PL_TRAINER_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "NCCL_")
+"""Variables that lockstep reads, by their names and by how their names begin; a test looks for others."""
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\w+://[^/\s]*@|(?=\S*\d)(?=\S*[A-Za-z])[A-Za-z0-9+/_=]{32,}")
+HIDDEN = "(not shown)"
+
+
+def in_force(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that are set and that lockstep reads, by name; of what looks like a secret the name alone.
+
+    Example:
+        >>> in_force({"OMP_NUM_THREADS": "2", "HOME": "/root", "PL_TRAINER_TOKEN": "abc"})
+        {'OMP_NUM_THREADS': '2', 'PL_TRAINER_TOKEN': '(not shown)'}
+    """
+    found = {name: value for name, value in environ.items() if name in NAMES or name.startswith(FAMILIES)}
+    return {
+        name: HIDDEN if _SECRET.search(name) or _SECRET_VALUE.search(value) else value
+        for name, value in sorted(found.items())
+    }
 
 
 # -- threads -------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
 from lockstep.supervise.monitor import RankMonitor, Verdict
-from lockstep.supervise.stack import calling, one_line
+from lockstep.supervise.stack import calling, one_line, wipe_line
 from lockstep.supervise.status import Mailbox, failed, noted_call, watch_uncaught
 
 # -- objects on their way ------------------------------------------------------------------------------------
@@ -148,6 +148,7 @@ class SpawnLauncher:
                     processes.wait()
                 if processes.failed or verdicts:
                     watch_uncaught()
+                    wipe_line()
                     raise _failure(self.strategy, processes, mailbox, verdicts[0] if verdicts else None, monitor)
                 result.seek(0)
                 returned: T = unpack(result)

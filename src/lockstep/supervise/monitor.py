@@ -31,7 +31,7 @@ from lockstep.supervise.hang import (
     parted,
 )
 from lockstep.supervise.signals import SignalPipe
-from lockstep.supervise.stack import Stack, ask, ask_stopped, ask_workers, is_there, one_line, speak
+from lockstep.supervise.stack import Stack, ask, ask_stopped, ask_workers, is_there, one_line, speak, wipe_line
 from lockstep.supervise.status import Mailbox
 from lockstep.supervise.trace_memory import Note, Reading
 
@@ -355,6 +355,7 @@ def _say(found: Divergence, kill: float) -> None:
     """The warning: the run goes on."""
     then = "the run goes on" + ("" if kill == math.inf else f", and ends after hang_kill={kill:g} s of waiting")
     with contextlib.suppress(OSError, ValueError):
+        wipe_line()
         print(f"{found.trace}\nlockstep: {one_line(str(found), None)}; {then}", file=sys.stderr, flush=True)
 
 

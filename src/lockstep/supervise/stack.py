@@ -69,6 +69,18 @@ def shortened(error: BaseException, most: int = MOST) -> str:
     return "".join(f"{printable(_narrow(line))}\n" for line in lines)
 
 
+def wipe_line() -> None:
+    """On a terminal, begin at the left, and show the cursor: another rank may have a progress bar on this line.
+
+    It draws the bar again, if it is still there.
+    """
+    try:
+        if os.isatty(2) and os.environ.get("TERM") != "dumb":
+            os.write(2, b"\r\x1b[K\x1b[?25h")
+    except OSError:  # it is closed
+        pass
+
+
 def _narrow(line: str) -> str:
     return line if len(line) <= WIDE else f"{line[:WIDE]}... ({len(line)} characters)"
 

@@ -30,6 +30,7 @@ from lockstep.supervise.stack import (
     one_line,
     reason_of,
     shortened,
+    wipe_line,
 )
 from lockstep.supervise.trace_memory import offer as offer_trace
 
@@ -359,12 +360,15 @@ class _Hook:
         if note.lost:
             if _known_firsts() or isinstance(error, RankFailed) or not _is_first_to("loses"):
                 return
+            wipe_line()
             text = f"rank {note.rank} lost the others in {note.doing} ({note.location})"
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's is enough
                 self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
+            if _rank.rank:  # rank 0 has closed its bar
+                wipe_line()
             self._print(kind, error, trace, MOST)
             leave_note(_rank.address, {"printed": _rank.rank})
         else:

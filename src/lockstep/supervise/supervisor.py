@@ -38,6 +38,7 @@ from lockstep.supervise.causes import (
 )
 from lockstep.supervise.channel import Channel, Message, Nodes, caller, door
 from lockstep.supervise.monitor import RankMonitor, Verdict
+from lockstep.supervise.stack import wipe_line
 from lockstep.supervise.status import RANK, Mailbox
 
 TICK = 0.1
@@ -465,6 +466,7 @@ class Supervisor:
 
     def _write(self, text: str) -> None:
         if text:
+            wipe_line()
             with contextlib.suppress(OSError):
                 os.write(2, f"{text}\n".encode(errors="replace"))
 

@@ -17,6 +17,7 @@ from lockstep.ground.types import EVAL_DATALOADERS, TRAIN_DATALOADERS, RunningSt
 from lockstep.loop.call import Asked, call
 from lockstep.loop.session import FitState
 from lockstep.module import LightningModule
+from lockstep.supervise.status import watch_uncaught
 from lockstep.trainer import Trainer
 from lockstep.tuner import batch_size, lr_finder
 from lockstep.tuner.batch_size import BatchSizeFinder
@@ -217,9 +218,13 @@ def _prepared(
         should_stop=False,
     )
     with in_session(trainer, inside):
-        with isolate_rng(), call(inside, Asked(fn, None, None, trainer.fit_loop.release)):
-            if fn is not TrainerFn.FITTING:
-                inside.state.stage = RunningStage(str(fn))
-            yield
+        try:
+            with isolate_rng(), call(inside, Asked(fn, None, None, trainer.fit_loop.release)):
+                if fn is not TrainerFn.FITTING:
+                    inside.state.stage = RunningStage(str(fn))
+                yield
+        except BaseException:
+            watch_uncaught()
+            raise
         if inside.interruption is not None:
             raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, number
-from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.errors import MisconfigurationException, RankFailed, missing_extra
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -206,6 +206,12 @@ class RichProgressBar(DrawnProgressBar):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RankFailed) and self.progress is not None:
+            # the traceback of that rank stands where the bars would be drawn a last time
+            self.progress.live.refresh = lambda: None
+        super().on_exception(trainer, pl_module, exception)
 
     # -- the screen ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""``lockstep env``: versions, devices, the cluster that was found and why, and the variables in force."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import TypedDict
+
+import torch
+
+from lockstep.cluster.detect import explained
+from lockstep.ground.device import CUDAAccelerator
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch.environment import cores, in_force
+
+ABOUT = """\
+usage: lockstep env [--json]
+
+Show what a run depends on: versions, devices, the cluster that started this process and how it is known, its rank, and
+the variables that lockstep reads. Values that look like keys or tokens are not shown. Start it as the script would be
+started (`srun lockstep env`) to see what a rank sees.
+"""
+
+# by the names of the distributions; a test compares them with the extras of pyproject.toml
+OPTIONAL = (
+    *("alembic", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "psutil", "pyyaml", "rich"),
+    *("sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
+)
+BESIDE = ("lightning", "pytorch-lightning", "numpy", "mlflow")
+"""Distributions that are no extras, and that are told of where they are installed."""
+
+
+class Report(TypedDict):
+    """What the command shows."""
+
+    versions: dict[str, str]
+    optional: dict[str, str | None]  #: None: not installed
+    devices: dict[str, str]
+    cluster: str | None
+    why: str
+    rank: dict[str, int | str] | None  #: None where no Trainer could begin
+    variables: dict[str, str]
+
+
+def env(words: Sequence[str]) -> int:
+    """The command; gives its exit code.
+
+    Args:
+        words: behind ``lockstep env``.
+
+    Raises:
+        MisconfigurationException: a word that it does not know.
+    """
+    if any(word in ("-h", "--help") for word in words):
+        print(ABOUT, end="")
+        return 0
+    unknown = [word for word in words if word != "--json"]
+    if unknown:
+        raise MisconfigurationException(f"lockstep env: {unknown[0]} is none of its options; there is: --json")
+    found = report()
+    print(json.dumps(found, indent=2) if words else "\n".join(_lines(found)))
+    return 0
+
+
+def report() -> Report:
+    """What there is, as plain values."""
+    finding = explained()
+    world = finding.world
+    return {
+        "versions": {
+            "lockstep": _version("torch-lockstep") or "not installed, run from its source",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
+        "optional": {name: _version(name) for name in OPTIONAL}
+        | {name: found for name in BESIDE if (found := _version(name)) is not None},
+        "devices": dict(_devices()),
+        "cluster": finding.cluster,
+        "why": finding.why,
+        "rank": None
+        if world is None
+        else {
+            "rank": world.rank,
+            "world_size": world.size,
+            "local_rank": world.local_rank,
+            "local_size": world.local_size,
+            "node_rank": world.node_rank,
+            "num_nodes": world.num_nodes,
+            "address": world.address,
+            "port": world.port,
+        },
+        "variables": in_force(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    yield "cpu", f"{cores()} core(s) for this process, {torch.get_num_threads()} thread(s) of torch"
+    built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    if not CUDAAccelerator.is_available():
+        yield "cuda", "none; " + (built if torch.version.cuda is None else f"torch is built for {built}")
+        return
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield f"cuda:{number}", f"{found.name}, {found.total_memory / 2**30:.1f} GiB; {built}"
+
+
+def _lines(found: Report) -> Iterator[str]:
+    optional = {name: version or "not installed" for name, version in found["optional"].items()}
+    parts: tuple[tuple[str, dict[str, str]], ...] = (
+        ("versions", found["versions"]),
+        ("optional packages", optional),
+        ("devices", found["devices"]),
+    )
+    for title, rows in parts:
+        yield f"{title}:"
+        width = max(map(len, rows))
+        yield from (f"  {name:<{width}}  {value}" for name, value in rows.items())
+    yield f"cluster: {found['cluster'] or 'none'}"
+    yield f"  {found['why']}"
+    rank = found["rank"]
+    if rank is not None:
+        yield (
+            f"rank: {rank['rank']} of {rank['world_size']}; {rank['local_rank']} of {rank['local_size']} on its node; "
+            f"node {rank['node_rank']} of {rank['num_nodes']}"
+        )
+        if rank["world_size"] != 1:
+            yield f"  the ranks meet at {rank['address']}, port {rank['port']}"
+    yield "variables in force:" if found["variables"] else "variables in force: none"
+    yield from (f"  {name}={value}" for name, value in found["variables"].items())

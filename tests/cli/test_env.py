@@ -1,0 +1,169 @@
+"""`lockstep env` and `lockstep --version`: what they tell, from where, and what they never tell."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.cli import env as shown
+from lockstep.cli.run import COMMANDS, HELP, main
+from lockstep.cluster.detect import explained
+from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
+from tests.project.test_packaging import names, project
+
+__all__ = ["project"]  # a fixture
+
+PACKAGE = Path(lockstep.__file__).parent
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_TASKS_PER_NODE": "2",
+    "SLURM_JOB_NODELIST": "node1",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
+
+
+def test_the_help_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == HELP
+    assert re.findall(r"^  (\w+) ", HELP, re.MULTILINE) == list(COMMANDS)
+    for command in COMMANDS:
+        if command == "run":
+            continue  # its parser exits
+        assert main([command, "--help"]) == 0
+        assert f"usage: lockstep {command}" in capsys.readouterr().out
+
+
+def test_versions_devices_and_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {**TORCHRUN, **MEETING, "OMP_NUM_THREADS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
+    assert re.search(r"^  cpu +\d+ core\(s\)", text, re.MULTILINE)
+    assert "cluster: torchelastic\n  torchrun started this process, by GROUP_RANK=1, LOCAL_RANK=1," in text
+    assert "rank: 3 of 4; 1 of 2 on its node; node 1 of 2\n  the ranks meet at node1, port 29400\n" in text
+    assert "\n  OMP_NUM_THREADS=3\n" in text
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(json.dumps(shown.report()))
+    assert found["rank"]["world_size"] == 4
+    assert found["variables"]["MASTER_ADDR"] == "node1"
+
+
+def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory = "Some GPU", 80 * 2**30
+
+    assert shown.report()["devices"].keys() >= {"cpu"}
+    monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+    devices = shown.report()["devices"]
+    assert [devices[f"cuda:{number}"] for number in range(2)] == ["Some GPU, 80.0 GiB; CUDA 13.0"] * 2
+    monkeypatch.setattr(shown.CUDAAccelerator, "is_available", lambda: False)
+    assert shown.report()["devices"]["cuda"] == "none; torch is built for CUDA 13.0"
+
+
+def test_every_extra_is_told_of(project: dict[str, Any]) -> None:
+    extras = project["optional-dependencies"]
+    wanted = set().union(*(names(extras[name]) for name in extras if name not in ("test", "bench", "examples")))
+    assert set(shown.OPTIONAL) == wanted
+    there = shown.report()["optional"]
+    assert set(shown.OPTIONAL) <= there.keys()
+
+
+def test_an_option_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--yaml"]) == 2
+    assert capsys.readouterr().err == "lockstep env: --yaml is none of its options; there is: --json\n"
+
+
+# -- why -----------------------------------------------------------------------------------------------------
+
+
+def test_nobody_has_started_it() -> None:
+    found = explained({})
+    assert (found.cluster, found.world is not None and found.world.size) == (None, 1)
+    assert found.why == "no launcher has started this process; a Trainer starts the ranks"
+
+
+def test_the_variables_that_decided_are_named() -> None:
+    found = explained(SRUN)
+    assert found.cluster == "slurm"
+    assert found.world is not None
+    assert (found.world.rank, found.world.size) == (1, 2)
+    assert "srun started this process, by SLURM_JOB_ID=77" in found.why
+    assert "SLURM_PROCID=1" in found.why
+
+
+def test_a_cluster_that_is_passed_over_is_named() -> None:
+    found = explained({**SRUN, **TORCHRUN, **MEETING})
+    assert found.cluster == "torchelastic"
+    assert found.why.endswith("; it comes before slurm")
+
+
+def test_variables_that_cannot_be_used() -> None:
+    found = explained({**TORCHRUN, **MEETING, "RANK": "one"})
+    assert (found.cluster, found.world) == ("torchelastic", None)
+    assert "RANK is 'one'" in found.why
+    found = explained({"LOCAL_RANK": "3", "WORLD_SIZE": "2"})
+    assert found.world is None
+    assert "cannot begin" in found.why
+
+
+def test_a_batch_script_and_a_rank_of_lockstep() -> None:
+    batch = explained({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "2(x2)"})
+    assert (batch.cluster, batch.world) == ("slurm", None)
+    assert "the batch script of the SLURM job 7, and no rank: a Trainer starts its 4 tasks by srun" in batch.why
+    rank = explained({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **MEETING})
+    assert (rank.cluster, rank.world is not None and rank.world.rank) == ("local", 1)
+    assert "lockstep started this process, by LOCAL_RANK=1" in rank.why
+
+
+# -- variables -----------------------------------------------------------------------------------------------
+
+
+def test_every_variable_that_is_read_is_told_of() -> None:
+    """The files that may read the environment name no variable that the list does not have."""
+    none = {"CONF_FILE", "PCI_BUS_ID", "SC_CLK_TCK"}  # ends of names, values, what the system is asked
+    unknown = set()
+    for folder in ("cluster", "launch", "supervise"):
+        for file in (PACKAGE / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+                if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|[A-Z_]*RANK", text) and not text.startswith("TCP_"):
+                    unknown |= {text} - NAMES - none
+    unknown = {name for name in unknown if not name.startswith(FAMILIES)}
+    assert unknown <= {"LOCAL_SIZE"}  # the end of a name of MPI's
+
+
+def test_what_looks_like_a_secret_is_not_shown() -> None:
+    values = {
+        "PL_TRAINER_LOGGER": "https://me:hunter2@host/store",
+        "NCCL_AUTH": "hunter2",
+        "LOCKSTEP_API_KEY": "hunter2",
+        "PL_TRAINER_DEFAULT_ROOT_DIR": "0123456789abcdef0123456789abcdef01",
+    }
+    assert in_force(values) == dict.fromkeys(sorted(values), HIDDEN)
+    assert in_force({"WANDB_API_KEY": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter2", "HOME": "/home/me"}) == {}
+    plain = {"CUDA_VISIBLE_DEVICES": "GPU-5ebe9f43-ac33-4207-b9bc-27a8f1c2a3b4", "PL_TRAINER_DEVICES": "2"}
+    assert in_force(plain) == plain

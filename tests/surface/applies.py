@@ -1,0 +1,114 @@
+"""What a script has to use for a row of the tables of differences to concern it; `lockstep migrate` reads the result.
+
+A key is ``flag CALL(argument)``, ``flag CALL(argument=value)`` or ``name X``, as `lockstep.cli.migrate` looks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "src" / "lockstep" / "cli" / "differences.json"
+PAGE = ROOT / "docs" / "from-lightning.md"
+
+RANKS = ("flag Trainer(devices)", "flag Trainer(strategy)", "flag Trainer(num_nodes)", "flag Trainer(gpus)")
+RESUMED = ("flag fit(ckpt_path)", "flag Trainer(resume_from_checkpoint)")
+# The rows of docs/from-lightning.md by how they begin; without keys: no name of a script tells.
+PROSE: dict[str, tuple[str, ...]] = {
+    "samples that do not divide": RANKS,
+    "a rank that has no samples": ("name self.all_gather",),
+    "batches that come ready-made": ("flag DataLoader(batch_size=None)",),
+    "loaders side by side": ("name CombinedLoader",),
+    "the last, partial window": ("flag Trainer(accumulate_grad_batches)",),
+    "a smaller last batch": ("flag Trainer(accumulate_grad_batches)",),
+    "`self.log` on several ranks": ("name self.log", "name self.log_dict"),
+    "an `IterableDataset`": ("name IterableDataset",),
+    "Ctrl-C in `fit`": ("name KeyboardInterrupt",),
+    "shuffling": ("flag DataLoader(shuffle=True)",),
+    "random numbers in `__getitem__`": (),
+    "resume in mid-epoch": RESUMED,
+    "resume with another number of processes": RESUMED,
+    "resume with another `batch_size`": (),
+    "checkpoints": ("name load_from_checkpoint", "name save_checkpoint"),
+    "`fit()`": (),
+    "a rank that fails": (),
+    "ranks that wait": (),
+    "a restart by the agent": (),
+    "notebooks": ("flag Trainer(strategy=ddp_notebook)",),
+    "`predict` under spawn": ("flag Trainer(strategy=ddp_spawn)", "flag Trainer(strategy=ddp_fork)"),
+    "a parameter or buffer that comes": ("name add_param_group", "name weight_norm"),
+    "gradients of ranks on one machine": (),
+    "unused parameters": (
+        "flag DDPStrategy(find_unused_parameters)",
+        "flag Trainer(strategy=ddp_find_unused_parameters_true)",
+    ),
+    "buffers (BatchNorm": ("name BatchNorm1d", "name BatchNorm2d", "name BatchNorm3d"),
+    "communication hooks off CUDA": ("flag DDPStrategy(ddp_comm_hook)",),
+    "post-local SGD": ("name PostLocalSGDState",),
+    "gradients after a backward with": (),
+    "a SLURM batch script": ("name SLURMEnvironment",),
+    "a SLURM job that is asked": ("name SLURMEnvironment",),
+    "SIGTERM": ("name SIGTERM",),
+    "calls of the ranks": (),
+    "progress bar": (),
+    "hyperparameters in checkpoints": ("name self.save_hyperparameters",),
+    "LBFGS": ("name LBFGS",),
+    "resume with another optimizer class": (),
+    "`BackboneFinetuning`, `ModelPruning`": ("name BackboneFinetuning", "name ModelPruning"),
+    "`accumulate_grad_batches={0: 8": ("flag Trainer(accumulate_grad_batches=dict)",),
+}
+
+
+def prose() -> list[list[str]]:
+    """The rows of docs/from-lightning.md: what, in Lightning, in lockstep, why."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "Lightning 2.6 |" not in line]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
+
+
+def keys_of(row: dict[str, Any]) -> list[str]:
+    """The keys of a row of ``rows/*.json``."""
+    kind, name = row["kind"], row["name"]
+    found = re.match(r"[\w.]+", name)
+    first = found[0] if found else ""
+    if kind == "flag":
+        return [f"flag Trainer({name})"]
+    if kind == "accelerator":
+        return [f"flag Trainer(accelerator={name})"]
+    if kind == "registry":
+        return [f"flag Trainer(strategy={name})"]
+    if kind == "strategy argument":
+        return [f"flag {name}"]
+    if kind == "attribute":
+        return [f"name trainer.{name}"]
+    if kind in ("module attribute", "datamodule attribute", "hook", "callback hook"):
+        owner, _, method = name.partition(".")
+        return [f"name {name}", *([f"name self.{method}"] if owner == "LightningModule" else [])]
+    if kind == "name":
+        return [f"name {name.rpartition('.')[2]}"] if "(" not in name else []
+    return [f"name {first.rpartition('.')[2]}"] if kind in ("callback", "logger", "tuner", "cli") and first else []
+
+
+def differences(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Sentences by key, of what differs, and of what is refused and no import tells."""
+    found: dict[str, list[str]] = {}
+    for what, there, here, _ in prose():
+        (begins,) = (begin for begin in PROSE if what.startswith(begin))
+        for key in PROSE[begins]:
+            found.setdefault(key, []).append(f"{what}: in Lightning {there}; here {here}.")
+    for row in rows:
+        refused = row["verdict"] == "refused" and row["kind"] in ("flag", "attribute", "hook", "callback hook")
+        if row["verdict"] == "differs" or refused:
+            name = row["name"].rpartition(".")[2] if row["kind"] == "name" else row["name"]
+            text = f"{name}: {'refused: ' if refused else ''}{' '.join(row['reason'].split()).rstrip('.')}."
+            for key in keys_of(row):
+                if text not in found.setdefault(key, []):
+                    found[key].append(text)
+    return dict(sorted(found.items()))
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The file."""
+    return json.dumps(differences(rows), indent=1, ensure_ascii=False) + "\n"
