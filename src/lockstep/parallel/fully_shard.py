@@ -134,9 +134,7 @@ def shard(
     offload_policy: OffloadPolicy,
     gather: Callable[[Iterable[Tensor]], object] = list,
 ) -> None:
-    """Let each rank keep its shard of rank 0's weights, a block at a time. Collective.
-
-    ``fully_shard`` alone would keep, of each parameter, shards of the ranks' own values.
+    """Let each rank keep its shard of rank 0's weights (alone, torch keeps those of the ranks' own). Collective.
 
     Args:
         module: alike on all ranks but for its values; in place it becomes an ``FSDPModule``.
