@@ -80,6 +80,22 @@ class Deep(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.005, momentum=0.9, weight_decay=0.1)
 
 
+class Mixed(Deep):
+    """Several dtypes in a block; torch's Adam takes a complex parameter for pairs of real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.randn(7, dtype=torch.complex64, generator=torch.Generator().manual_seed(3)))
+        self.blocks[1].register_parameter("gain", nn.Parameter(torch.ones(7, dtype=torch.complex64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.into(x) * self.waves * self.blocks[1].gain
+        return super().forward(x) + torch.view_as_real(turned).sum((1, 2))[:, None]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.003, eps=1e-2)
+
+
 CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "even": (Plain, 72, {}),
     "uneven last batch": (Plain, 23, {}),
@@ -93,6 +109,7 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "SyncBatchNorm": (Normed, 23, {"sync_batchnorm": True}),
     "SyncBatchNorm, empty shares": (Normed, 26, {"sync_batchnorm": True, "batch_size": 2}),
     "blocks": (Deep, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
+    "several dtypes": (Mixed, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "blocks, empty shares": (Deep, 25, {"batch_size": 2, "steps": 7}),
 }
 MODES: dict[str, dict[str, Any]] = {

@@ -184,17 +184,21 @@ def shard(
 
 
 def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
-    """The parameters that ``fully_shard`` would not take beside the others of their block: of another dtype, or 0-d."""
-    odd: list[Parameter] = []
-    done: set[int] = set()
+    """The parameters that cannot be shards beside the others of their block: of another dtype, complex, or 0-d.
+
+    torch refuses the first and the last. Adam on shards of complex ones gives wrong values: it works on views of them
+    as pairs of real numbers.
+    """
+    odd = [parameter for parameter in module.parameters() if parameter.is_complex() or not parameter.dim()]
+    done = {id(parameter) for parameter in odd}
     for block in (*blocks, module):
-        mine = [p for p in block.parameters() if id(p) not in done and p.dim()]
-        done.update(id(p) for p in mine)
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in done]
+        done.update(id(parameter) for parameter in mine)
         sizes: Counter[torch.dtype] = Counter()
         for parameter in mine:
             sizes[parameter.dtype] += parameter.numel()
-        odd += [p for p in mine if p.dtype != sizes.most_common(1)[0][0]]
-    return [*odd, *(parameter for parameter in module.parameters() if not parameter.dim())]
+        odd += [parameter for parameter in mine if parameter.dtype != sizes.most_common(1)[0][0]]
+    return odd
 
 
 def recompute(blocks: Iterable[nn.Module]) -> None:
