@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from tests.differential.play import same
-from tests.differential.program import COMBINED
+from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
-    from tests.differential.play import Record
-    from tests.differential.program import Program
+    from tests.differential.play import Event, Record
 
 
 @dataclass(frozen=True)
@@ -23,172 +22,346 @@ class Row:
     Attributes:
         sentence: what differs, and why.
         where: the file of the docs that tells it, and the name of its row there.
+        shown_by: a program that shows it.
         holds: whether it explains a difference of a program.
+        then: what may follow from it later in the run: "" nothing, "numbers" other values in the same places, "all"
+            another run.
+        take: takes what it explains out of both records before they are compared, and says where it found that.
     """
 
     sentence: str
     where: str
-    holds: Callable[[Program, Difference, Record, Record], bool]
-    goes_on: bool = False
-    """Whether what comes after it in the run is another, too."""
+    shown_by: Program
+    holds: Callable[[Program, Difference, Record, Record], bool] = lambda *_: False
+    then: str = ""
+    take: Callable[[Program, Record, Record], str] = lambda *_: ""
 
 
 PAGE = "docs/lightning.md"
 
 
-def _fact(*names: str) -> Callable[[Program, Difference, Record, Record], bool]:
-    return lambda program, d, theirs, ours: d.kind in ("fact", "end") and d.name in names
-
-
-def _logged_in_this_hook(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if d.kind != "fact" or not d.name.endswith("_metrics"):
-        return False
-    unlike = [name for name in {**d.theirs, **d.ours} if not same(d.theirs.get(name), d.ours.get(name))]
-    own = [log.name for log in program.logs if d.where.endswith(log.hook) or log.hook.endswith("_start")]
-    return all(any(name.startswith(part) for part in own) for name in unlike)
+def _flags(**flags: Any) -> dict[str, Any]:
+    return {**PLAIN.flags, **flags}
 
 
 def _has(program: Program, kind: str) -> bool:
     return any(name == kind for name, _ in program.callbacks)
 
 
-ROWS = [
+def _accumulates(program: Program) -> bool:
+    return "accumulate_grad_batches" in program.flags or _has(program, "GradientAccumulationScheduler")
+
+
+def _acts(program: Program, *kinds: str) -> bool:
+    return any(act.kind in kinds for act in program.acts)
+
+
+def _refused(ours: Record, *words: str) -> bool:
+    return any(part in str(end.get("message")) for _, end in ours.ends for part in words)
+
+
+def _end(record: Record, call: str) -> dict[str, Any]:
+    return next((end for label, end in record.ends if label == call), {})
+
+
+# -- what is taken out of the records --------------------------------------------------------------------------------
+
+
+def by_call(events: list[Event]) -> dict[str, list[Event]]:
+    """The events of each call of the Trainer."""
+    found: dict[str, list[Event]] = {"": []}
+    call = ""
+    for event in events:
+        if event[0].startswith("call "):
+            call = event[0].removeprefix("call ")
+            found[call] = []
+        found[call].append(event)
+    return found
+
+
+def _without_sanity_of_resumed(program: Program, theirs: Record, ours: Record) -> str:
+    """The sanity check that Lightning runs in a resumed fit, and when each of them asks for the validation loader."""
+    kept: list[Event] = []
+    taken = ""
+    loaders = ("data.val_dataloader", "module.val_dataloader")
+    for call, events in by_call(theirs.events).items():
+        labels = [label for label, _ in events]
+        if "resume" in call and "callback.on_sanity_check_start" in labels:
+            taken = call
+            first = labels.index("callback.on_sanity_check_start")
+            last = labels.index("callback.on_sanity_check_end") if "callback.on_sanity_check_end" in labels else 10**6
+            events = [event for i, event in enumerate(events) if not first <= i <= last and event[0] not in loaders]
+        kept += events
+    if taken:
+        theirs.events = kept
+        ours.events = [
+            event
+            for call, events in by_call(ours.events).items()
+            for event in events
+            if "resume" not in call or event[0] not in loaders
+        ]
+    return taken
+
+
+def _without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> str:
+    """Callbacks' on_save_checkpoint of files that hold weights alone: before the module's, where Lightning has none."""
+    if not any(settings.get("save_weights_only") for _, settings in program.callbacks):
+        return ""
+    events, place = [], 0
+    taken = ""
+    for event in ours.events:
+        there = theirs.events[place][0] if place < len(theirs.events) else ""
+        if event[0] == "callback.on_save_checkpoint" and there != event[0]:
+            taken = event[0]
+            continue
+        place += 1
+        events.append(event)
+    ours.events = events
+    return taken
+
+
+def _without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -> str:
+    if program.flags.get("limit_train_batches") != 0:
+        return ""
+    count = len(ours.events)
+    ours.events = [event for event in ours.events if not event[0].endswith(".train_dataloader")]
+    return "train_dataloader" if len(ours.events) < count else ""
+
+
+TAKEN_OUT = [
     Row(
-        "`training_step(dataloader_iter)` is refused by name.",
+        "A resumed fit has no sanity check; Lightning has one where the checkpoint is of an epoch's end.",
         PAGE,
-        lambda program, d, theirs, ours: program.iter_step and "fit" in str(program.calls),
-        goes_on=True,
+        replace(PLAIN, flags=_flags(num_sanity_val_steps=1), calls=("fit", "resume")),
+        take=_without_sanity_of_resumed,
+    ),
+    Row(
+        "Callbacks' on_save_checkpoint runs for files that hold weights only, too: it may put other weights in.",
+        PAGE,
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"save_weights_only": True}),)),
+        take=_without_saves_of_weights,
     ),
     Row(
         "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
         PAGE,
-        lambda program, d, theirs, ours: program.flags.get("limit_train_batches") == 0,
-        goes_on=True,
+        replace(PLAIN, flags=_flags(limit_train_batches=0)),
+        take=_without_loader_of_nothing,
+    ),
+]
+
+
+# -- what explains a difference --------------------------------------------------------------------------------------
+
+
+def _sanity_of_several(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Only what is logged from one of the loaders, and only in the sanity check."""
+    if len(program.val_loaders) < 2 or d.kind != "fact" or not d.name.endswith("_metrics"):
+        return False
+    more = d.ours.keys() - d.theirs.keys()
+    return (
+        d.state[2] == "sanity_check"
+        and not d.theirs.keys() - d.ours.keys()
+        and all("/dataloader_idx_" in name for name in more)
+        and all(same(d.theirs[name], d.ours[name]) for name in d.theirs)
+    )
+
+
+def _metrics_of_checkpoint(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """In a resumed fit there is more of what was logged, and nothing else."""
+    return (
+        "resume" in d.call
+        and d.name == "callback_metrics"
+        and not d.theirs.keys() - d.ours.keys()
+        and all(same(d.theirs[name], d.ours[name]) for name in d.theirs)
+    )
+
+
+def _monitor_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if not program.manual or d.name != "schedulers" or len(d.theirs) != len(d.ours):
+        return False
+    return all(
+        [*mine[:3], mine[4]] == [*other[:3], other[4]] and mine[3] is None
+        for mine, other in zip(d.theirs, d.ours, strict=True)
+        if mine != other
+    )
+
+
+def _algorithm(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    key = "gradient_clip_algorithm"
+    if d.where != "module.configure_gradient_clipping" or d.name != "arguments":
+        return False
+    return d.theirs.get(key) is None and d.ours.get(key) == "norm" and same({**d.theirs, key: "norm"}, d.ours)
+
+
+def _unfinished(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The end of a fit that somebody or something has ended within an epoch, and what comes after it."""
+    ended_early = (
+        _acts(program, "stop", "interrupt", "raise")
+        or _has(program, "Timer")
+        or _has(program, "EarlyStopping")
+        or program.flags.get("max_steps", -1) != -1
+        or program.flags.get("fast_dev_run")
+    )
+    return bool(
+        d.name in ("current_epoch", "epoch") and ended_early and isinstance(d.ours, int) and d.theirs == d.ours + 1
+    )
+
+
+def _refused_call(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return _refused(ours, "no data: pass", 'ckpt_path="best"', 'ckpt_path="last"', "ckpt_path='best'", "'last'")
+
+
+ROWS = [
+    *TAKEN_OUT,
+    Row(
+        "`training_step(dataloader_iter)` is refused by name.",
+        PAGE,
+        replace(PLAIN, iter_step=True),
+        lambda program, d, theirs, ours: program.iter_step and _refused(ours, "dataloader_iter"),
+        then="all",
     ),
     Row(
         "With 64-true Lightning loads a checkpoint's weights into float32 and casts them after it; here they keep "
         "their bits.",
         PAGE,
+        replace(PLAIN, flags=_flags(precision="64-true"), calls=("fit", "resume")),
         lambda program, d, theirs, ours: (
-            program.flags.get("precision") == "64-true" and d.where.endswith("on_load_checkpoint")
+            program.flags.get("precision") == "64-true" and "resume" in d.call and d.name == "weights"
         ),
-        goes_on=True,
+        then="numbers",
     ),
     Row(
         "A closure that LBFGS calls again runs all micro-batches of its window, and each of them is logged once.",
         "docs/architecture.md: One step",
+        replace(PLAIN, optimizers=("lbfgs",)),
         lambda program, d, theirs, ours: (
             program.optimizers == ("lbfgs",) and (d.name.endswith("_metrics") or _accumulates(program))
         ),
-        goes_on=True,
-    ),
-    Row(
-        "What a hook logs is in the metrics when all callbacks and the module had the hook; an epoch's, at its end.",
-        PAGE,
-        _logged_in_this_hook,
-    ),
-    Row(
-        "Callbacks' on_save_checkpoint runs for files that hold weights only, too: it may put other weights in.",
-        PAGE,
-        lambda program, d, theirs, ours: (
-            d.kind == "order"
-            and "callback.on_save_checkpoint" in d.ours[:1]
-            and "callback.on_save_checkpoint" not in d.theirs[:1]
-            and any(settings.get("save_weights_only") for _, settings in program.callbacks)
-        ),
-        goes_on=True,
+        then="numbers",
     ),
     Row(
         "Loaders side by side: a batch weighs what our loader drew for it, in Lightning as much as its first tensor.",
         "docs/architecture.md: Micro-batches weigh their samples",
+        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
         lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
-        goes_on=True,
+        then="numbers",
     ),
     Row(
         "A resumed run goes on with the order of data of its own epoch; Lightning draws the first epoch's again.",
         "README.md",
+        replace(PLAIN, train="shuffled", calls=("fit", "resume")),
         lambda program, d, theirs, ours: (
-            "resume" in program.calls[-1] and program.train == "shuffled" and d.name == "arguments"
+            "resume" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
         ),
-        goes_on=True,
+        then="numbers",
+    ),
+    Row(
+        "A fit that goes on shuffles once an epoch; Lightning begins with the second permutation of the loader's "
+        "generator.",
+        PAGE,
+        replace(PLAIN, train="shuffled", calls=("fit", "fit on")),
+        lambda program, d, theirs, ours: (
+            "fit on" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
+        ),
+        then="numbers",
     ),
     Row(
         "Loaders are asked for before gradients are switched off, in Lightning after it.",
         "tests/golden/test_hook_order.py",
-        lambda program, d, theirs, ours: d.name == "grad mode" and d.where.endswith("_dataloader"),
+        replace(PLAIN, flags=_flags(num_sanity_val_steps=1)),
+        lambda program, d, theirs, ours: (
+            d.name == "grad mode" and d.where.endswith("_dataloader") and d.ours == [True, False]
+        ),
     ),
     Row(
-        "Metrics of several loaders are there in on_validation_epoch_end (on_test_epoch_end), and those of one are not "
-        "before its loader's end; in Lightning they come into callback_metrics when the next loader begins.",
+        "In a sanity check of several loaders their metrics are there in on_validation_epoch_end.",
         PAGE,
-        lambda program, d, theirs, ours: (
-            len(program.val_loaders) > 1
-            and d.kind in ("fact", "end")
-            and d.name.endswith("_metrics")
-            and (d.kind == "end" or "_validation_" in d.where or "_test_" in d.where or "_sanity_" in d.where)
-        ),
+        replace(PLAIN, val_loaders=(3, 4), flags=_flags(num_sanity_val_steps=1), logs=(LOSS, VAL)),
+        _sanity_of_several,
+    ),
+    Row(
+        "A resumed fit knows the metrics of its checkpoint.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "resume"), logs=(LOSS, Log("on_train_epoch_end", "a", "module", {}))),
+        _metrics_of_checkpoint,
     ),
     Row(
         "accumulate_grad_batches is that of the epoch from the start; 1 again after the fit.",
         f"{PAGE}: GradientAccumulationScheduler",
+        replace(PLAIN, callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),)),
         lambda program, d, theirs, ours: (
             d.name in ("accumulate_grad_batches", "estimated_stepping_batches")
-            and any(kind == "GradientAccumulationScheduler" for kind, _ in program.callbacks)
+            and _has(program, "GradientAccumulationScheduler")
         ),
     ),
     Row(
         "estimated_stepping_batches is infinite for a loader without length and no max_steps.",
         f"{PAGE}: estimated_stepping_batches",
-        lambda program, d, theirs, ours: d.name == "estimated_stepping_batches" and program.train == "iterable",
+        replace(PLAIN, train="iterable"),
+        lambda program, d, theirs, ours: (
+            d.name == "estimated_stepping_batches" and program.train == "iterable" and d.ours == math.inf
+        ),
     ),
     Row(
         "The last, partial window is divided by the samples that are there.",
         f"{PAGE}: accumulate_grad_batches",
+        replace(PLAIN, flags=_flags(accumulate_grad_batches=2)),
         lambda program, d, theirs, ours: (
-            d.where.endswith(("on_before_backward", "module.backward", "on_train_batch_end"))
-            and d.name == "arguments"
+            d.where.endswith(("on_before_backward", "module.backward", "on_train_batch_end", "optimizer.updated"))
+            and d.name in ("arguments", "weights")
             and _accumulates(program)
         ),
-        goes_on=True,
+        then="numbers",
     ),
     Row(
         "A training loader without batches is refused by name; Lightning's fit ends without a step.",
         PAGE,
-        lambda program, d, theirs, ours: "has no batches" in str(ours.ends),
-        goes_on=True,
+        replace(PLAIN, train="drop_last", train_samples=(1, 1)),
+        lambda program, d, theirs, ours: _refused(ours, "has no batches"),
+        then="all",
     ),
     Row(
         "is_last_batch is false before the first batch of a fit, and where a user ends the epoch before the loader.",
         "tests/golden/test_hook_order.py",
-        _fact("is_last_batch"),
+        replace(PLAIN, calls=("fit", "fit on")),
+        lambda program, d, theirs, ours: (
+            d.name == "is_last_batch"
+            and d.theirs is True
+            and ("_batch_" not in d.where or _acts(program, "end epoch") or "resume" in d.call)
+        ),
     ),
     Row(
         "In manual optimization the entry of a plateau scheduler keeps its monitor; Lightning drops it.",
         PAGE,
-        lambda program, d, theirs, ours: program.manual and d.name == "schedulers",
+        replace(PLAIN, manual=True, schedulers=(Scheduler("plateau", {"monitor": "loss"}),)),
+        _monitor_kept,
     ),
     Row(
         "ckpt_path is there from the start of the call.",
         PAGE,
-        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.theirs is None,
+        replace(PLAIN, calls=("fit", "resume")),
+        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.theirs is None and d.ours is not None,
     ),
     Row(
         "The pass for SWA's BatchNorm statistics is no epoch of its own.",
         f"{PAGE}: StochasticWeightAveraging",
+        replace(PLAIN, norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
         lambda program, d, theirs, ours: (
             d.name in ("max_epochs", "estimated_stepping_batches", "schedulers")
             and _has(program, "StochasticWeightAveraging")
         ),
-        goes_on=True,
+        then="all",
     ),
     Row(
         "configure_gradient_clipping is given 'norm' where no algorithm was chosen, in Lightning None.",
         f"{PAGE}: gradient_clip_algorithm",
-        lambda program, d, theirs, ours: d.where == "module.configure_gradient_clipping" and d.name == "arguments",
+        replace(PLAIN, hooks="working", flags=_flags(gradient_clip_val=0.1)),
+        _algorithm,
     ),
     Row(
         "Numbers of batches are those of this call: infinite or empty until its loaders are asked for.",
         PAGE,
+        replace(PLAIN, calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
             d.kind == "fact" and d.name.startswith(("num_", "val_check_batch")) and d.ours in (math.inf, [], None)
         ),
@@ -196,42 +369,79 @@ ROWS = [
     Row(
         "A call that lacks data or a checkpoint is refused before its first hook.",
         PAGE,
-        lambda program, d, theirs, ours: any(
-            words in str(ours.ends) for words in ("no data: pass", 'ckpt_path="best"', "ckpt_path='best'", "'last'")
-        ),
-        goes_on=True,
+        replace(PLAIN, calls=("fit", "resume last")),
+        _refused_call,
+        then="all",
+    ),
+    Row(
+        "Flags that contradict each other are refused by name: min_epochs above max_epochs, min_steps above max_steps.",
+        PAGE,
+        replace(PLAIN, flags=_flags(min_epochs=3)),
+        lambda program, d, theirs, ours: _refused(ours, "the least is above the most"),
+        then="all",
+    ),
+    Row(
+        "A monitored name that no fit has logged, where there is no validation either, is an error; Lightning warns, "
+        "and saves nothing.",
+        PAGE,
+        replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
+        lambda program, d, theirs, ours: _refused(ours, "no such metric was logged") and not program.val_loaders,
+        then="all",
+    ),
+    Row(
+        "LearningRateMonitor leaves out what an optimizer does not have; Lightning raises a KeyError.",
+        PAGE,
+        replace(PLAIN, optimizers=("lbfgs",), callbacks=(("LearningRateMonitor", {"log_weight_decay": True}),)),
+        lambda program, d, theirs, ours: _has(program, "LearningRateMonitor") and "KeyError" in str(theirs.ends),
+        then="all",
     ),
     Row(
         "Without validation Lightning's pass for SWA ends with a step along the last epoch's gradient.",
         f"{PAGE}: StochasticWeightAveraging",
+        replace(PLAIN, val_loaders=(), norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
         lambda program, d, theirs, ours: d.name == "weights" and _has(program, "StochasticWeightAveraging"),
-        goes_on=True,
+        then="all",
     ),
     Row(
         "current_epoch counts finished epochs: a fit that ended within one has not finished it.",
         f"{PAGE}: current_epoch",
-        lambda program, d, theirs, ours: (
-            d.name == "current_epoch" and isinstance(d.ours, int) and d.theirs == d.ours + 1
-        ),
+        replace(PLAIN, flags=_flags(max_steps=1)),
+        _unfinished,
     ),
     Row(
         "KeyboardInterrupt raised in a hook comes out of the call; Lightning exits the process with 1.",
         PAGE,
+        replace(PLAIN, acts=(Act("interrupt", "training_step", 2),)),
         lambda program, d, theirs, ours: d.name == "raised" and "SystemExit" in d.theirs and "Keyboard" in d.ours,
-        goes_on=True,
+    ),
+    Row(
+        "Of a batch that on_train_batch_start has ended, what was logged before it is shown.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("end epoch", "on_train_batch_start", 2),),
+            logs=(LOSS, Log("on_train_batch_start", "a", "callback", {})),
+        ),
+        lambda program, d, theirs, ours: (
+            _acts(program, "end epoch")
+            and d.name.endswith("_metrics")
+            and d.theirs.keys() <= d.ours.keys()
+            and {name for name in d.ours if not same(d.theirs.get(name), d.ours[name])}
+            <= {
+                f"{log.name}{end}"
+                for log in program.logs
+                for end in ("", "_step")
+                if log.hook == "on_train_batch_start"
+            }
+        ),
     ),
     Row(
         "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
         "docs/architecture.md: Micro-batches weigh their samples",
+        replace(PLAIN, train="dict min_size"),
         lambda program, d, theirs, ours: d.kind == "warnings" and d.where == "batch size" and d.theirs,
     ),
 ]
-
-
-def _accumulates(program: Program) -> bool:
-    return "accumulate_grad_batches" in program.flags or any(
-        kind == "GradientAccumulationScheduler" for kind, _ in program.callbacks
-    )
 
 
 def explain(program: Program, difference: Difference, theirs: Record, ours: Record) -> Row | None:

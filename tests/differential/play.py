@@ -243,8 +243,9 @@ class Player:
                 self.log(log, target, value)
 
     def log(self, log: Log, target: Any, value: Tensor | float | None) -> None:
-        self.counts[f"log {log.name}"] += 1
-        number = value if value is not None else float(self.counts[f"log {log.name}"])
+        counted = f"log {log.name}" + (" in the sanity check" if self.trainer.sanity_checking else "")
+        self.counts[counted] += 1
+        number = value if value is not None else float(self.counts[counted])
         target.log(log.name, number, **log.settings)
 
     # -- making
@@ -554,6 +555,7 @@ class Player:
 
     def play_call(self, label: str, call: str, data: dict[str, Any]) -> None:
         end: dict[str, Any] = {}
+        self.record.events.append((f"call {label}", {}))
         try:
             method, given = self.prepared(call, data)
             if self.program.data == "arguments":

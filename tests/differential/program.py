@@ -107,6 +107,13 @@ class Program:
     more: dict[str, Any] = field(default_factory=dict)
 
 
+LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})
+VAL = Log("validation_step", "val", "module", {})
+PLAIN = Program(
+    seed=0, flags={"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}, calls=("fit",), logs=(LOSS,)
+)
+
+
 def draw(seed: int) -> Program:
     """The program of a seed."""
     r = random.Random(seed)
@@ -218,7 +225,7 @@ def _logs(r: random.Random, count: int, validates: bool) -> list[Log]:
     wild = r.random() < 0.15  # anything anywhere, most of which is refused
     logs = [Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True, "prog_bar": True})]
     if validates:
-        logs.append(Log("validation_step", "val", "module", {}))
+        logs.append(VAL)
     for _ in range(count):
         hook = r.choice(LOG_HOOKS)
         settings: dict[str, Any] = {}
@@ -241,7 +248,7 @@ def _logs(r: random.Random, count: int, validates: bool) -> list[Log]:
         if r.random() < 0.2:
             settings["batch_size"] = r.choice((1, 3))
         owner = "callback" if not hook.endswith("_step") and r.random() < 0.5 else "module"
-        name = r.choice(("a", "b", "c/d", "a_epoch", "b_step", "e"))
+        name = r.choice(("a", "b", "c/d", "f_epoch", "g_step", "e"))
         if not wild and any(log.name == name and (log.hook, r.random() < 0.9) != (hook, False) for log in logs):
             name = f"{name}{len(logs)}"
         logs.append(Log(hook, name, owner, settings))

@@ -10,7 +10,7 @@ import pytest
 from tests.differential.compare import Verdict, compare, differences
 from tests.differential.known import PAGE, ROWS
 from tests.differential.play import Record
-from tests.differential.program import Act, Log, Program, Scheduler, draw
+from tests.differential.program import LOSS, PLAIN, Act, Log, Scheduler, draw
 
 lightning = pytest.importorskip("lightning")
 if lightning.__version__ != "2.6.6":
@@ -40,10 +40,6 @@ def test_many_programs_are_lightnings(first: int) -> None:
     assert not different(range(first, min(first + 28, ALL)))
 
 
-LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})
-PLAIN = Program(
-    seed=0, flags={"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}, calls=("fit",), logs=(LOSS,)
-)
 FOUND = {
     "trainer.state.stage was None and trainer.training False in setup and configure_optimizers": replace(
         PLAIN, calls=("fit", "validate", "test")

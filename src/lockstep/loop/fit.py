@@ -429,6 +429,7 @@ class FitLoop:
                     window.share_among(local.averaged_ranks())
                 if window.gap is not None:
                     session.strategy.check_gap(*window.gap)
+                session.results.among_batches = True
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1
@@ -495,7 +496,7 @@ class FitLoop:
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         session, hooks, results = self.session, self.session.hooks, self.session.results
         progress = session.fit.progress
-        results.weight = 1.0  # what is logged from here on is no batch's
+        results.weight, results.among_batches = 1.0, False  # what is logged from here on is no batch's
         if not whole:  # reducing it begins its means anew, and a resume goes on with them
             session.fit.cut_epoch = state.logged(session)
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks

@@ -247,13 +247,17 @@ class Session:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
-        self.publish_step_values()
+        self.show_logged()
         return self.published.callback
 
-    def publish_step_values(self) -> None:
-        """While a training batch runs: show users what it has logged so far, this rank's own."""
-        if self.state.stage is RunningStage.TRAINING and self.has("results"):
-            self.published.publish(self.results.step_values())
+    def show_logged(self) -> None:
+        """Show users what has been logged so far, this rank's own: the batch's values, or in an epoch's hooks its."""
+        if self.state.stage is None or not self.has("results"):
+            return
+        if self.results.among_batches:
+            self.published.publish(self.results.step_values(), to_callbacks=self.state.stage is RunningStage.TRAINING)
+        else:
+            self.published.preview(self.results.epoch_so_far())
 
     def share_step_values(self) -> None:
         """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
