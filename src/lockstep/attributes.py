@@ -390,13 +390,13 @@ class Attributes:
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Newest value of what goes to the loggers."""
-        self.session.show_logged()
+        self.session.show_logged("logged")
         return self.published.logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Newest value of what the progress bar shows."""
-        self.session.show_logged()
+        self.session.show_logged("progress_bar")
         return {name: float(value) for name, value in self.published.progress_bar.items()}
 
     @property

@@ -95,7 +95,7 @@ def alike(theirs: Any, ours: Any) -> bool:
         return len(theirs) == len(ours) and all(map(alike, theirs, ours))
     if isinstance(theirs, float) and isinstance(ours, float):
         return True
-    if isinstance(theirs, str) and isinstance(ours, str):
+    if isinstance(theirs, str) and isinstance(ours, str) and theirs != ours:
         return DIGEST.fullmatch(theirs) is not None and DIGEST.fullmatch(ours) is not None
     return bool(theirs == ours)
 
@@ -167,7 +167,7 @@ def _ends(theirs: list[Event], ours: list[Event]) -> list[Difference]:
         raised, another = mine.get("raised", [""]), other.get("raised", [""])
         if not set(raised[:1]) & set(another) and not set(another[:1]) & set(raised):
             told = [f"{end.get('raised')}: {end.get('message')}" for end in (mine, other)]
-            found.append(Difference("end", label, "raised", *told))
+            found.append(Difference("end", label, "raised", *told, call=label))
         for name in {**mine, **other}:
             if name not in ("raised", "message") and not same(mine.get(name, "-"), other.get(name, "-")):
                 values = mine.get(name, "-"), other.get(name, "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,10 @@ def _refused(ours: Record, *words: str) -> bool:
     return any(part in str(end.get("message")) for _, end in ours.ends for part in words)
 
 
+BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_step|zero_grad|clip")
+"""Hooks that are called in a training batch."""
+
+
 def _end(record: Record, call: str) -> dict[str, Any]:
     return next((end for label, end in record.ends if label == call), {})
 
@@ -107,16 +112,18 @@ def _without_saves_of_weights(program: Program, theirs: Record, ours: Record) ->
     """Callbacks' on_save_checkpoint of files that hold weights alone: before the module's, where Lightning has none."""
     if not any(settings.get("save_weights_only") for _, settings in program.callbacks):
         return ""
-    events, place = [], 0
+    kept: list[Event] = []
     taken = ""
-    for event in ours.events:
-        there = theirs.events[place][0] if place < len(theirs.events) else ""
-        if event[0] == "callback.on_save_checkpoint" and there != event[0]:
-            taken = event[0]
-            continue
-        place += 1
-        events.append(event)
-    ours.events = events
+    for call, events in by_call(ours.events).items():
+        expected = [label for label, _ in by_call(theirs.events).get(call, [])]
+        place = 0
+        for event in events:
+            if event[0] == "callback.on_save_checkpoint" and expected[place : place + 1] != [event[0]]:
+                taken = event[0]
+            else:
+                place += 1
+                kept.append(event)
+    ours.events = kept
     return taken
 
 
@@ -130,6 +137,16 @@ def _without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -
 
 TAKEN_OUT = [
     Row(
+        "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
+        PAGE,
+        replace(PLAIN, flags=_flags(limit_train_batches=0)),
+        lambda program, d, theirs, ours: (
+            program.flags.get("limit_train_batches") == 0
+            and (d.name in ("num_training_batches", "train_dataloader", "val_check_batch") or d.kind == "warnings")
+        ),
+        take=_without_loader_of_nothing,
+    ),
+    Row(
         "A resumed fit has no sanity check; Lightning has one where the checkpoint is of an epoch's end.",
         PAGE,
         replace(PLAIN, flags=_flags(num_sanity_val_steps=1), calls=("fit", "resume")),
@@ -141,29 +158,10 @@ TAKEN_OUT = [
         replace(PLAIN, callbacks=(("ModelCheckpoint", {"save_weights_only": True}),)),
         take=_without_saves_of_weights,
     ),
-    Row(
-        "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
-        PAGE,
-        replace(PLAIN, flags=_flags(limit_train_batches=0)),
-        take=_without_loader_of_nothing,
-    ),
 ]
 
 
 # -- what explains a difference --------------------------------------------------------------------------------------
-
-
-def _sanity_of_several(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Only what is logged from one of the loaders, and only in the sanity check."""
-    if len(program.val_loaders) < 2 or d.kind != "fact" or not d.name.endswith("_metrics"):
-        return False
-    more = d.ours.keys() - d.theirs.keys()
-    return (
-        d.state[2] == "sanity_check"
-        and not d.theirs.keys() - d.ours.keys()
-        and all("/dataloader_idx_" in name for name in more)
-        and all(same(d.theirs[name], d.ours[name]) for name in d.theirs)
-    )
 
 
 def _metrics_of_checkpoint(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -205,6 +203,30 @@ def _unfinished(program: Program, d: Difference, theirs: Record, ours: Record) -
     return bool(
         d.name in ("current_epoch", "epoch") and ended_early and isinstance(d.ours, int) and d.theirs == d.ours + 1
     )
+
+
+def _interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Lightning leaves the stage as it was."""
+    stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
+    if d.kind != "end" or "SystemExit" not in str(_end(theirs, d.call).get("raised")):
+        return False
+    return "KeyboardInterrupt" in str(_end(ours, d.call).get("raised")) and d.name in ("raised", *stage)
+
+
+def _ends_before_limit(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    limit = program.flags.get("fast_dev_run") or program.flags.get("limit_train_batches")
+    batches = math.ceil(program.train_samples[0] / program.batch_size)
+    return (
+        program.train == "iterable" and type(limit) is int and batches < limit and d.name in ("is_last_batch", "weights")
+    )
+
+
+def _saved_on_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if not any(settings.get("save_on_exception") for _, settings in program.callbacks) or "raised" not in str(ours.ends):
+        return False
+    if d.kind == "files" and d.where == "names":
+        return not d.theirs and all(re.search(r"-v\d+\.ckpt$", name) for name in d.ours)
+    return d.kind == "checkpoint" and any(f"{d.where[:-5]}-v1.ckpt" == name for name in ours.files)
 
 
 def _refused_call(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -249,7 +271,12 @@ ROWS = [
     Row(
         "A resumed run goes on with the order of data of its own epoch; Lightning draws the first epoch's again.",
         "README.md",
-        replace(PLAIN, train="shuffled", calls=("fit", "resume")),
+        replace(
+            PLAIN,
+            train="shuffled",
+            calls=("fit", "resume mid"),
+            callbacks=(("ModelCheckpoint", {"every_n_train_steps": 2, "save_top_k": -1}),),
+        ),
         lambda program, d, theirs, ours: (
             "resume" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
         ),
@@ -272,12 +299,6 @@ ROWS = [
         lambda program, d, theirs, ours: (
             d.name == "grad mode" and d.where.endswith("_dataloader") and d.ours == [True, False]
         ),
-    ),
-    Row(
-        "In a sanity check of several loaders their metrics are there in on_validation_epoch_end.",
-        PAGE,
-        replace(PLAIN, val_loaders=(3, 4), flags=_flags(num_sanity_val_steps=1), logs=(LOSS, VAL)),
-        _sanity_of_several,
     ),
     Row(
         "A resumed fit knows the metrics of its checkpoint.",
@@ -327,8 +348,16 @@ ROWS = [
         lambda program, d, theirs, ours: (
             d.name == "is_last_batch"
             and d.theirs is True
-            and ("_batch_" not in d.where or _acts(program, "end epoch") or "resume" in d.call)
+            and (d.state[2] != "train" or _acts(program, "end epoch") or not BATCH.search(d.where))
         ),
+    ),
+    Row(
+        "The last batch of a loader without length is known as such, and its window stepped; where there is a limit "
+        "Lightning waits for that one.",
+        PAGE,
+        replace(PLAIN, train="iterable", flags=_flags(limit_train_batches=5)),
+        _ends_before_limit,
+        then="all",
     ),
     Row(
         "In manual optimization the entry of a plateau scheduler keeps its monitor; Lightning drops it.",
@@ -412,7 +441,20 @@ ROWS = [
         "KeyboardInterrupt raised in a hook comes out of the call; Lightning exits the process with 1.",
         PAGE,
         replace(PLAIN, acts=(Act("interrupt", "training_step", 2),)),
-        lambda program, d, theirs, ours: d.name == "raised" and "SystemExit" in d.theirs and "Keyboard" in d.ours,
+        _interrupted,
+    ),
+    Row(
+        "ModelCheckpoint(save_on_exception=True) overwrites no file that is there: it takes the next version.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("raise", "on_train_epoch_end", 1),),
+            callbacks=(
+                ("ModelCheckpoint", {"every_n_train_steps": 1}),
+                ("ModelCheckpoint", {"save_on_exception": True}),
+            ),
+        ),
+        _saved_on_exception,
     ),
     Row(
         "Of a batch that on_train_batch_start has ended, what was logged before it is shown.",
@@ -438,7 +480,7 @@ ROWS = [
     Row(
         "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
         "docs/architecture.md: Micro-batches weigh their samples",
-        replace(PLAIN, train="dict min_size"),
+        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
         lambda program, d, theirs, ours: d.kind == "warnings" and d.where == "batch size" and d.theirs,
     ),
 ]

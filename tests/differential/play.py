@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import inspect
@@ -710,6 +711,16 @@ TOPICS = {
 }
 
 
+class Forgetful:
+    """Makes Lightning's caches of warnings, which live as long as the process, tell every program."""
+
+    @classmethod
+    @functools.cache
+    def install(cls) -> None:
+        cache: Any = importlib.import_module("lightning.fabric.utilities.rank_zero").WarningCache
+        cache.__contains__ = lambda *_: False
+
+
 @contextlib.contextmanager
 def quiet(record: Record) -> Iterator[None]:
     """Warnings are kept, and nothing is printed; signal handlers, random states and levels are put back."""
@@ -718,6 +729,7 @@ def quiet(record: Record) -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in names}
     environment = dict(os.environ)
     told, rank_module._warned = rank_module._warned, set()  # each program is told once
+    Forgetful.install()
     states = torch.get_rng_state(), random.getstate()
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL)

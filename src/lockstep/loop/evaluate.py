@@ -155,7 +155,8 @@ class EvaluationLoop:
         assert self.feed is not None
         results.weight = 1.0  # what is logged from here on is no batch's
         values = results.reduce_epoch()
-        for_loggers = session.published.publish(values)
+        shown = values if to_loggers else [value for value in values if value[0].key[1] < 0]  # as in Lightning
+        for_loggers = session.published.publish(shown)
         epoch_end = getattr(hooks, f"on_{name}_epoch_end")
         if epoch_end is not None:
             results.hook = ("", -1)
@@ -202,7 +203,7 @@ class EvaluationLoop:
             output = session.strategy.run(step, *position[:takes])
             results.enter("", shown)
             hooks.call(end, output, *position)
-            for_loggers = session.published.publish(results.take_step_values(), to_callbacks=False)
+            for_loggers = session.published.publish(results.take_step_values(), to=logging.NOT_FOR_CALLBACKS)
             if not sanity_steps:
                 self._log_steps(for_loggers, dataloader_idx)
             yield output, dataloader_idx

@@ -681,6 +681,10 @@ def _combine(op: str, parts: list[Part]) -> float:
     return sum(values) if op == "sum" else reduce(partial(extreme, op), values)
 
 
+NOT_FOR_CALLBACKS = ("logged", "progress_bar")
+EVERYBODY = ("callback", *NOT_FOR_CALLBACKS)
+
+
 class LoggedMetrics:
     """The three dicts that users read: what callbacks, loggers and the progress bar see."""
 
@@ -690,12 +694,12 @@ class LoggedMetrics:
         self.progress_bar: dict[str, Any] = {}
         self._before: dict[str, Tensor | None] = {}  # what :meth:`preview` has covered in ``callback``
 
-    def preview(self, values: list[tuple[Entry, str, Tensor]]) -> None:
+    def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
         """Show values that are to be reduced yet."""
-        for entry, name, _ in values:
+        for entry, name, _ in values if "callback" in to else ():
             for shown in (name, entry.name):
                 self._before.setdefault(shown, self.callback.get(shown))
-        self.publish(values, reduced=False)
+        self.publish(values, reduced=False, to=to)
 
     def reduced(self) -> dict[str, Tensor]:
         """``callback`` without what :meth:`preview` has shown."""
@@ -703,13 +707,13 @@ class LoggedMetrics:
         return {name: value for name, value in found.items() if value is not None}
 
     def publish(
-        self, values: list[tuple[Entry, str, Tensor]], *, to_callbacks: bool = True, reduced: bool = True
+        self, values: list[tuple[Entry, str, Tensor]], *, to: Sequence[str] = EVERYBODY, reduced: bool = True
     ) -> dict[str, Tensor]:
         """Show ``values``; returns those that loggers get.
 
         Args:
             values: as the reductions of :class:`LogCollector` give them.
-            to_callbacks: False for single steps of an evaluation, which only loggers and the progress bar see.
+            to: which of the three dicts; single steps of an evaluation are :data:`NOT_FOR_CALLBACKS`.
             reduced: False for values of this rank's that a reduction will replace.
         """
         for_loggers = {}
@@ -717,13 +721,13 @@ class LoggedMetrics:
             if reduced and self._before:
                 self._before.pop(name, None)
                 self._before.pop(entry.name, None)
-            if to_callbacks:
+            if "callback" in to:
                 self.callback[name] = value
                 if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
                     self.callback[entry.name] = value
-            if entry.logger:
+            if entry.logger and "logged" in to:
                 self.logged[name] = for_loggers[name] = value
-            if entry.prog_bar:
+            if entry.prog_bar and "progress_bar" in to:
                 self.progress_bar[name] = value
         return for_loggers
 

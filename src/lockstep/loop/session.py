@@ -247,17 +247,21 @@ class Session:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
-        self.show_logged()
+        self.show_logged("callback")
         return self.published.callback
 
-    def show_logged(self) -> None:
-        """Show users what has been logged so far, this rank's own: the batch's values, or in an epoch's hooks its."""
+    def show_logged(self, to: str) -> None:
+        """Show users what has been logged so far, this rank's own: the batch's values, or in an epoch's hooks its.
+
+        Args:
+            to: which of the dicts of `LoggedMetrics` is looked at; the others stay as they are.
+        """
         if self.state.stage is None or not self.has("results"):
             return
-        if self.results.among_batches:
-            self.published.publish(self.results.step_values(), to_callbacks=self.state.stage is RunningStage.TRAINING)
-        else:
-            self.published.preview(self.results.epoch_so_far())
+        if not self.results.among_batches:
+            self.published.preview(self.results.epoch_so_far(), to=(to,))
+        elif to != "callback" or self.state.stage is RunningStage.TRAINING:
+            self.published.publish(self.results.step_values(), to=(to,))
 
     def share_step_values(self) -> None:
         """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
