@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 TRAIN_LOADERS = ("in order", "in order", "shuffled", "drop_last", "iterable", "batches")
@@ -64,9 +64,9 @@ class Log:
 
 @dataclass(frozen=True)
 class Act:
-    """What user code does when ``hook`` of the module is called for the ``nth`` time."""
+    """What user code does when ``hook`` of the module (of a callback: "callback.x") is called for the ``nth`` time."""
 
-    kind: str  # "raise", "interrupt", "stop" (should_stop), "skip" (training_step returns None), "end epoch" (-1)
+    kind: str  # "raise", "interrupt", "stop" (should_stop), "skip" (step returns None), "end epoch" (-1), "write row"
     hook: str
     nth: int
 
@@ -104,7 +104,11 @@ class Program:
     iter_step: bool = False  # training_step takes dataloader_iter
     hyperparameters: bool = False
     outputs: str = "tensor"  # what training_step returns: "tensor", "dict"
-    more: dict[str, Any] = field(default_factory=dict)
+    profiler: tuple[str, dict[str, Any]] | None = None  # a name or a class with its arguments
+    late: bool = False  # layers are made in configure_model
+    environment: tuple[str, dict[str, str]] | None = None  # a class used by itself, and the variables in force
+    pickles: bool = False  # parts of the Trainer are pickled after each call
+    single_device: str = ""  # the device of a SingleDeviceStrategy that is given as an object
 
 
 LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})

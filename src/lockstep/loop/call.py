@@ -197,7 +197,8 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     strategy.barrier("after setup")
     if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
-    with nullcontext() if strategy.init_device is None else strategy.init_device:
+    made_in = strategy.precision.init_context
+    with nullcontext() if strategy.init_device is None else strategy.init_device, made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
     own_backward = module.backward if is_overridden("backward", module, LightningModule) else None
     if strategy.places_first:

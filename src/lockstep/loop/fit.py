@@ -502,7 +502,7 @@ class FitLoop:
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
-            newest = results.reduce_step() if session.world_size > 1 else results.step_values()
+            newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
             session.published.publish(newest)
             of_epoch = results.reduce_epoch()
             for_loggers = session.published.publish(of_epoch)

@@ -318,6 +318,7 @@ class LogCollector:
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
         self.among_batches = False
+        self.shown = 0  # the micro-batch after which users last saw all values
         self.micro_batch = 1  # counted by the training loop, alike on all ranks
         self.weight = 1.0
         self.muted = False
@@ -407,11 +408,15 @@ class LogCollector:
     def _entries(self) -> list[Entry]:
         return [entry for table in self._tables.values() for entry in table.values()]
 
-    def step_values(self) -> list[tuple[Entry, str, Tensor]]:
-        """The newest on_step values of this rank, not reduced: (entry, name, value)."""
+    def step_values(self, since: int = 0) -> list[tuple[Entry, str, Tensor]]:
+        """The newest on_step values of this rank, not reduced: (entry, name, value).
+
+        Args:
+            since: only those of later micro-batches.
+        """
         found = []
         for entry in self._entries():
-            if entry.step_fresh and entry.last_weight:
+            if entry.step_fresh > since and entry.last_weight:
                 value = torch.tensor(float(entry.last), dtype=entry.dtype)
                 found.append((entry, entry.step_name, value))
         return found
