@@ -150,6 +150,9 @@ TAKEN_OUT = [
         "A resumed fit has no sanity check; Lightning has one where the checkpoint is of an epoch's end.",
         PAGE,
         replace(PLAIN, flags=_flags(num_sanity_val_steps=1), calls=("fit", "resume")),
+        lambda program, d, theirs, ours: (
+            "resume" in d.call and "`on_validation" in str(_end(theirs, d.call).get("message"))
+        ),
         take=_without_sanity_of_resumed,
     ),
     Row(
@@ -228,7 +231,7 @@ def _environments(program: Program, d: Difference, theirs: Record, ours: Record)
     if d.call != "environment" or program.environment is None:
         return False
     kind, given = program.environment
-    if "Elastic" in kind and d.name == "detect":
+    if ("Elastic" in kind and d.name == "detect") or ("SLURM" in kind and d.name == "main_port"):
         return True
     if kind == "LightningEnvironment" and d.name == "creates_processes_externally":
         return d.ours is False
@@ -247,6 +250,30 @@ def _of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> b
 
 def _again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     return any("GradientAccumulationScheduler" in str(end.get("message")) for _, end in theirs.ends)
+
+
+def _swa_resumed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return _has(program, "StochasticWeightAveraging") and d.call.startswith("1 ")
+
+
+def _dry_run_saves(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What save_last writes in on_train_end."""
+    lasts = any(kind == "ModelCheckpoint" and part.get("save_last") for kind, part in program.callbacks)
+    if not program.flags.get("fast_dev_run") or not lasts:
+        return False
+    return (
+        (d.kind == "order" and "save_checkpoint" in str(d.theirs[:2]))
+        or d.name == "ModelCheckpoint"
+        or d.where == "names"
+    )
+
+
+def _newest_is_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    lasts = any(
+        kind == "ModelCheckpoint" and part.get("save_last") and part.get("monitor") for kind, part in program.callbacks
+    )
+    saves = "on_save_checkpoint"
+    return lasts and d.kind == "order" and saves in str(d.ours[:1]) and saves not in str(d.theirs[:1])
 
 
 def _better_pickles(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -331,7 +358,8 @@ ROWS = [
     ),
     Row(
         "Environments that lack a variable raise MisconfigurationException, Lightning's a KeyError; RANK and LOCAL_RANK "
-        "are enough for TorchElasticEnvironment; LightningEnvironment never says that others start the ranks.",
+        "are enough for TorchElasticEnvironment; LightningEnvironment never says that others start the ranks; the port of "
+        "a SLURM job follows from step and attempt, too.",
         PAGE,
         replace(PLAIN, environment=("TorchElasticEnvironment", {"LOCAL_RANK": "0", "WORLD_SIZE": "1"})),
         _environments,
@@ -554,6 +582,71 @@ ROWS = [
         PAGE,
         replace(PLAIN, optimizers=("lbfgs",), callbacks=(("LearningRateMonitor", {"log_weight_decay": True}),)),
         lambda program, d, theirs, ours: _has(program, "LearningRateMonitor") and "KeyError" in str(theirs.ends),
+        then="all",
+    ),
+    Row(
+        "A fit after one with SWA begins with the epoch that it says; Lightning has counted the pass for BatchNorm.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "fit on"), callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
+        _swa_resumed,
+        then="all",
+    ),
+    Row(
+        "Every rewind of ModelPruning goes to the initial values; Lightning's copy of them is trained along.",
+        f"{PAGE}: ModelPruning",
+        replace(PLAIN, callbacks=(("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),)),
+        lambda program, d, theirs, ours: d.name in ("weights", "gradients") and _has(program, "ModelPruning"),
+        then="numbers",
+    ),
+    Row(
+        "A fit that goes on within an accumulation window logs at the steps of the unbroken one; Lightning counts the "
+        "window anew.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags=_flags(accumulate_grad_batches=4, log_every_n_steps=2),
+            train_samples=(18, 4),
+            calls=("fit", "resume"),
+            callbacks=(("Timer", {"duration": {"seconds": 0}}),),
+        ),
+        lambda program, d, theirs, ours: (
+            (d.kind == "rows" or d.name == "content") and "resume" in program.calls[-1] and _accumulates(program)
+        ),
+    ),
+    Row(
+        "fast_dev_run saves nothing; Lightning's save_last does at the end of training.",
+        PAGE,
+        replace(PLAIN, flags=_flags(fast_dev_run=1), callbacks=(("ModelCheckpoint", {"save_last": True}),)),
+        _dry_run_saves,
+        then="all",
+    ),
+    Row(
+        "Where there is no optimizer, nothing is clipped; Lightning's clipping by value raises.",
+        PAGE,
+        replace(
+            PLAIN, optimizers=("none",), flags=_flags(gradient_clip_val=0.1, gradient_clip_algorithm="value")
+        ),
+        lambda program, d, theirs, ours: program.optimizers == ("none",) and "nested_tensorlist" in str(theirs.ends),
+        then="all",
+    ),
+    Row(
+        "WeightAveraging with a callback that changes the module's parameters (ModelPruning) is refused.",
+        PAGE,
+        replace(
+            PLAIN,
+            callbacks=(
+                ("WeightAveraging", {}),
+                ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),
+            ),
+        ),
+        lambda program, d, theirs, ours: _refused(ours, "have changed since training began"),
+        then="all",
+    ),
+    Row(
+        "last.ckpt is the newest state at each occasion to save; Lightning's only where that is among the best.",
+        PAGE,
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss", "mode": "max", "save_last": True}),)),
+        _newest_is_last,
         then="all",
     ),
     Row(

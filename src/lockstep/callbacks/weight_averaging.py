@@ -182,8 +182,18 @@ class WeightAveraging(Callback):
 
     # -- the average ---------------------------------------------------------------------------------------
 
+    def _check(self, pl_module: LightningModule) -> None:
+        assert self._average is not None
+        shapes = [[tensor.shape for tensor in _tensors(module)] for module in (self._average.module, pl_module)]
+        if shapes[0] != shapes[1]:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the module's parameters or buffers have changed since training began "
+                "(ModelPruning does that), so that there is nothing to average them with: leave one of the two out."
+            )
+
     def _update(self, pl_module: LightningModule) -> None:
         assert self._average is not None, "an update before on_train_start"
+        self._check(pl_module)
         self._average.update_parameters(pl_module)
 
     def _has_average(self) -> bool:
@@ -221,6 +231,7 @@ class WeightAveraging(Callback):
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
         """What is kept here, under all names (tied weights have several) that it has in the model."""
         assert self._average is not None
+        self._check(pl_module)
         module = pl_module
         average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
         named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))

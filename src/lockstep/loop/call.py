@@ -323,7 +323,9 @@ def _choose_seed(session: Session) -> None:
     """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
     if session.seed is None:
         seed = current_seed()
+        state = torch.get_rng_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
+        torch.set_rng_state(state)  # what the user draws after `torch.manual_seed` is what it is without a Trainer
         session.seed = session.strategy.broadcast(drawn)
 
 

@@ -504,6 +504,7 @@ class FitLoop:
         else:
             newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
             session.published.publish(newest)
+            results.shown = results.micro_batch
             of_epoch = results.reduce_epoch()
             for_loggers = session.published.publish(of_epoch)
             self._look_for_nan([*newest, *of_epoch])

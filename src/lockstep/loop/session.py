@@ -261,13 +261,13 @@ class Session:
         if not self.results.among_batches:
             self.published.preview(self.results.epoch_so_far(), to=(to,))
         elif to != "callback" or self.state.stage is RunningStage.TRAINING:
-            self.published.publish(self.results.step_values(), to=(to,))
+            self.published.publish(self.results.step_values(self.results.shown), to=(to,))
 
     def share_step_values(self) -> None:
         """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
         results = self.fit.results
         assert results is not None
-        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values())
+        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown))
         results.shown = results.micro_batch
 
     @property

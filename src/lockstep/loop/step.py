@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -375,14 +375,11 @@ class Step:
             self._share = share if weight else 1.0
             if type(share) is Share:
                 warn_once(UNEVEN, key="uneven loaders")
-            if weight == 0.0:
-                with self.padding():
-                    output = self.strategy.run(self.training_step, *arguments)
-            elif batch is None and not self.shared:
-                output = None
-            else:
-                output = self.strategy.run(self.training_step, *arguments)
-            outputs = _detached(output if isinstance(output, dict) else {} if output is None else {"loss": output})
+            with self.padding() if weight == 0.0 else nullcontext():
+                skips = batch is None and not self.shared
+                output = None if skips else self.strategy.run(self.training_step, *arguments)
+            shown = output if isinstance(output, dict) else {} if output is None else {"loss": output}
+            outputs = None if batch is None else _detached(shown)
             self.progress.batch += 1
             self.progress.total_batches += 1
             self.progress.phase = BATCH_END
