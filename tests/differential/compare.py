@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.differential.known import TAKEN_OUT, Row, by_call, explain
+from tests.differential.causes import by_call
+from tests.differential.known import TAKEN_OUT, Row, explain
 from tests.differential.play import Event, Record, play, same
 from tests.differential.program import Program
 

@@ -46,6 +46,8 @@ def _some(r: random.Random, odds: float, **choices: tuple[Any, ...]) -> dict[str
 def _profiler(p: Program, r: random.Random) -> Program:
     kind = r.choice(("simple", "advanced", "SimpleProfiler", "AdvancedProfiler", "PassThroughProfiler"))
     places = _some(r, 0.5, dirpath=("profiles", "profiles/deep"), filename=("perf", "a.b"))
+    if kind == "PassThroughProfiler":
+        places.pop("filename", None)
     if kind == "SimpleProfiler":
         places |= _some(r, 0.5, extended=(True, False))
     if kind == "AdvancedProfiler":
@@ -170,11 +172,17 @@ WAYS: list[Callable[[Program, random.Random], Program]] = [
 ]
 
 
+def _whole(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "save_weights_only"}
+
+
 def widen(program: Program) -> Program:
     """The program with up to two of the parts above, in two of three programs."""
     r = random.Random(f"more of {program.seed}")
     for way in r.sample(WAYS, r.choice((0, 1, 1, 2, 1, 0))):
         program = way(program, r)
+    if any("resume" in call for call in program.calls):  # a fit goes on from whole checkpoints
+        program = replace(program, callbacks=tuple((kind, _whole(part)) for kind, part in program.callbacks))
     if program.manual and len(program.optimizers) != len(program.schedulers):
         program = replace(program, schedulers=())
     return program

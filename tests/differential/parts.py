@@ -23,14 +23,13 @@ def environment(package: str, kind: str, variables: dict[str, str]) -> dict[str,
     found: dict[str, Any] = {}
     try:
         cluster = getattr(importlib.import_module(f"{package}.plugins.environments"), kind)()
-        for name in (*ASKED, *NAMES):
+        asked = [name for name in ASKED if name != "main_port" or "MASTER_PORT" in variables]  # else a free one
+        for name in (*asked, *NAMES):
             try:
                 value = getattr(cluster, name)
                 found[name] = value() if callable(value) else value
             except Exception as error:
                 found[name] = f"raises {type(error).__name__}"
-            if name == "main_port" and "MASTER_PORT" not in variables and "SLURM_JOB_ID" not in variables:
-                found[name] = type(found[name]).__name__  # a free one
         for name, value in (("set_world_size", 8), ("set_global_rank", 5)):
             getattr(cluster, name)(value)
         found["after setting"] = [cluster.world_size(), cluster.global_rank()]

@@ -27,10 +27,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lockstep.ground import rank as rank_module
 from tests.differential import parts
+from tests.differential.made_of import (
+    Batches,
+    ClosureNever,
+    ClosureTwice,
+    NeedsClosure,
+    Stream,
+    late_layers,
+    none_where_negative,
+    samples,
+)
 from tests.differential.program import Log, Program
 from tests.golden.recorder import CALLBACK_HOOKS, DATA_HOOKS, MODULE_HOOKS, WORKING_HOOKS
 
@@ -701,79 +711,6 @@ def number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-class NeedsClosure(torch.optim.SGD):
-    """An optimizer whose step needs its closure, and calls it without gradients being recorded outside of it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = closure()
-        super().step()
-        return loss
-
-
-class ClosureTwice(torch.optim.SGD):
-    """Evaluates its closure before and after the step."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        closure()
-        super().step()
-        return closure()
-
-
-class ClosureNever(torch.optim.SGD):
-    """Takes a closure and forgets it."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return super().step()
-
-
-def samples(seed: int, count: int) -> list[Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    return list(torch.randn(count, 3, generator=source))
-
-
-def late_layers(recorded: Callable[[Any], Any] | None) -> Callable[[Any], None]:
-    """A ``configure_model`` that makes the layers, once."""
-
-    def configure_model(self: Any) -> None:
-        if recorded is not None:
-            recorded(self)
-        if not hasattr(self, "first"):
-            self.layers()
-
-    return configure_model
-
-
-class Batches:
-    """Batches that are there, in a class of the user's."""
-
-    def __init__(self, batches: list[Tensor]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._batches)
-
-
-def none_where_negative(parts: list[Tensor]) -> Tensor | None:
-    """A batch, or None where its sum is negative."""
-    batch = torch.stack(parts)
-    return batch if float(batch.sum()) >= 0 else None
-
-
-class Stream(IterableDataset[Tensor]):
-    """Samples without a length."""
-
-    def __init__(self, data: list[Tensor]) -> None:
-        self._data = data
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._data)
 
 
 TOPICS = {

@@ -9,8 +9,8 @@ import pytest
 
 from tests.differential.compare import Verdict, compare, differences
 from tests.differential.known import PAGE, ROWS, Row
-from tests.differential.play import Record
 from tests.differential.more import widen
+from tests.differential.play import Record
 from tests.differential.program import LOSS, PLAIN, Act, Log, Scheduler, draw
 
 lightning = pytest.importorskip("lightning")

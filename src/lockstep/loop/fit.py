@@ -611,6 +611,7 @@ class FitLoop:
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
         session.share_step_values()
+        session.results.shown = session.results.micro_batch
         if at_window_end:
             session.hooks.own("on_validation_model_zero_grad")
         session.state.stage = RunningStage.VALIDATING

@@ -268,7 +268,7 @@ class Session:
         results = self.fit.results
         assert results is not None
         self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown))
-        results.shown = results.micro_batch
+        results.shown = max(results.shown, results.micro_batch - 1)  # in the batch at hand more may be logged
 
     @property
     def lacks_metrics(self) -> str | None:
