@@ -37,6 +37,11 @@ def end(record: Record, call: str) -> dict[str, Any]:
     return next((end for label, end in record.ends if label == call), {})
 
 
+def first(record: Record) -> dict[str, Any]:
+    """The end of the first call."""
+    return next((facts for label, facts in record.ends if label.startswith("0 ")), {})
+
+
 def by_call(events: list[Event]) -> dict[str, list[Event]]:
     """The events of each call of the Trainer."""
     found: dict[str, list[Event]] = {"": []}
@@ -114,6 +119,13 @@ def algorithm(program: Program, d: Difference, theirs: Record, ours: Record) -> 
     return d.theirs.get(key) is None and d.ours.get(key) == "norm" and same({**d.theirs, key: "norm"}, d.ours)
 
 
+def without_epoch(rows: Any) -> Any:
+    """Rows of a logger without the epoch's number."""
+    if isinstance(rows, dict):
+        return {name: value for name, value in rows.items() if name != "epoch"}
+    return [without_epoch(row) for row in rows] if isinstance(rows, (list, tuple)) else rows
+
+
 def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """The end of a fit that somebody or something has ended within an epoch, and what comes after it."""
     ended_early = (
@@ -123,6 +135,8 @@ def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) ->
         or program.flags.get("max_steps", -1) != -1
         or program.flags.get("fast_dev_run")
     )
+    if ended_early and (d.kind == "rows" or d.name == "content"):
+        return same(without_epoch(d.theirs), without_epoch(d.ours))
     return bool(
         d.name in ("current_epoch", "epoch") and ended_early and isinstance(d.ours, int) and d.theirs == d.ours + 1
     )
@@ -131,7 +145,8 @@ def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) ->
 def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Lightning leaves the stage as it was."""
     stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
-    if "on_save_checkpoint" in d.where and "SystemExit" in str(theirs.ends):  # of the user's, between two calls
+    between = "on_save_checkpoint" in d.where or (d.kind == "end" and d.call.startswith("1 "))
+    if between and "SystemExit" in str(first(theirs)) and d.name != "raised":  # of the user's, between two calls
         return d.name in stage or d.name.startswith(("num_", "val_dataloaders"))
     if d.kind != "end" or "SystemExit" not in str(end(theirs, d.call).get("raised")):
         return False
@@ -189,7 +204,8 @@ def before_average(program: Program, d: Difference, theirs: Record, ours: Record
     late = any("update_starting_at_step" in part for kind, part in program.callbacks if kind == "EMAWeightAveraging")
     averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
     late = late or accumulates(program) or program.flags.get("precision", "32-true") != "32-true"
-    return averages and late and d.name == "weights" and "validation" in d.where
+    of_type = program.flags.get("precision", "32-true") != "32-true" and d.where.endswith("on_train_end")
+    return averages and late and d.name == "weights" and ("validation" in d.where or of_type)
 
 
 def average_put_back(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -201,7 +217,9 @@ def average_put_back(program: Program, d: Difference, theirs: Record, ours: Reco
 
 def after_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Where a run goes on whose first call has ended by an exception."""
-    return d.kind == "order" and "resume" in d.call and "raised" in theirs.ends[0][1]
+    later = "resume" in d.call or "fit on" in d.call or d.kind == "warnings"
+    number = d.name == "arguments" and "epoch" in d.theirs
+    return later and "raised" in first(theirs) and (d.kind in ("order", "warnings") or number)
 
 
 def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -220,9 +238,42 @@ def by_time(program: Program, d: Difference, theirs: Record, ours: Record) -> bo
 
 
 def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if not has(program, "LearningRateMonitor") or not accumulates(program):
+    if not has(program, "LearningRateMonitor") or not (accumulates(program) or acts(program, "end epoch")):
         return False
     return d.name in ("LearningRateMonitor", "content") or d.kind == "rows"
+
+
+def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return "resume last" in d.call and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
+
+
+def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return (
+        "resume" in d.call
+        and has(program, "ModelCheckpoint")
+        and d.kind == "order"
+        and "save_checkpoint" in str(d.theirs[:1])
+    )
+
+
+def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Names of files with a metric that only a resumed fit of ours knows."""
+    if "resume" not in program.calls[-1] or not (d.where == "names" or d.name == "ModelCheckpoint"):
+        return False
+    mine, other = (re.sub(r"(?<==)\d+\.\d+", "", str(value)) for value in (d.theirs, d.ours))
+    return mine == other
+
+
+def within_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if "resume" not in program.calls[-1] or not accumulates(program):
+        return False
+    across = program.flags.get("check_val_every_n_epoch", 1) is None
+    return d.kind == "rows" or d.name == "content" or (across and d.kind == "order" and "validation" in d.where)
+
+
+def no_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    least = program.flags.get("min_steps") or program.flags.get("min_epochs")
+    return bool(program.flags.get("fast_dev_run") and least and d.kind == "order")
 
 
 def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -231,11 +282,13 @@ def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> b
 
 def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Metrics of a call after one that was ended within a validation."""
-    return d.call.startswith("1 ") and d.name.endswith("_metrics") and "SystemExit" in str(theirs.ends[0][1])
+    return d.call.startswith("1 ") and d.name.endswith("_metrics") and "SystemExit" in str(first(theirs))
 
 
 def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return program.train == "some None" and (d.kind in ("rows", "files") or accumulates(program))
+    return program.train == "some None" and (
+        d.kind in ("rows", "files") or d.name.endswith("_metrics") or accumulates(program)
+    )
 
 
 def again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -310,16 +363,19 @@ def without_early_configure_model(program: Program, theirs: Record, ours: Record
     return taken
 
 
+SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
 def without_restored_metrics(program: Program, theirs: Record, ours: Record) -> str:
-    """Metrics of the checkpoint, which our callback_metrics have and theirs do not."""
+    """Metrics of the checkpoint, which our three dicts have and theirs do not."""
     taken = ""
     labels = [label for label, _ in ours.events]
     for place, (label, facts) in enumerate(ours.events):
         there = theirs.events[place][1] if place < len(theirs.events) and theirs.events[place][0] == label else {}
-        if "callback_metrics" in facts and "callback_metrics" in there and call_at(labels, place).count("resume"):
+        if SHOWN[0] in facts and SHOWN[0] in there and "resume" in call_at(labels, place):
             taken = drop_more(facts, there) or taken
     for (label, end), (_, other) in zip(ours.ends, theirs.ends, strict=False):
-        if "resume" in label and "callback_metrics" in end and "callback_metrics" in other:
+        if "resume" in label and SHOWN[0] in end and SHOWN[0] in other:
             taken = drop_more(end, other) or taken
     return taken
 
@@ -329,6 +385,9 @@ def call_at(labels: list[str], place: int) -> str:
 
 
 def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
-    shown = facts["callback_metrics"]
-    facts["callback_metrics"] = {name: shown[name] for name in shown if name in there["callback_metrics"]}
-    return "callback_metrics" if len(facts["callback_metrics"]) < len(shown) else ""
+    fewer = ""
+    for name in SHOWN:
+        shown = facts[name]
+        facts[name] = {key: value for key, value in shown.items() if key in there[name]}
+        fewer = name if len(facts[name]) < len(shown) else fewer
+    return fewer
