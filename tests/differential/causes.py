@@ -256,6 +256,11 @@ def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -
     )
 
 
+def validated_by_number(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    every = program.flags.get("check_val_every_n_epoch", 1) not in (None, 1)
+    return "resume" in d.call and every and d.kind == "order" and "val_dataloader" in str([d.theirs[:1], d.ours[:1]])
+
+
 def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Names of files with a metric that only a resumed fit of ours knows."""
     if "resume" not in program.calls[-1] or not (d.where == "names" or d.name == "ModelCheckpoint"):
