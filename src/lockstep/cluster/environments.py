@@ -217,6 +217,11 @@ class TorchElasticEnvironment(KnownEnvironment):
         "node_rank": "GROUP_RANK",
     }
 
+    @property
+    def main_address(self) -> str:
+        """``MASTER_ADDR``, or this machine."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
 
 class LSFEnvironment(KnownEnvironment):
     """Ranks that LSF's ``jsrun`` started."""
