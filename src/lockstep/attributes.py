@@ -436,21 +436,21 @@ class Attributes:
             self.strategy.check_present("trainer.reduced_metrics()")
         if self.session.fitting and self.session.fit.results is not None:
             self.session.share_step_values()
-        found = dict(self.published.callback)
-        if self.world_size > 1:  # what callbacks wrote there themselves may differ
-            found = self.strategy.broadcast({name: torch.as_tensor(value).cpu() for name, value in found.items()})
-        return found
+        if self.world_size == 1:
+            return dict(self.session.callback_metrics())
+        found = self.published.reduced()  # what callbacks wrote there themselves may differ
+        return self.strategy.broadcast({name: torch.as_tensor(value).cpu() for name, value in found.items()})
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Newest value of what goes to the loggers."""
-        self.session.publish_step_values()
+        self.session.show_logged("logged")
         return self.published.logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Newest value of what the progress bar shows."""
-        self.session.publish_step_values()
+        self.session.show_logged("progress_bar")
         return {name: float(value) for name, value in self.published.progress_bar.items()}
 
     @property

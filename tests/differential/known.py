@@ -4,16 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from tests.differential.causes import (
+    BATCH,
+    accumulates,
+    acts,
+    after_exception,
+    again,
+    algorithm,
+    average_put_back,
+    before_average,
+    better_pickles,
+    by_time,
+    dry_run_saves,
+    end,
+    ends_before_limit,
+    environments,
+    goes_on,
+    has,
+    interrupted,
+    kept_on_exception,
+    measured,
+    mixed_with_interrupted,
+    monitor_kept,
+    named_by_known,
+    newest_as_last,
+    newest_is_last,
+    no_least,
+    of_averaging,
+    of_none,
+    only_last,
+    rate_of_window,
+    refused,
+    refused_call,
+    saved_again,
+    saved_on_exception,
+    swa_resumed,
+    unfinished,
+    validated_by_number,
+    waits_for_metric,
+    within_window,
+    without_early_configure_model,
+    without_loader_of_nothing,
+    without_restored_metrics,
+    without_sanity_of_resumed,
+    without_saves_of_weights,
+)
+from tests.differential.more import widen
 from tests.differential.play import same
-from tests.differential.program import COMBINED
+from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
     from tests.differential.play import Record
-    from tests.differential.program import Program
 
 
 @dataclass(frozen=True)
@@ -23,172 +68,279 @@ class Row:
     Attributes:
         sentence: what differs, and why.
         where: the file of the docs that tells it, and the name of its row there.
+        shown_by: a program that shows it.
         holds: whether it explains a difference of a program.
+        then: what may follow from it later in the run: "" nothing, "numbers" other values in the same places, "all"
+            another run.
+        take: takes what it explains out of both records before they are compared, and says where it found that.
     """
 
     sentence: str
     where: str
-    holds: Callable[[Program, Difference, Record, Record], bool]
-    goes_on: bool = False
-    """Whether what comes after it in the run is another, too."""
+    shown_by: Program
+    holds: Callable[[Program, Difference, Record, Record], bool] = lambda *_: False
+    then: str = ""
+    take: Callable[[Program, Record, Record], str] = lambda *_: ""
 
 
 PAGE = "docs/lightning.md"
 
 
-def _fact(*names: str) -> Callable[[Program, Difference, Record, Record], bool]:
-    return lambda program, d, theirs, ours: d.kind in ("fact", "end") and d.name in names
+def _flags(**flags: Any) -> dict[str, Any]:
+    return {**PLAIN.flags, **flags}
 
 
-def _logged_in_this_hook(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if d.kind != "fact" or not d.name.endswith("_metrics"):
-        return False
-    unlike = [name for name in {**d.theirs, **d.ours} if not same(d.theirs.get(name), d.ours.get(name))]
-    own = [log.name for log in program.logs if d.where.endswith(log.hook) or log.hook.endswith("_start")]
-    return all(any(name.startswith(part) for part in own) for name in unlike)
-
-
-def _has(program: Program, kind: str) -> bool:
-    return any(name == kind for name, _ in program.callbacks)
-
-
-ROWS = [
-    Row(
-        "`training_step(dataloader_iter)` is refused by name.",
-        PAGE,
-        lambda program, d, theirs, ours: program.iter_step and "fit" in str(program.calls),
-        goes_on=True,
-    ),
+TAKEN_OUT = [
     Row(
         "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
         PAGE,
-        lambda program, d, theirs, ours: program.flags.get("limit_train_batches") == 0,
-        goes_on=True,
-    ),
-    Row(
-        "With 64-true Lightning loads a checkpoint's weights into float32 and casts them after it; here they keep "
-        "their bits.",
-        PAGE,
+        replace(PLAIN, flags=_flags(limit_train_batches=0)),
         lambda program, d, theirs, ours: (
-            program.flags.get("precision") == "64-true" and d.where.endswith("on_load_checkpoint")
+            program.flags.get("limit_train_batches") == 0
+            and (d.name in ("num_training_batches", "train_dataloader", "val_check_batch") or d.kind == "warnings")
         ),
-        goes_on=True,
+        take=without_loader_of_nothing,
     ),
     Row(
-        "A closure that LBFGS calls again runs all micro-batches of its window, and each of them is logged once.",
-        "docs/architecture.md: One step",
-        lambda program, d, theirs, ours: (
-            program.optimizers == ("lbfgs",) and (d.name.endswith("_metrics") or _accumulates(program))
-        ),
-        goes_on=True,
-    ),
-    Row(
-        "What a hook logs is in the metrics when all callbacks and the module had the hook; an epoch's, at its end.",
+        "A resumed fit has no sanity check; Lightning has one where the checkpoint is of an epoch's end.",
         PAGE,
-        _logged_in_this_hook,
+        replace(PLAIN, flags=_flags(num_sanity_val_steps=1), calls=("fit", "resume")),
+        lambda program, d, theirs, ours: (
+            "resume" in d.call and "`on_validation" in str(end(theirs, d.call).get("message"))
+        ),
+        take=without_sanity_of_resumed,
     ),
     Row(
         "Callbacks' on_save_checkpoint runs for files that hold weights only, too: it may put other weights in.",
         PAGE,
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"save_weights_only": True}),)),
         lambda program, d, theirs, ours: (
-            d.kind == "order"
-            and "callback.on_save_checkpoint" in d.ours[:1]
-            and "callback.on_save_checkpoint" not in d.theirs[:1]
+            d.kind == "checkpoint"
+            and d.name in ("keys", "weights")
             and any(settings.get("save_weights_only") for _, settings in program.callbacks)
+            and (has(program, "EMAWeightAveraging") or has(program, "WeightAveraging"))
         ),
-        goes_on=True,
+        take=without_saves_of_weights,
+    ),
+    Row(
+        "WeightAveraging copies the layers when training starts; Lightning calls configure_model in its setup for it.",
+        PAGE,
+        replace(PLAIN, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
+        take=without_early_configure_model,
+    ),
+    Row(
+        "A resumed fit knows the metrics of its checkpoint.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "resume"), logs=(LOSS, Log("on_train_epoch_end", "a", "module", {}))),
+        named_by_known,
+        take=without_restored_metrics,
+    ),
+]
+
+
+ROWS = [
+    *TAKEN_OUT,
+    Row(
+        "WeightAveraging keeps the current weights for a checkpoint that is taken after the fit, and has nothing to "
+        "save before training; Lightning saves the average for both, and the first weights.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "resume"), callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
+        of_averaging,
+        then="numbers",
+    ),
+    Row(
+        "Environments that lack a variable raise MisconfigurationException, Lightning's a KeyError; RANK and "
+        "LOCAL_RANK are enough for TorchElasticEnvironment; LightningEnvironment never says that others start the "
+        "ranks; the port of a SLURM job follows from step and attempt, too.",
+        PAGE,
+        replace(PLAIN, environment=("TorchElasticEnvironment", {"LOCAL_RANK": "0", "WORLD_SIZE": "1"})),
+        environments,
+    ),
+    Row(
+        "Where a training batch is None, nothing is logged; Lightning logs the last values again. A window that has "
+        "other batches is stepped with those.",
+        PAGE,
+        replace(PLAIN, train="some None", train_samples=(9, 4)),
+        of_none,
+        then="all",
+    ),
+    Row(
+        "A second fit with GradientAccumulationScheduler works.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "fit on"),
+            callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),),
+            train_samples=(8, 4),
+        ),
+        again,
+        then="all",
+    ),
+    Row(
+        "Callbacks and profilers that hold the Trainer or the module weakly can be pickled after a fit.",
+        PAGE,
+        replace(PLAIN, pickles=True, callbacks=(("Timer", {}),)),
+        better_pickles,
+    ),
+    Row(
+        "OnExceptionCheckpoint keeps its file until a fit ends well; in Lightning any other call deletes it.",
+        PAGE,
+        widen(draw(1093)),
+        kept_on_exception,
+    ),
+    Row(
+        "`training_step(dataloader_iter)` is refused by name.",
+        PAGE,
+        replace(PLAIN, iter_step=True),
+        lambda program, d, theirs, ours: program.iter_step and refused(ours, "dataloader_iter"),
+        then="all",
+    ),
+    Row(
+        "With 64-true and 16 bits Lightning loads a checkpoint's weights into float32 and casts them after it; here "
+        "they keep their bits.",
+        PAGE,
+        replace(PLAIN, flags=_flags(precision="64-true"), calls=("fit", "resume")),
+        lambda program, d, theirs, ours: (
+            program.flags.get("precision") in ("64-true", "bf16-true", "16-true")
+            and "resume" in d.call
+            and d.name == "weights"
+        ),
+        then="numbers",
+    ),
+    Row(
+        "A closure that LBFGS calls again runs all micro-batches of its window, and each of them is logged once.",
+        "docs/architecture.md: One step",
+        replace(PLAIN, optimizers=("lbfgs",)),
+        lambda program, d, theirs, ours: (
+            program.optimizers in (("lbfgs",), ("closure twice",))
+            and (d.name.endswith("_metrics") or accumulates(program))
+        ),
+        then="numbers",
     ),
     Row(
         "Loaders side by side: a batch weighs what our loader drew for it, in Lightning as much as its first tensor.",
         "docs/architecture.md: Micro-batches weigh their samples",
+        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
         lambda program, d, theirs, ours: program.train in COMBINED and d.name.endswith("_metrics"),
-        goes_on=True,
+        then="numbers",
     ),
     Row(
         "A resumed run goes on with the order of data of its own epoch; Lightning draws the first epoch's again.",
         "README.md",
-        lambda program, d, theirs, ours: (
-            "resume" in program.calls[-1] and program.train == "shuffled" and d.name == "arguments"
+        replace(
+            PLAIN,
+            train="shuffled",
+            calls=("fit", "resume mid"),
+            callbacks=(("ModelCheckpoint", {"every_n_train_steps": 2, "save_top_k": -1}),),
         ),
-        goes_on=True,
+        lambda program, d, theirs, ours: (
+            "resume" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
+        ),
+        then="numbers",
+    ),
+    Row(
+        "A fit that goes on shuffles once an epoch; Lightning begins with the second permutation of the loader's "
+        "generator.",
+        PAGE,
+        replace(PLAIN, train="shuffled", calls=("fit", "fit on")),
+        lambda program, d, theirs, ours: (
+            "fit on" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
+        ),
+        then="numbers",
     ),
     Row(
         "Loaders are asked for before gradients are switched off, in Lightning after it.",
         "tests/golden/test_hook_order.py",
-        lambda program, d, theirs, ours: d.name == "grad mode" and d.where.endswith("_dataloader"),
-    ),
-    Row(
-        "Metrics of several loaders are there in on_validation_epoch_end (on_test_epoch_end), and those of one are not "
-        "before its loader's end; in Lightning they come into callback_metrics when the next loader begins.",
-        PAGE,
+        replace(PLAIN, flags=_flags(num_sanity_val_steps=1)),
         lambda program, d, theirs, ours: (
-            len(program.val_loaders) > 1
-            and d.kind in ("fact", "end")
-            and d.name.endswith("_metrics")
-            and (d.kind == "end" or "_validation_" in d.where or "_test_" in d.where or "_sanity_" in d.where)
+            d.name == "grad mode" and d.where.endswith("_dataloader") and d.ours == [True, False]
         ),
     ),
     Row(
         "accumulate_grad_batches is that of the epoch from the start; 1 again after the fit.",
         f"{PAGE}: GradientAccumulationScheduler",
+        replace(PLAIN, callbacks=(("GradientAccumulationScheduler", {"scheduling": {0: 2}}),)),
         lambda program, d, theirs, ours: (
             d.name in ("accumulate_grad_batches", "estimated_stepping_batches")
-            and any(kind == "GradientAccumulationScheduler" for kind, _ in program.callbacks)
+            and has(program, "GradientAccumulationScheduler")
         ),
     ),
     Row(
         "estimated_stepping_batches is infinite for a loader without length and no max_steps.",
         f"{PAGE}: estimated_stepping_batches",
-        lambda program, d, theirs, ours: d.name == "estimated_stepping_batches" and program.train == "iterable",
+        replace(PLAIN, train="iterable"),
+        lambda program, d, theirs, ours: (
+            d.name == "estimated_stepping_batches" and program.train == "iterable" and d.ours == math.inf
+        ),
     ),
     Row(
         "The last, partial window is divided by the samples that are there.",
         f"{PAGE}: accumulate_grad_batches",
+        replace(PLAIN, flags=_flags(accumulate_grad_batches=2)),
         lambda program, d, theirs, ours: (
-            d.where.endswith(("on_before_backward", "module.backward", "on_train_batch_end"))
-            and d.name == "arguments"
-            and _accumulates(program)
+            d.where.endswith(("on_before_backward", "module.backward", "on_train_batch_end", "optimizer.updated"))
+            and d.name in ("arguments", "weights")
+            and accumulates(program)
         ),
-        goes_on=True,
+        then="numbers",
     ),
     Row(
         "A training loader without batches is refused by name; Lightning's fit ends without a step.",
         PAGE,
-        lambda program, d, theirs, ours: "has no batches" in str(ours.ends),
-        goes_on=True,
+        replace(PLAIN, train="drop_last", train_samples=(1, 1)),
+        lambda program, d, theirs, ours: refused(ours, "has no batches"),
+        then="all",
     ),
     Row(
         "is_last_batch is false before the first batch of a fit, and where a user ends the epoch before the loader.",
         "tests/golden/test_hook_order.py",
-        _fact("is_last_batch"),
+        replace(PLAIN, calls=("fit", "fit on")),
+        lambda program, d, theirs, ours: (
+            d.name == "is_last_batch"
+            and d.theirs is True
+            and (d.state[2] != "train" or acts(program, "end epoch") or not BATCH.search(d.where))
+        ),
+    ),
+    Row(
+        "The last batch of a loader without length is known as such, and its window stepped; where there is a limit "
+        "Lightning waits for that one.",
+        PAGE,
+        replace(PLAIN, train="iterable", flags=_flags(limit_train_batches=5)),
+        ends_before_limit,
+        then="all",
     ),
     Row(
         "In manual optimization the entry of a plateau scheduler keeps its monitor; Lightning drops it.",
         PAGE,
-        lambda program, d, theirs, ours: program.manual and d.name == "schedulers",
+        replace(PLAIN, manual=True, schedulers=(Scheduler("plateau", {"monitor": "loss"}),)),
+        monitor_kept,
     ),
     Row(
         "ckpt_path is there from the start of the call.",
         PAGE,
-        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.theirs is None,
+        replace(PLAIN, calls=("fit", "resume")),
+        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.theirs is None and d.ours is not None,
     ),
     Row(
         "The pass for SWA's BatchNorm statistics is no epoch of its own.",
         f"{PAGE}: StochasticWeightAveraging",
+        replace(PLAIN, norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
         lambda program, d, theirs, ours: (
             d.name in ("max_epochs", "estimated_stepping_batches", "schedulers")
-            and _has(program, "StochasticWeightAveraging")
+            and has(program, "StochasticWeightAveraging")
         ),
-        goes_on=True,
+        then="all",
     ),
     Row(
         "configure_gradient_clipping is given 'norm' where no algorithm was chosen, in Lightning None.",
         f"{PAGE}: gradient_clip_algorithm",
-        lambda program, d, theirs, ours: d.where == "module.configure_gradient_clipping" and d.name == "arguments",
+        replace(PLAIN, hooks="working", flags=_flags(gradient_clip_val=0.1)),
+        algorithm,
     ),
     Row(
         "Numbers of batches are those of this call: infinite or empty until its loaders are asked for.",
         PAGE,
+        replace(PLAIN, calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
             d.kind == "fact" and d.name.startswith(("num_", "val_check_batch")) and d.ours in (math.inf, [], None)
         ),
@@ -196,42 +348,325 @@ ROWS = [
     Row(
         "A call that lacks data or a checkpoint is refused before its first hook.",
         PAGE,
-        lambda program, d, theirs, ours: any(
-            words in str(ours.ends) for words in ("no data: pass", 'ckpt_path="best"', "ckpt_path='best'", "'last'")
+        replace(PLAIN, calls=("fit", "resume last")),
+        refused_call,
+        then="all",
+    ),
+    Row(
+        "Flags that contradict each other are refused by name: min_epochs above max_epochs, min_steps above max_steps.",
+        PAGE,
+        replace(PLAIN, flags=_flags(min_epochs=3)),
+        lambda program, d, theirs, ours: refused(ours, "the least is above the most"),
+        then="all",
+    ),
+    Row(
+        "A monitored name that no fit has logged, where there is no validation either, is an error; Lightning warns, "
+        "and saves nothing.",
+        PAGE,
+        replace(PLAIN, val_loaders=(), callbacks=(("ModelCheckpoint", {"monitor": "val"}),)),
+        lambda program, d, theirs, ours: refused(ours, "no such metric was logged") and not program.val_loaders,
+        then="all",
+    ),
+    Row(
+        "LearningRateMonitor leaves out what an optimizer does not have; Lightning raises a KeyError.",
+        PAGE,
+        replace(PLAIN, optimizers=("lbfgs",), callbacks=(("LearningRateMonitor", {"log_weight_decay": True}),)),
+        lambda program, d, theirs, ours: has(program, "LearningRateMonitor") and "KeyError" in str(theirs.ends),
+        then="all",
+    ),
+    Row(
+        "A fit after one with SWA begins with the epoch that it says; Lightning has counted the pass for BatchNorm.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "fit on"), callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
+        swa_resumed,
+        then="all",
+    ),
+    Row(
+        "ModelPruning prunes in fits only; Lightning's validation without a fit raises.",
+        PAGE,
+        widen(draw(2163)),
+        lambda program, d, theirs, ours: (
+            has(program, "ModelPruning") and "expected a non-empty list of Tensors" in str(theirs.ends)
         ),
-        goes_on=True,
+        then="all",
+    ),
+    Row(
+        "Every rewind of ModelPruning goes to the initial values; Lightning's copy of them is trained along.",
+        f"{PAGE}: ModelPruning",
+        replace(PLAIN, callbacks=(("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),)),
+        lambda program, d, theirs, ours: (
+            has(program, "ModelPruning")
+            and (d.name in ("weights", "gradients") or (d.name == "callbacks" and "ModelPruning" in d.ours))
+        ),
+        then="numbers",
+    ),
+    Row(
+        "A fit that goes on within an accumulation window logs at the steps of the unbroken one; Lightning counts the "
+        "window anew.",
+        PAGE,
+        widen(draw(1092)),
+        within_window,
+        then="all",
+    ),
+    Row(
+        "A step whose closure was not run is not counted.",
+        PAGE,
+        replace(PLAIN, optimizers=("closure never",)),
+        lambda program, d, theirs, ours: (
+            program.optimizers == ("closure never",) and d.name == "global_step" and d.theirs == 1 and d.ours == 0
+        ),
+    ),
+    Row(
+        "In on_train_start and before, current_epoch is that of the checkpoint; in Lightning the one after, where the "
+        "checkpoint is of an epoch's end.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "resume mid"),
+            data="data module",
+            callbacks=(("ModelCheckpoint", {}),),
+        ),
+        lambda program, d, theirs, ours: (
+            "resume" in d.call
+            and d.where.endswith(("_dataloader", "on_train_start"))
+            and d.name == "current_epoch"
+            and d.theirs == d.ours + 1
+        ),
+    ),
+    Row(
+        "A run that goes on within an epoch begins with the batch that follows; Lightning begins the loader anew, and "
+        "counts on with max_steps in the next epoch, too.",
+        "README.md",
+        replace(
+            PLAIN,
+            train_samples=(8, 4),
+            calls=("fit", "resume mid"),
+            callbacks=(("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1}),),
+        ),
+        goes_on,
+        then="all",
+    ),
+    Row(
+        "save_top_k=0 with save_last: last.ckpt is written where training ends.",
+        PAGE,
+        widen(draw(2157)),
+        only_last,
+        then="all",
+    ),
+    Row(
+        "Before the first update of an average, validation sees the current weights; in Lightning those that the fit "
+        "began with.",
+        PAGE,
+        widen(draw(328)),
+        before_average,
+        then="numbers",
+    ),
+    Row(
+        "An exception in a validation leaves the current weights in the module; in Lightning the average.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("raise", "validation_step", 2),),
+            callbacks=(("EMAWeightAveraging", {"decay": 0.5}),),
+        ),
+        average_put_back,
+        then="numbers",
+    ),
+    Row(
+        "A run that an exception has ended goes on at the hook where it was saved; Lightning repeats some.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "resume"),
+            acts=(Act("raise", "on_train_epoch_end", 1),),
+        ),
+        after_exception,
+        then="all",
+    ),
+    Row(
+        "A save by steps or time that waits for its metric is made when that is there; Lightning's at a validation.",
+        PAGE,
+        replace(
+            PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss_epoch", "every_n_train_steps": 1}),), val_loaders=()
+        ),
+        waits_for_metric,
+        then="all",
+    ),
+    Row(
+        "train_time_interval works under manual optimization, too.",
+        PAGE,
+        replace(PLAIN, manual=True, callbacks=(("ModelCheckpoint", {"train_time_interval": "at once"}),)),
+        by_time,
+        then="all",
+    ),
+    Row(
+        "LearningRateMonitor logs once an update; Lightning's for each micro-batch of the window.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags=_flags(accumulate_grad_batches=2),
+            train_samples=(8, 4),
+            schedulers=(Scheduler("step", {"interval": "step"}),),
+            callbacks=(("LearningRateMonitor", {"logging_interval": "step"}),),
+        ),
+        rate_of_window,
+    ),
+    Row(
+        "A hook that a callback does not override is not called, and so not measured.",
+        PAGE,
+        replace(
+            PLAIN,
+            loggers=("csv",),
+            profiler=("AdvancedProfiler", {"filename": "a", "dump_stats": True}),
+            callbacks=(("LearningRateMonitor", {}),),
+        ),
+        measured,
+    ),
+    Row(
+        "Metrics of a call have nothing of an interrupted one before; Lightning adds to the results of its validation.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "fit on"),
+            acts=(Act("interrupt", "on_validation_end", 1),),
+            logs=(LOSS, VAL),
+        ),
+        mixed_with_interrupted,
+        then="numbers",
+    ),
+    Row(
+        'ckpt_path="last" takes the newest checkpoint where none is called last; Lightning begins anew.',
+        PAGE,
+        replace(PLAIN, calls=("fit", "resume last"), callbacks=(("ModelCheckpoint", {"dirpath": "kept"}),)),
+        newest_as_last,
+        then="all",
+    ),
+    Row(
+        "A resumed run does not save the state again that it was resumed from.",
+        PAGE,
+        widen(draw(741)),
+        saved_again,
+        then="all",
+    ),
+    Row(
+        "Whether the epoch that a resumed fit begins with is validated is asked of its own number; in Lightning of the "
+        "next one.",
+        PAGE,
+        widen(draw(859)),
+        validated_by_number,
+        then="all",
+    ),
+    Row(
+        "fast_dev_run has no least length.",
+        PAGE,
+        widen(draw(459)),
+        no_least,
+        then="all",
+    ),
+    Row(
+        "A resume with ModelPruning loads the masks; Lightning's raises where they have not been made permanent.",
+        PAGE,
+        widen(draw(797)),
+        lambda program, d, theirs, ours: (
+            has(program, "ModelPruning") and "Error(s) in loading state_dict" in str(theirs.ends)
+        ),
+        then="all",
+    ),
+    Row(
+        "fast_dev_run saves nothing; Lightning's save_last does at the end of training.",
+        PAGE,
+        replace(PLAIN, flags=_flags(fast_dev_run=1), callbacks=(("ModelCheckpoint", {"save_last": True}),)),
+        dry_run_saves,
+        then="all",
+    ),
+    Row(
+        "Where there is no gradient, nothing is clipped; Lightning's clipping by value raises.",
+        PAGE,
+        replace(PLAIN, optimizers=("none",), flags=_flags(gradient_clip_val=0.1, gradient_clip_algorithm="value")),
+        lambda program, d, theirs, ours: "nested_tensorlist" in str(theirs.ends),
+        then="all",
+    ),
+    Row(
+        "WeightAveraging with a callback that changes the module's parameters (ModelPruning) is refused.",
+        PAGE,
+        replace(
+            PLAIN,
+            callbacks=(
+                ("WeightAveraging", {}),
+                ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5}),
+            ),
+        ),
+        lambda program, d, theirs, ours: refused(ours, "have changed since training began"),
+        then="all",
+    ),
+    Row(
+        "last.ckpt is the newest state at each occasion to save; Lightning's only where that is among the best.",
+        PAGE,
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"monitor": "loss", "mode": "max", "save_last": True}),)),
+        newest_is_last,
+        then="all",
     ),
     Row(
         "Without validation Lightning's pass for SWA ends with a step along the last epoch's gradient.",
         f"{PAGE}: StochasticWeightAveraging",
-        lambda program, d, theirs, ours: d.name == "weights" and _has(program, "StochasticWeightAveraging"),
-        goes_on=True,
+        replace(PLAIN, val_loaders=(), norm=True, callbacks=(("StochasticWeightAveraging", {"swa_lrs": 0.02}),)),
+        lambda program, d, theirs, ours: d.name == "weights" and has(program, "StochasticWeightAveraging"),
+        then="all",
     ),
     Row(
         "current_epoch counts finished epochs: a fit that ended within one has not finished it.",
         f"{PAGE}: current_epoch",
-        lambda program, d, theirs, ours: (
-            d.name == "current_epoch" and isinstance(d.ours, int) and d.theirs == d.ours + 1
-        ),
+        replace(PLAIN, flags=_flags(max_steps=1)),
+        unfinished,
     ),
     Row(
         "KeyboardInterrupt raised in a hook comes out of the call; Lightning exits the process with 1.",
         PAGE,
-        lambda program, d, theirs, ours: d.name == "raised" and "SystemExit" in d.theirs and "Keyboard" in d.ours,
-        goes_on=True,
+        replace(PLAIN, acts=(Act("interrupt", "training_step", 2),)),
+        interrupted,
+    ),
+    Row(
+        "ModelCheckpoint(save_on_exception=True) overwrites no file that is there: it takes the next version.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("raise", "on_train_epoch_end", 1),),
+            callbacks=(
+                ("ModelCheckpoint", {"every_n_train_steps": 1}),
+                ("ModelCheckpoint", {"save_on_exception": True}),
+            ),
+        ),
+        saved_on_exception,
+    ),
+    Row(
+        "Of a batch that on_train_batch_start has ended, what was logged before it is shown.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("end epoch", "on_train_batch_start", 2),),
+            logs=(LOSS, Log("on_train_batch_start", "a", "callback", {})),
+        ),
+        lambda program, d, theirs, ours: (
+            acts(program, "end epoch")
+            and d.name.endswith("_metrics")
+            and "-" not in (d.theirs, d.ours)
+            and d.theirs.keys() <= d.ours.keys()
+            and {name for name in d.ours if not same(d.theirs.get(name), d.ours[name])}
+            <= {
+                f"{log.name}{end}"
+                for log in program.logs
+                for end in ("", "_step")
+                if log.hook == "on_train_batch_start"
+            }
+        ),
     ),
     Row(
         "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
         "docs/architecture.md: Micro-batches weigh their samples",
+        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
         lambda program, d, theirs, ours: d.kind == "warnings" and d.where == "batch size" and d.theirs,
     ),
 ]
-
-
-def _accumulates(program: Program) -> bool:
-    return "accumulate_grad_batches" in program.flags or any(
-        kind == "GradientAccumulationScheduler" for kind, _ in program.callbacks
-    )
 
 
 def explain(program: Program, difference: Difference, theirs: Record, ours: Record) -> Row | None:

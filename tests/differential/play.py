@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import inspect
@@ -18,15 +19,28 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lockstep.ground import rank as rank_module
+from tests.differential import parts
+from tests.differential.made_of import (
+    Batches,
+    ClosureNever,
+    ClosureTwice,
+    NeedsClosure,
+    Stream,
+    late_layers,
+    none_where_negative,
+    samples,
+)
 from tests.differential.program import Log, Program
 from tests.golden.recorder import CALLBACK_HOOKS, DATA_HOOKS, MODULE_HOOKS, WORKING_HOOKS
 
@@ -233,6 +247,8 @@ class Player:
                     raise KeyboardInterrupt
                 if act.kind == "stop":
                     self.trainer.should_stop = True
+                if act.kind == "write row":
+                    self.trainer.logger.log_metrics({"mine": 1.5})
                 return act.kind
         return None
 
@@ -243,8 +259,9 @@ class Player:
                 self.log(log, target, value)
 
     def log(self, log: Log, target: Any, value: Tensor | float | None) -> None:
-        self.counts[f"log {log.name}"] += 1
-        number = value if value is not None else float(self.counts[f"log {log.name}"])
+        counted = f"log {log.name}" + (" in the sanity check" if self.trainer.sanity_checking else "")
+        self.counts[counted] += 1
+        number = value if value is not None else float(self.counts[counted])
         target.log(log.name, number, **log.settings)
 
     # -- making
@@ -266,6 +283,8 @@ class Player:
                     return -1
                 if owner == "module" and name != "on_train_batch_start":
                     self.act(name)
+                if owner == "callback":
+                    self.act(f"callback.{name}")
                 if owner != "data":
                     self.logs(owner, name, this)
                 return original(this, *args, **kwargs)
@@ -307,6 +326,8 @@ class Player:
         size, kind = program.batch_size, program.train
         if kind == "iterable":
             return DataLoader(Stream(first), batch_size=size)
+        if kind == "some None":
+            return DataLoader(first, batch_size=size, collate_fn=none_where_negative)
         if kind == "batches":
             return Batches([torch.stack(first[place : place + size]) for place in range(0, len(first), size)])
         if kind in ("in order", "shuffled", "drop_last"):
@@ -329,10 +350,15 @@ class Player:
                 super().__init__()
                 if program.hyperparameters:
                     self.save_hyperparameters()
-                self.first = nn.Linear(3, width)
-                self.norm = nn.BatchNorm1d(width) if program.norm else nn.Identity()
-                self.last = nn.Linear(width, 1)
+                self.width = width
+                if not program.late:
+                    self.layers()
                 self.automatic_optimization = not program.manual
+
+            def layers(self) -> None:
+                self.first = nn.Linear(3, self.width)
+                self.norm = nn.BatchNorm1d(self.width) if program.norm else nn.Identity()
+                self.last = nn.Linear(self.width, 1)
 
             def loss(self, batch: Any) -> Tensor:
                 if isinstance(batch, (dict, list, tuple)):
@@ -393,6 +419,8 @@ class Player:
             methods |= self.overridden(base, "module", MODULE_HOOKS)
         if program.hooks == "working":
             methods |= self.overridden(base, "module", WORKING_HOOKS)
+        if program.late:
+            methods |= {"configure_model": late_layers(methods.get("configure_model"))}
         if program.data == "module":
             methods |= self.loader_methods("module")
         torch.manual_seed(program.seed)
@@ -429,6 +457,8 @@ class Player:
             "adam": torch.optim.Adam,
             "lbfgs": torch.optim.LBFGS,
             "closure": NeedsClosure,
+            "closure twice": ClosureTwice,
+            "closure never": ClosureNever,
         }[kind]
         player = self
 
@@ -477,8 +507,24 @@ class Player:
             given = dict(settings)
             if "dirpath" in given:
                 given["dirpath"] = str(self.root / given["dirpath"])
+            if given.get("train_time_interval") == "at once":
+                given["train_time_interval"] = timedelta(0)
+            if kind == "LambdaCallback":
+                given = {hook: partial(self.lambda_hook, hook) for hook in given["hooks"]}
             made.append(getattr(self.part("callbacks"), kind)(**given))
         return made
+
+    def lambda_hook(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        self.note(f"lambda.{hook}")
+
+    def make_profiler(self) -> Any:
+        if self.program.profiler is None:
+            return None
+        kind, given = self.program.profiler
+        if not kind[0].isupper():
+            return kind
+        places = {"dirpath": str(self.root / given["dirpath"])} if "dirpath" in given else {}
+        return getattr(self.part("profilers"), kind)(**{**given, **places})
 
     def make_loggers(self) -> Any:
         made: list[Any] = []
@@ -500,7 +546,8 @@ class Player:
                 record.rows.append(("hyperparameters", plain(dict(params), root)))
 
             def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-                record.rows.append((step, plain(dict(metrics))))
+                told = {name: 0.0 if name.startswith("DeviceStats") else value for name, value in metrics.items()}
+                record.rows.append((step, plain(told)))
 
             def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
                 record.rows.append("saved")
@@ -514,16 +561,19 @@ class Player:
         flags = {**self.program.flags, **more}
         if self.package == "lockstep":
             flags["order"] = "torch"
+        if self.program.single_device:
+            flags["strategy"] = self.part("strategies").SingleDeviceStrategy(self.program.single_device)
         self.trainer = None
         trainer = self.pl.Trainer(
             accelerator="cpu",
             devices=1,
             logger=self.make_loggers(),
             enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_model_summary=any(kind == "ModelSummary" for kind, _ in self.program.callbacks),
             enable_checkpointing=any(kind == "ModelCheckpoint" for kind, _ in self.program.callbacks),
             default_root_dir=str(self.root),
             callbacks=self.make_callbacks(),
+            profiler=self.make_profiler(),
             **flags,
         )
         self.trainer = trainer
@@ -540,6 +590,8 @@ class Player:
 
     def play(self) -> Record:
         torch.manual_seed(self.program.seed)
+        if self.program.environment is not None:
+            self.record.ends.append(("environment", parts.environment(self.package, *self.program.environment)))
         try:
             self.module = self.make_module()
             self.make_trainer()
@@ -554,6 +606,7 @@ class Player:
 
     def play_call(self, label: str, call: str, data: dict[str, Any]) -> None:
         end: dict[str, Any] = {}
+        self.record.events.append((f"call {label}", {}))
         try:
             method, given = self.prepared(call, data)
             if self.program.data == "arguments":
@@ -567,6 +620,8 @@ class Player:
         end.update(self.state("end"))
         for callback in self.trainer.callbacks if self.trainer is not None else ():
             end[type(callback).__name__] = self.callback_facts(callback)
+        if self.program.pickles and self.trainer is not None:
+            end["pickled"] = parts.pickled(self.trainer)
         self.record.ends.append((label, end))
 
     def callback_facts(self, callback: Any) -> dict[str, Any]:
@@ -611,6 +666,7 @@ class Player:
         if not path:
             path = str(self.root / "end.ckpt")
             self.trainer.save_checkpoint(path)
+            parts.edit(call, path)
         if path == "best":  # of this Trainer's own callback
             return "test", {**data, "ckpt_path": "best"}
         self.module = self.make_module()
@@ -627,7 +683,8 @@ class Player:
             if path.suffix == ".csv":
                 with path.open() as file:
                     self.record.files[name] = [
-                        {k: number(v) for k, v in row.items() if v not in ("", None)} for row in csv.DictReader(file)
+                        {k: number(v) for k, v in row.items() if v not in ("", None) and "DeviceStats" not in k}
+                        for row in csv.DictReader(file)
                     ]
             if path.suffix == ".ckpt" and path.is_file():
                 self.record.checkpoints[name] = checkpoint_facts(path)
@@ -656,45 +713,6 @@ def number(text: str) -> float | str:
         return text
 
 
-class NeedsClosure(torch.optim.SGD):
-    """An optimizer whose step needs its closure, and calls it without gradients being recorded outside of it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = closure()
-        super().step()
-        return loss
-
-
-def samples(seed: int, count: int) -> list[Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    return list(torch.randn(count, 3, generator=source))
-
-
-class Batches:
-    """Batches that are there, in a class of the user's."""
-
-    def __init__(self, batches: list[Tensor]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._batches)
-
-
-class Stream(IterableDataset[Tensor]):
-    """Samples without a length."""
-
-    def __init__(self, data: list[Tensor]) -> None:
-        self._data = data
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._data)
-
-
 TOPICS = {
     "log_every_n_steps": r"log_every_n_steps|logging interval",
     "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
@@ -708,6 +726,16 @@ TOPICS = {
 }
 
 
+class Forgetful:
+    """Makes Lightning's caches of warnings, which live as long as the process, tell every program."""
+
+    @classmethod
+    @functools.cache
+    def install(cls) -> None:
+        cache: Any = importlib.import_module("lightning.fabric.utilities.rank_zero").WarningCache
+        cache.__contains__ = lambda *_: False
+
+
 @contextlib.contextmanager
 def quiet(record: Record) -> Iterator[None]:
     """Warnings are kept, and nothing is printed; signal handlers, random states and levels are put back."""
@@ -716,6 +744,7 @@ def quiet(record: Record) -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in names}
     environment = dict(os.environ)
     told, rank_module._warned = rank_module._warned, set()  # each program is told once
+    Forgetful.install()
     states = torch.get_rng_state(), random.getstate()
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 TRAIN_LOADERS = ("in order", "in order", "shuffled", "drop_last", "iterable", "batches")
@@ -64,9 +64,9 @@ class Log:
 
 @dataclass(frozen=True)
 class Act:
-    """What user code does when ``hook`` of the module is called for the ``nth`` time."""
+    """What user code does when ``hook`` of the module (of a callback: "callback.x") is called for the ``nth`` time."""
 
-    kind: str  # "raise", "interrupt", "stop" (should_stop), "skip" (training_step returns None), "end epoch" (-1)
+    kind: str  # "raise", "interrupt", "stop" (should_stop), "skip" (step returns None), "end epoch" (-1), "write row"
     hook: str
     nth: int
 
@@ -104,7 +104,18 @@ class Program:
     iter_step: bool = False  # training_step takes dataloader_iter
     hyperparameters: bool = False
     outputs: str = "tensor"  # what training_step returns: "tensor", "dict"
-    more: dict[str, Any] = field(default_factory=dict)
+    profiler: tuple[str, dict[str, Any]] | None = None  # a name or a class with its arguments
+    late: bool = False  # layers are made in configure_model
+    environment: tuple[str, dict[str, str]] | None = None  # a class used by itself, and the variables in force
+    pickles: bool = False  # parts of the Trainer are pickled after each call
+    single_device: str = ""  # the device of a SingleDeviceStrategy that is given as an object
+
+
+LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})
+VAL = Log("validation_step", "val", "module", {})
+PLAIN = Program(
+    seed=0, flags={"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1}, calls=("fit",), logs=(LOSS,)
+)
 
 
 def draw(seed: int) -> Program:
@@ -218,7 +229,7 @@ def _logs(r: random.Random, count: int, validates: bool) -> list[Log]:
     wild = r.random() < 0.15  # anything anywhere, most of which is refused
     logs = [Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True, "prog_bar": True})]
     if validates:
-        logs.append(Log("validation_step", "val", "module", {}))
+        logs.append(VAL)
     for _ in range(count):
         hook = r.choice(LOG_HOOKS)
         settings: dict[str, Any] = {}
@@ -241,7 +252,7 @@ def _logs(r: random.Random, count: int, validates: bool) -> list[Log]:
         if r.random() < 0.2:
             settings["batch_size"] = r.choice((1, 3))
         owner = "callback" if not hook.endswith("_step") and r.random() < 0.5 else "module"
-        name = r.choice(("a", "b", "c/d", "a_epoch", "b_step", "e"))
+        name = r.choice(("a", "b", "c/d", "f_epoch", "g_step", "e"))
         if not wild and any(log.name == name and (log.hook, r.random() < 0.9) != (hook, False) for log in logs):
             name = f"{name}{len(logs)}"
         logs.append(Log(hook, name, owner, settings))

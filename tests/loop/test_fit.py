@@ -66,7 +66,8 @@ class StopsAtOnce(Slope):
     [
         ({}, 1),
         ({"min_epochs": 2}, 10),
-        ({"min_steps": 3}, 3),
+        ({"min_steps": 3}, 5),  # as in Lightning, it asks for a first epoch
+        ({"min_epochs": 0, "min_steps": 3}, 3),
         ({"min_steps": 7}, 7),
         ({"min_epochs": 1, "min_steps": 7}, 7),
         ({"accumulate_grad_batches": 2}, 2),  # a fit stops at a boundary, never inside a window

@@ -42,6 +42,7 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self._cpu_stats = cpu_stats
         self._psutil: Any = None
+        self._evaluated = 0  # batches of the evaluation that runs, of all its loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that there is somebody to read from and somebody to write to."""
@@ -77,7 +78,7 @@ class DeviceStatsMonitor(Callback):
 
     def _training(self, trainer: Trainer, hook: str) -> None:
         every = trainer.log_every_n_steps
-        if every and (trainer.fit_loop.progress.windows + 1) % every == 0:
+        if every and ((trainer.fit_loop.progress.windows + 1) % every == 0 or trainer.should_stop):
             self._write(trainer, hook)
 
     # -- evaluation ----------------------------------------------------------------------------------------
@@ -85,7 +86,8 @@ class DeviceStatsMonitor(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._evaluating(trainer, "start", batch_idx)
+        self._evaluated = 1 if batch_idx == dataloader_idx == 0 else self._evaluated + 1
+        self._evaluating(trainer, "start")
 
     def on_validation_batch_end(
         self,
@@ -96,13 +98,13 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._evaluating(trainer, "end", batch_idx)
+        self._evaluating(trainer, "end")
 
     on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
 
-    def _evaluating(self, trainer: Trainer, at: str, batch_idx: int) -> None:
+    def _evaluating(self, trainer: Trainer, at: str) -> None:
         every = trainer.log_every_n_steps
-        if every and (batch_idx + 1) % every == 0:
+        if every and (self._evaluated % every == 0 or trainer.should_stop):
             self._write(trainer, f"on_{'test' if trainer.testing else 'validation'}_batch_{at}")
 
     # -- what is written -----------------------------------------------------------------------------------

@@ -578,7 +578,8 @@ class ModelCheckpoint(Checkpoint):
         self.best_k_models = {path: score for path, score in ranked.items() if path not in foreign}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
-        if foreign or (self.best_k_models and self.kth_best_model_path not in self.best_k_models):
+        full = 0 < self.save_top_k <= len(self.best_k_models)
+        if foreign or ((full or self.kth_best_model_path) and self.kth_best_model_path not in self.best_k_models):
             self._rank_anew()
 
     def _rank_anew(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
+
+CHUNK = 64
+"""Tensors that are averaged by one call of torch."""
 
 
 class WeightAveraging(Callback):
@@ -182,8 +185,18 @@ class WeightAveraging(Callback):
 
     # -- the average ---------------------------------------------------------------------------------------
 
+    def _check(self, pl_module: LightningModule) -> None:
+        assert self._average is not None
+        shapes = [[tensor.shape for tensor in _tensors(module)] for module in (self._average.module, pl_module)]
+        if shapes[0] != shapes[1]:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: the module's parameters or buffers have changed since training began "
+                "(ModelPruning does that), so that there is nothing to average them with: leave one of the two out."
+            )
+
     def _update(self, pl_module: LightningModule) -> None:
         assert self._average is not None, "an update before on_train_start"
+        self._check(pl_module)
         self._average.update_parameters(pl_module)
 
     def _has_average(self) -> bool:
@@ -221,6 +234,7 @@ class WeightAveraging(Callback):
     def _by_name(self, pl_module: LightningModule) -> Mapping[str, Tensor]:
         """What is kept here, under all names (tied weights have several) that it has in the model."""
         assert self._average is not None
+        self._check(pl_module)
         module = pl_module
         average = {id(t): k for k, t in zip(_tensors(self._average.module), _tensors(module), strict=True)}
         named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
@@ -259,7 +273,7 @@ class EMAWeightAveraging(WeightAveraging):
             raise MisconfigurationException(
                 f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps!r}): it must be at least 0."
             )
-        super().__init__(device, use_buffers, **{"multi_avg_fn": get_ema_multi_avg_fn(decay), **kwargs})
+        super().__init__(device, use_buffers, **{"multi_avg_fn": _exponential(decay), **kwargs})
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
@@ -273,6 +287,23 @@ class EMAWeightAveraging(WeightAveraging):
             and self.update_starting_at_epoch is not None
             and epoch_idx >= self.update_starting_at_epoch
         )
+
+
+def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object], None]:
+    """``average * decay + weights * (1 - decay)``, each product rounded, as Lightning has it (torch's lerp is not)."""
+
+    @torch.no_grad()
+    def update(averages: list[Tensor], weights: list[Tensor], count: object) -> None:
+        if not averages[0].is_floating_point():
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(average * decay + weight * (1 - decay))
+            return
+        for first in range(0, len(averages), CHUNK):  # so that few products are there at a time
+            part = averages[first : first + CHUNK]
+            torch._foreach_mul_(part, decay)
+            torch._foreach_add_(part, torch._foreach_mul(weights[first : first + CHUNK], 1 - decay))
+
+    return update
 
 
 def _tensors(module: nn.Module) -> chain[Tensor]:

@@ -161,8 +161,8 @@ def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: 
             "dict: check the path."
         )
     own = checkpoint.get(KEY)
-    # a CheckpointIO of the user's may have written a run by torch.save alone: that has the key, and no version in it
-    if isinstance(own, dict) and "format" in own and not sealed:
+    # without a hash it may be one that a user has read, changed and saved by torch.save, which ends with the archive
+    if isinstance(own, dict) and "format" in own and not sealed and not _ends_with_archive(file):
         raise CorruptCheckpoint(f"The checkpoint {name!r} has lost the hash at its end: {_WAY_OUT}.")
     return checkpoint
 
@@ -190,6 +190,13 @@ def _check_seal(file: IO[bytes], name: str) -> bool:
             f"The checkpoint {name!r} is not as it was written (its bytes do not match the hash in it): {_WAY_OUT}."
         )
     return True
+
+
+def _ends_with_archive(file: IO[bytes]) -> bool:
+    """Whether nothing comes after the end of the zip directory."""
+    size = 22  # of its last record, which in files of torch.save has no comment
+    file.seek(max(0, file.seek(0, 2) - size))
+    return file.read(4) == b"PK\x05\x06"
 
 
 def _check_archive(file: IO[bytes], name: str) -> None:

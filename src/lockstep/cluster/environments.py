@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
 
 from lockstep.cluster import slurm
 from lockstep.cluster.detect import LOCAL, cluster_named, find
@@ -97,6 +98,12 @@ class LightningEnvironment(ClusterEnvironment):
 
     creates_processes_externally = False
     cluster = LOCAL
+    _size: int | None = None
+
+    @classmethod
+    def detect(cls) -> bool:
+        """True: it is there everywhere."""
+        return True
 
     @property
     def main_address(self) -> str:
@@ -109,12 +116,20 @@ class LightningEnvironment(ClusterEnvironment):
         return read_number(os.environ, "MASTER_PORT", default=0)
 
     def world_size(self) -> int:
-        """``WORLD_SIZE``; 1 where nothing was started."""
-        return read_number(os.environ, "WORLD_SIZE", default=1)
+        """What was set; else ``WORLD_SIZE``, or 1 where nothing was started."""
+        return read_number(os.environ, "WORLD_SIZE", default=1) if self._size is None else self._size
+
+    def set_world_size(self, size: int) -> None:
+        """For who starts ranks by means of their own."""
+        self._size = size
 
     def global_rank(self) -> int:
         """The rank that `rank_zero_only` goes by; right as soon as there is a Trainer."""
         return rank_zero_only.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """For who starts ranks by means of their own: `rank_zero_only` goes by it from here on."""
+        rank_zero_only.rank = rank
 
     def local_rank(self) -> int:
         """``LOCAL_RANK``, or 0."""
@@ -137,6 +152,8 @@ class KnownEnvironment(ClusterEnvironment):
     creates_processes_externally = True
     cluster = ""
     """Its name in `lockstep.cluster.detect`."""
+    variables: ClassVar[Mapping[str, str]] = dict.fromkeys(("size", "rank", "local_rank", "node_rank"), "")
+    """The variables that say a number of the world by themselves."""
 
     @classmethod
     def detect(cls) -> bool:
@@ -153,37 +170,57 @@ class KnownEnvironment(ClusterEnvironment):
             )
         return found[1]
 
+    def _number(self, of_world: str, variable: str) -> int:
+        """A number of the world; where that is not told as a whole, what the one variable says."""
+        try:
+            return int(getattr(self._world(), of_world))
+        except MisconfigurationException:
+            if variable not in os.environ:
+                raise
+            return read_number(os.environ, variable)
+
     @property
     def main_address(self) -> str:
         """The host of rank 0; ``MASTER_ADDR`` wins."""
-        return self._world().address
+        return os.environ.get("MASTER_ADDR") or self._world().address
 
     @property
     def main_port(self) -> int:
         """The port at which the ranks meet; ``MASTER_PORT`` wins."""
-        return self._world().port
+        return self._number("port", "MASTER_PORT")
 
     def world_size(self) -> int:
         """Processes on all nodes."""
-        return self._world().size
+        return self._number("size", self.variables["size"])
 
     def global_rank(self) -> int:
         """This process among all, from 0."""
-        return self._world().rank
+        return self._number("rank", self.variables["rank"])
 
     def local_rank(self) -> int:
         """This process among those of its node, from 0."""
-        return self._world().local_rank
+        return self._number("local_rank", self.variables["local_rank"])
 
     def node_rank(self) -> int:
         """This node, from 0."""
-        return self._world().node_rank
+        return self._number("node_rank", self.variables["node_rank"])
 
 
 class TorchElasticEnvironment(KnownEnvironment):
     """Ranks that ``torchrun`` started."""
 
     cluster = "torchelastic"
+    variables: ClassVar[Mapping[str, str]] = {
+        "size": "WORLD_SIZE",
+        "rank": "RANK",
+        "local_rank": "LOCAL_RANK",
+        "node_rank": "GROUP_RANK",
+    }
+
+    @property
+    def main_address(self) -> str:
+        """``MASTER_ADDR``, or this machine."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 class LSFEnvironment(KnownEnvironment):
@@ -214,6 +251,12 @@ class SLURMEnvironment(KnownEnvironment):
     """
 
     cluster = "slurm"
+    variables: ClassVar[Mapping[str, str]] = {
+        "size": "SLURM_NTASKS",
+        "rank": "SLURM_PROCID",
+        "local_rank": "SLURM_LOCALID",
+        "node_rank": "SLURM_NODEID",
+    }
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
         self.auto_requeue = auto_requeue

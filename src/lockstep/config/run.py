@@ -346,6 +346,8 @@ def config_of(given: dict[str, Any]) -> RunConfig:
     values = {name: check(name, given[name]) for name, check in _CHECKS.items()}
     if given["max_epochs"] is None and (values["max_steps"] != -1 or values["max_time"] is not None):
         values["max_epochs"] = -1
+    if given["min_epochs"] is None and given["min_steps"] is not None:
+        values["min_epochs"] = min(1, values["max_epochs"] % (1 << 62))  # as in Lightning; -1 is no limit
     for name in ("fast_dev_run", "overfit_batches"):
         values.update(_led_by(name, values[name]))
     return RunConfig(**values)

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,6 +91,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
             state.finish(session)
             if session.interruption is not None:
                 raise KeyboardInterrupt
+        _end(session, signals)
     except KeyboardInterrupt as interrupt:
         _failed(session, interrupt)
         # A fit that was asked to end has a result. A second Ctrl-C, or what half an evaluation gives, is no result.
@@ -108,18 +109,21 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         if reason is not error:
             raise reason from error
         raise
-    else:
-        if fn is TrainerFn.FITTING:
-            session.hooks.call("on_fit_end")
-        _call_setup_hooks(session, "teardown")
-        state.finish(session)  # what these hooks have saved
-        if signals is not None:
-            signals.done()
-        for logger in session.loggers:
-            logger.finalize("success")
-        session.state.status = TrainerStatus.FINISHED
     finally:
         _tear_down(session, asked.release)
+
+
+def _end(session: Session, signals: Signals | None) -> None:
+    """The last hooks of a call that has gone well."""
+    if session.fitting:
+        session.hooks.call("on_fit_end")
+    _call_setup_hooks(session, "teardown")
+    state.finish(session)  # what these hooks have saved
+    if signals is not None:
+        signals.done()
+    for logger in session.loggers:
+        logger.finalize("success")
+    session.state.status = TrainerStatus.FINISHED
 
 
 def _be_watched(session: Session) -> None:
@@ -197,7 +201,8 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     strategy.barrier("after setup")
     if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
-    with strategy.building():
+    made_in = strategy.precision.init_context
+    with strategy.building(), made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
     own_backward = module.backward if is_overridden("backward", module, LightningModule) else None
     if strategy.places_first:
@@ -322,7 +327,9 @@ def _choose_seed(session: Session) -> None:
     """One seed for the order of data: the user's, else one that rank 0 draws; a checkpoint's replaces it."""
     if session.seed is None:
         seed = current_seed()
+        state = torch.get_rng_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
+        torch.set_rng_state(state)  # what the user draws after `torch.manual_seed` is what it is without a Trainer
         session.seed = session.strategy.broadcast(drawn)
 
 

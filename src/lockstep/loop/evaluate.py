@@ -74,7 +74,6 @@ class EvaluationLoop:
         """
         session = self.session
         self.feed = None
-        self.seen = {}  # of this call, as in Lightning; the validations of a fit go on counting
         with call(session, Asked(FN_OF[self.stage], ckpt_path, weights_only, self.release)):
             session.state.stage = self.stage
             self.setup_data()
@@ -98,7 +97,7 @@ class EvaluationLoop:
         source = session.loaders.request(self.prefix) if limit != 0 else None
         if source is None:
             return
-        self.given = source
+        self.given, self.seen = source, {}  # as in Lightning, the validations of a fit go on counting
         self.feed = EvaluationFeed.of(
             source,
             replicas=session.strategy.replicas.for_feed(),
@@ -157,7 +156,8 @@ class EvaluationLoop:
         assert self.feed is not None
         results.weight = 1.0  # what is logged from here on is no batch's
         values = results.reduce_epoch()
-        for_loggers = session.published.publish(values)
+        shown = values if to_loggers else [value for value in values if value[0].key[1] < 0]  # as in Lightning
+        for_loggers = session.published.publish(shown)
         epoch_end = getattr(hooks, f"on_{name}_epoch_end")
         if epoch_end is not None:
             results.hook = ("", -1)
@@ -189,11 +189,13 @@ class EvaluationLoop:
         for batch, batch_idx, dataloader_idx, weight, is_padding in self._batches(feed):
             if dataloader_idx != loader:
                 results.end_loader(loader)
+                if not sanity_steps:
+                    session.published.preview(results.epoch_so_far(loader))
                 loader = dataloader_idx
             if session.interruption is not None and ends_at_once:
                 raise KeyboardInterrupt
             shown = dataloader_idx if several else -1
-            results.hook, results.weight = ("", shown), weight
+            results.hook, results.weight, results.among_batches = ("", shown), weight, True
             if is_padding:
                 with padding(session):
                     results.muted = True
@@ -209,13 +211,12 @@ class EvaluationLoop:
             results.enter(step_name, shown)
             output = session.strategy.run(step, *position[:takes])
             results.enter("", shown)
-            if getattr(hooks, end) is not None:  # nobody else looks before they are taken for the loggers
-                session.published.publish(results.step_values(), to_callbacks=False)
             hooks.call(end, output, *position)
+            for_loggers = session.published.publish(results.take_step_values(), to=logging.NOT_FOR_CALLBACKS)
             if not sanity_steps:
-                self._log_steps(results, dataloader_idx)
+                self._log_steps(for_loggers, dataloader_idx)
             yield output, dataloader_idx
-        results.hook = ("", -1)
+        results.hook, results.among_batches = ("", -1), False
         if several:
             results.end_loader(loader)
 
@@ -226,11 +227,10 @@ class EvaluationLoop:
             return in_step(feed, strategy)
         return ((*each, False) for each in feed)
 
-    def _log_steps(self, results: LogCollector, dataloader_idx: int) -> None:
+    def _log_steps(self, for_loggers: dict[str, Tensor], dataloader_idx: int) -> None:
         """on_step values in evaluation go to the loggers batch by batch, from this rank's share."""
         seen = self.seen.get(dataloader_idx, 0)
         self.seen[dataloader_idx] = seen + 1
-        for_loggers = self.session.published.publish(results.take_step_values(), to_callbacks=False)
         if for_loggers:
             self.session.log_metrics(for_loggers, seen, with_epoch=False)
 

@@ -429,6 +429,7 @@ class FitLoop:
                     window.share_among(local.averaged_ranks())
                 if window.gap is not None:
                     session.strategy.check_gap(*window.gap)
+                session.results.among_batches = True
                 left = window.size
                 for _ in step.window(window, progress.batch):
                     left -= 1
@@ -495,14 +496,15 @@ class FitLoop:
     def _end_epoch(self, whole: bool, feed: Feed) -> None:
         session, hooks, results = self.session, self.session.hooks, self.session.results
         progress = session.fit.progress
-        results.weight = 1.0  # what is logged from here on is no batch's
+        results.weight, results.among_batches = 1.0, False  # what is logged from here on is no batch's
         if not whole:  # reducing it begins its means anew, and a resume goes on with them
             session.fit.cut_epoch = state.logged(session)
         if whole and progress.phase == EPOCH_END:  # resumed after the end's hooks
             for_loggers = {}
         else:
-            newest = results.reduce_step() if session.world_size > 1 else results.step_values()
+            newest = results.reduce_step() if session.world_size > 1 else results.step_values(results.shown)
             session.published.publish(newest)
+            results.shown = results.micro_batch
             of_epoch = results.reduce_epoch()
             for_loggers = session.published.publish(of_epoch)
             self._look_for_nan([*newest, *of_epoch])
@@ -609,6 +611,7 @@ class FitLoop:
     def _validate(self, at_window_end: bool) -> None:
         session = self.session
         session.share_step_values()
+        session.results.shown = session.results.micro_batch
         if at_window_end:
             session.hooks.own("on_validation_model_zero_grad")
         session.state.stage = RunningStage.VALIDATING

@@ -280,6 +280,7 @@ class LogCollector:
 
     Attributes:
         each_step: whether the loop calls :meth:`agree_on_step` after the micro-batch at hand; the same on all ranks.
+        among_batches: whether an epoch's batches run: who looks then sees single steps' values, else the epoch's.
 
     Args:
         gather: all_gather of a float64 vector of equal length on all ranks, giving a (world, n) tensor.
@@ -316,6 +317,8 @@ class LogCollector:
         self.each_step = world_size > 1  # the first one finds out
         self.table: dict[str, Entry] | None = None
         self.hook: tuple[str, int] = ("", -1)
+        self.among_batches = False
+        self.shown = 0  # the micro-batch after which users last saw all values
         self.micro_batch = 1  # counted by the training loop, alike on all ranks
         self.weight = 1.0
         self.muted = False
@@ -405,11 +408,15 @@ class LogCollector:
     def _entries(self) -> list[Entry]:
         return [entry for table in self._tables.values() for entry in table.values()]
 
-    def step_values(self) -> list[tuple[Entry, str, Tensor]]:
-        """The newest on_step values of this rank, not reduced: (entry, name, value)."""
+    def step_values(self, since: int = 0) -> list[tuple[Entry, str, Tensor]]:
+        """The newest on_step values of this rank, not reduced: (entry, name, value).
+
+        Args:
+            since: only those of later micro-batches.
+        """
         found = []
         for entry in self._entries():
-            if entry.step_fresh and entry.last_weight:
+            if entry.step_fresh > since and entry.last_weight:
                 value = torch.tensor(float(entry.last), dtype=entry.dtype)
                 found.append((entry, entry.step_name, value))
         return found
@@ -445,6 +452,30 @@ class LogCollector:
             self._agreed[entry.key] = values[-1]
         return values
 
+    def epoch_so_far(self, loader: int = -1) -> list[tuple[Entry, str, Tensor]]:
+        """The on_epoch values of this rank, not reduced, of what was collected since the last :meth:`reduce_epoch`.
+
+        A metric's value needs all ranks, and there are several in an evaluation of several loaders: both are left out.
+
+        Args:
+            loader: what was logged from this one; -1: what was logged for no loader of several.
+        """
+        found = []
+        for entry in self._entries():
+            if not entry.epoch_fresh or entry.key[1] != loader:
+                continue
+            if entry.metric is None:
+                value = torch.tensor(_combine(entry.op, [self._local(entry, _epochs)]), dtype=entry.dtype)
+            elif self._world_size > 1 or self._by_loader is not None:
+                continue
+            else:
+                value = entry.metric.compute()
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    continue
+                value = value.detach().reshape(())
+            found.append((entry, entry.epoch_name, value))
+        return found
+
     def snapshot(self) -> list[tuple[Entry, tuple[Any, ...]]]:
         """How far everything has come, for :meth:`go_back`."""
         return [(entry, entry.snapshot()) for entry in self._entries()]
@@ -466,7 +497,7 @@ class LogCollector:
         values of single steps, which the epoch's values replace.
         """
         fresh = [entry for entry in self._entries() if entry.epoch_fresh]
-        values = self._reduce(fresh, lambda entry: (entry.total, entry.weight, 0))
+        values = self._reduce(fresh, _epochs)
         computed = self._computed([entry for entry, _ in values if entry.metric is not None])
         found = []
         for entry, value in values:
@@ -639,6 +670,10 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _epochs(entry: Entry) -> tuple[Any, float, int]:
+    return entry.total, entry.weight, 0
+
+
 def _combine(op: str, parts: list[Part]) -> float:
     newest = max((micro_batch for _, weight, micro_batch in parts if weight), default=0)
     parts = [part for part in parts if part[1] and part[2] == newest]
@@ -651,6 +686,10 @@ def _combine(op: str, parts: list[Part]) -> float:
     return sum(values) if op == "sum" else reduce(partial(extreme, op), values)
 
 
+NOT_FOR_CALLBACKS = ("logged", "progress_bar")
+EVERYBODY = ("callback", *NOT_FOR_CALLBACKS)
+
+
 class LoggedMetrics:
     """The three dicts that users read: what callbacks, loggers and the progress bar see."""
 
@@ -658,31 +697,49 @@ class LoggedMetrics:
         self.callback: dict[str, Tensor] = {}
         self.logged: dict[str, Tensor] = {}
         self.progress_bar: dict[str, Any] = {}
+        self._before: dict[str, Tensor | None] = {}  # what :meth:`preview` has covered in ``callback``
 
-    def publish(self, values: list[tuple[Entry, str, Tensor]], *, to_callbacks: bool = True) -> dict[str, Tensor]:
+    def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
+        """Show values that are to be reduced yet."""
+        for entry, name, _ in values if "callback" in to else ():
+            for shown in (name, entry.name):
+                self._before.setdefault(shown, self.callback.get(shown))
+        self.publish(values, reduced=False, to=to)
+
+    def reduced(self) -> dict[str, Tensor]:
+        """``callback`` without what :meth:`preview` has shown."""
+        found: dict[str, Tensor | None] = {**self.callback, **self._before}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def publish(
+        self, values: list[tuple[Entry, str, Tensor]], *, to: Sequence[str] = EVERYBODY, reduced: bool = True
+    ) -> dict[str, Tensor]:
         """Show ``values``; returns those that loggers get.
 
         Args:
             values: as the reductions of :class:`LogCollector` give them.
-            to_callbacks: False for single steps of an evaluation, which only loggers and the progress bar see.
+            to: which of the three dicts; single steps of an evaluation are :data:`NOT_FOR_CALLBACKS`.
+            reduced: False for values of this rank's that a reduction will replace.
         """
         for_loggers = {}
         for entry, name, value in values:
-            if to_callbacks:
+            if reduced and self._before:
+                self._before.pop(name, None)
+                self._before.pop(entry.name, None)
+            if "callback" in to:
                 self.callback[name] = value
                 if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
                     self.callback[entry.name] = value
-            if entry.logger:
+            if entry.logger and "logged" in to:
                 self.logged[name] = for_loggers[name] = value
-            if entry.prog_bar:
+            if entry.prog_bar and "progress_bar" in to:
                 self.progress_bar[name] = value
         return for_loggers
 
     def clear(self) -> None:
         """Forget everything (after the sanity check)."""
-        self.callback.clear()
-        self.logged.clear()
-        self.progress_bar.clear()
+        for shown in (self.callback, self.logged, self.progress_bar, self._before):
+            shown.clear()
 
 
 # -- the table of validate and test --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -245,3 +246,16 @@ def _check_scheduler(
         raise MisconfigurationException(
             f"The lr scheduler {kind} belongs to an optimizer that `configure_optimizers` did not return."
         )
+
+
+def refuse_loss(loss: Tensor, who: str, error: RuntimeError) -> None:
+    """Say what is wrong with a loss that torch cannot go back from; nothing where it is not the loss."""
+    if not loss.requires_grad:
+        raise MisconfigurationException(
+            f"{who} a loss that no parameter can learn from: it was detached (`.detach()`, `.item()`, `no_grad`), or "
+            "none of the parameters behind it needs gradients."
+        ) from error
+    if loss.numel() != 1:
+        raise MisconfigurationException(
+            f"{who} a loss of shape {tuple(loss.shape)}: a loss is one number, `loss.mean()` say."
+        ) from error

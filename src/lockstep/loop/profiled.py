@@ -32,7 +32,8 @@ _END = object()
 def instrument(session: Session) -> None:
     """Have the run's profiler told of this call's actions, until ``session.instruments.conclude()``."""
     profiler, module = session.profiler, session.module
-    profiler.setup(stage=str(session.state.fn), local_rank=session.strategy.world.rank, log_dir=session.trainer.log_dir)
+    rank = session.strategy.world.rank if session.world_size > 1 else None
+    profiler.setup(stage=str(session.state.fn), local_rank=rank, log_dir=session.trainer.log_dir)
     observe = getattr(profiler, "observe", None)
     if observe is not None:
         observe(module)

@@ -249,19 +249,28 @@ class Session:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
-        self.publish_step_values()
+        self.show_logged("callback")
         return self.published.callback
 
-    def publish_step_values(self) -> None:
-        """While a training batch runs: show users what it has logged so far, this rank's own."""
-        if self.state.stage is RunningStage.TRAINING and self.has("results"):
-            self.published.publish(self.results.step_values())
+    def show_logged(self, to: str) -> None:
+        """Show users what has been logged so far, this rank's own: the batch's values, or in an epoch's hooks its.
+
+        Args:
+            to: which of the dicts of `LoggedMetrics` is looked at; the others stay as they are.
+        """
+        if self.state.stage is None or not self.has("results"):
+            return
+        if not self.results.among_batches:
+            self.published.preview(self.results.epoch_so_far(), to=(to,))
+        elif to != "callback" or self.state.stage is RunningStage.TRAINING:
+            self.published.publish(self.results.step_values(self.results.shown), to=(to,))
 
     def share_step_values(self) -> None:
         """Let ``callback_metrics`` hold the newest values of single steps, reduced over the ranks. Collective."""
         results = self.fit.results
         assert results is not None
-        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values())
+        self.published.publish(results.agree_on_step() if self.world_size > 1 else results.step_values(results.shown))
+        results.shown = max(results.shown, results.micro_batch - 1)  # in the batch at hand more may be logged
 
     @property
     def lacks_metrics(self) -> str | None:

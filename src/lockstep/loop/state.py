@@ -114,8 +114,9 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None
         try:
             malformed = _malformed_optimizer(optimizer, saved) if _other_groups(optimizer, saved) is None else None
             if malformed is None:
+                expected = list(optimizer.defaults)  # torch adds "differentiable" to them when it loads
                 load()
-                gone = [key for key in optimizer.defaults for group in optimizer.param_groups if key not in group]
+                gone = [key for key in expected for group in optimizer.param_groups if key not in group]
                 malformed = f"a parameter group has no {gone[0]!r}" if gone else None
             if malformed is not None:
                 raise TypeError(malformed)

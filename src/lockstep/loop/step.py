@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window
 from lockstep.loop.hooks import Transfer, is_overridden
-from lockstep.loop.optimizers import LightningOptimizer, demands_closure, takes_closure
+from lockstep.loop.optimizers import LightningOptimizer, demands_closure, refuse_loss, takes_closure
 from lockstep.loop.padding import padding
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
@@ -44,6 +44,10 @@ UNEVEN = (
     'It is weighed by the loader with most samples. Return the losses by loader, {"loss": {"a": loss_a, "b": loss_b}}, '
     "in the nest of the batch and None where a batch is None: each is weighed by its own samples then. Or leave such "
     "rows out: DataLoader(drop_last=True) in each."
+)
+NO_BATCH = (
+    "A training loader gave None for a batch: it is skipped, and so are on_train_batch_start and `training_step`. If "
+    "that is not meant, look at the loader's `collate_fn`."
 )
 
 
@@ -157,6 +161,7 @@ class Step:
     def _plain(self, window: Window, batch_idx: int) -> Iterator[None]:
         """Play one window, yielding after each micro-batch, when its hooks have run."""
         last, absent = window.size - 1, window.absent
+        steps = self.shared or bool(window.begun)  # whether there is a batch that is not None
         for i, (batch, weight, share) in enumerate(window):
             self.strategy.sync_gradients = at_end = i == last
             self.progress.last = at_end and window.last
@@ -167,12 +172,14 @@ class Step:
                 return
             if self.strategy.optimizers != self._optimizers:
                 self._change_optimizers()
+            steps = steps or batch is not None
             play = self._with_absent if self._absent else self._forward_backward
             outputs = play(batch, batch_idx, weight, share, i == 0 and not window.begun)
             if at_end:
-                self._prepare_update()
-                self.strategy.step(self.optimizer)  # type: ignore[arg-type]  # there is one on this road
-                self.progress.global_step += 1
+                if steps:
+                    self._prepare_update()
+                    self.strategy.step(self.optimizer)  # type: ignore[arg-type]  # there is one on this road
+                    self.progress.global_step += 1
                 self._end_window(batch_idx)
             self._end(outputs, batch, batch_idx)
             yield
@@ -207,7 +214,8 @@ class Step:
                 outputs = self._play(micro_batches[-1], i == 0 and not window.begun)
                 losses += self._take_losses()
             else:
-                outputs = self._step_by_closure(micro_batches, losses, bool(window.begun))
+                steps = self.shared or window.begun or any(played[1] is not None for played in micro_batches)
+                outputs = self._step_by_closure(micro_batches, losses, bool(window.begun)) if steps else None
                 self._end_window(batch_idx)
             self._end(outputs, batch, batch_idx)
             yield
@@ -366,12 +374,11 @@ class Step:
             self._share = share if weight else 1.0
             if type(share) is Share:
                 warn_once(UNEVEN, key="uneven loaders")
-            if weight == 0.0:
-                with padding(self.session):
-                    output = self.strategy.run(self.training_step, *arguments)
-            else:
-                output = self.strategy.run(self.training_step, *arguments)
-            outputs = _detached(output if isinstance(output, dict) else {} if output is None else {"loss": output})
+            with padding(self.session) if weight == 0.0 else nullcontext():
+                skips = batch is None and not self.shared
+                output = None if skips else self.strategy.run(self.training_step, *arguments)
+            shown = output if isinstance(output, dict) else {} if output is None else {"loss": output}
+            outputs = None if batch is None else _detached(shown)
             self.progress.batch += 1
             self.progress.total_batches += 1
             self.progress.phase = BATCH_END
@@ -392,7 +399,9 @@ class Step:
             return self._begin_with_absent(batch, batch_idx, weight)
         if self.moves:
             batch = self.transfer(batch)
-        if self.hooks.on_train_batch_start is not None:
+        if batch is None:
+            warn_once(NO_BATCH, key="no batch")
+        elif self.hooks.on_train_batch_start is not None:
             self.ended_by_user = self.hooks.call("on_train_batch_start", batch, batch_idx) == -1
         results.table = self.table
         return batch
@@ -432,6 +441,12 @@ class Step:
     def _forward_backward(self, batch: object, batch_idx: int, weight: float, share: float, first: bool) -> Any:
         """Forward and backward of one micro-batch; gives what ``on_train_batch_end`` is shown."""
         strategy, step = self.strategy, self.training_step
+        if batch is None:
+            if first and not strategy.sync_gradients:  # the window goes on
+                self._zero_grad(batch_idx)
+            if self.shared and strategy.sync_gradients:
+                self._publish()
+            return strategy.skip()
         if self._absent:
             strategy.absent = self._absent  # until the step returns: the others do not run it
         output = strategy.run(step, batch, batch_idx) if self.takes_idx else strategy.run(step, batch)
@@ -466,7 +481,7 @@ class Step:
                 else:
                     self._backward(loss)
             except RuntimeError as error:
-                _refuse(loss, "`training_step` returned", error)
+                refuse_loss(loss, "`training_step` returned", error)
                 raise
         if self.hooks.on_train_batch_end is None:
             return None
@@ -689,7 +704,7 @@ class Step:
         try:
             self._backward(loss, *args, **kwargs)
         except RuntimeError as error:
-            _refuse(loss, "manual_backward() was given", error)
+            refuse_loss(loss, "manual_backward() was given", error)
             raise
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
@@ -765,19 +780,6 @@ class Step:
                 rank_zero_warn(f"{message}{why}: it is not stepped.")
             else:
                 warn_once(f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.")
-
-
-def _refuse(loss: Tensor, who: str, error: RuntimeError) -> None:
-    """Say what is wrong with a loss that torch cannot go back from; nothing where it is not the loss."""
-    if not loss.requires_grad:
-        raise MisconfigurationException(
-            f"{who} a loss that no parameter can learn from: it was detached (`.detach()`, `.item()`, `no_grad`), or "
-            "none of the parameters behind it needs gradients."
-        ) from error
-    if loss.numel() != 1:
-        raise MisconfigurationException(
-            f"{who} a loss of shape {tuple(loss.shape)}: a loss is one number, `loss.mean()` say."
-        ) from error
 
 
 def _detached(output: dict[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,9 @@ class Precision:
     context: Callable[[], AbstractContextManager[Any]] | None = None
     """Makes the context of one step."""
 
+    init_context: Callable[[], AbstractContextManager[Any]] | None = None
+    """Makes the context in which ``configure_model`` makes its layers."""
+
     scaler: LossScaler | None = None
     """Keeps small gradients of 16-bit floats from vanishing."""
 

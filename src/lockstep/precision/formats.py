@@ -34,7 +34,7 @@ class TruePrecision(Precision):
         self.dtype = DTYPES[name]
         self._complex = torch.complex128 if name == "64-true" else None
         self.convert_input = self._convert_batch
-        self.context = self._default_dtype
+        self.context = self.init_context = self._default_dtype
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module with its floating and complex parameters and buffers in this precision, changed in place."""

@@ -14,6 +14,7 @@ from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import Collectives, ReplicaMap
@@ -322,4 +323,36 @@ class Strategy(Engine):
 
 
 class SingleDeviceStrategy(Strategy):
-    """Everything on one device; the base class does it all."""
+    """Everything on one device.
+
+    Args:
+        device: the one that the run shall have, "cpu" or "cuda:0" say; None: the one that the Trainer's flags choose.
+        accelerator: None; the Trainer's flag chooses it.
+        checkpoint_io: what writes checkpoints.
+        precision_plugin: the run's precision.
+
+    Raises:
+        MisconfigurationException: when a call begins, if the Trainer's flags choose another device.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        accelerator: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__()
+        self._asked = None if device is None else torch.device(device)
+        self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As the base does it, on the device that was asked for."""
+        asked = self._asked
+        if asked is not None and (asked.type != device.type or asked.index not in (None, device.index or 0)):
+            place = f", devices=[{asked.index}]" if asked.index else ""
+            raise MisconfigurationException(
+                f"SingleDeviceStrategy(device={str(asked)!r}): the Trainer's flags choose {str(device)!r}: give "
+                f"Trainer(accelerator={asked.type!r}{place}), or leave the strategy's device out."
+            )
+        super().connect(world, device, precision)

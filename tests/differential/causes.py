@@ -1,0 +1,398 @@
+"""What the rows of the table look at: which difference of which program they explain, or take out of the records."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from tests.differential.play import same
+from tests.differential.program import Program
+
+if TYPE_CHECKING:
+    from tests.differential.compare import Difference
+    from tests.differential.play import Event, Record
+
+
+def has(program: Program, kind: str) -> bool:
+    return any(name == kind for name, _ in program.callbacks)
+
+
+def accumulates(program: Program) -> bool:
+    return "accumulate_grad_batches" in program.flags or has(program, "GradientAccumulationScheduler")
+
+
+def acts(program: Program, *kinds: str) -> bool:
+    return any(act.kind in kinds for act in program.acts)
+
+
+def refused(ours: Record, *words: str) -> bool:
+    return any(part in str(end.get("message")) for _, end in ours.ends for part in words)
+
+
+BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_step|zero_grad|clip")
+
+
+def end(record: Record, call: str) -> dict[str, Any]:
+    return next((end for label, end in record.ends if label == call), {})
+
+
+def first(record: Record) -> dict[str, Any]:
+    """The end of the first call."""
+    return next((facts for label, facts in record.ends if label.startswith("0 ")), {})
+
+
+def by_call(events: list[Event]) -> dict[str, list[Event]]:
+    """The events of each call of the Trainer."""
+    found: dict[str, list[Event]] = {"": []}
+    call = ""
+    for event in events:
+        if event[0].startswith("call "):
+            call = event[0].removeprefix("call ")
+            found[call] = []
+        found[call].append(event)
+    return found
+
+
+def without_sanity_of_resumed(program: Program, theirs: Record, ours: Record) -> str:
+    """The sanity check that Lightning runs in a resumed fit, and when each of them asks for the validation loader."""
+    kept: list[Event] = []
+    taken = ""
+    loaders = ("data.val_dataloader", "module.val_dataloader")
+    for call, events in by_call(theirs.events).items():
+        labels = [label for label, _ in events]
+        both = "callback.on_sanity_check_start" in [label for label, _ in by_call(ours.events).get(call, [])]
+        if "resume" in call and not both and "callback.on_sanity_check_start" in labels:
+            taken = call
+            first = labels.index("callback.on_sanity_check_start")
+            last = labels.index("callback.on_sanity_check_end") if "callback.on_sanity_check_end" in labels else 10**6
+            events = [event for i, event in enumerate(events) if not first <= i <= last and event[0] not in loaders]
+        kept += events
+    if taken:
+        theirs.events = kept
+        ours.events = [
+            event
+            for call, events in by_call(ours.events).items()
+            for event in events
+            if "resume" not in call or event[0] not in loaders
+        ]
+    return taken
+
+
+def without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> str:
+    """Callbacks' on_save_checkpoint of files that hold weights alone: before the module's, where Lightning has none."""
+    if not any(settings.get("save_weights_only") for _, settings in program.callbacks):
+        return ""
+    whole = "optimizer_states"
+    kept = [
+        (label, facts)
+        for label, facts in ours.events
+        if label != "callback.on_save_checkpoint" or whole in facts["arguments"]["checkpoint"]
+    ]
+    fewer = len(kept) < len(ours.events)
+    ours.events = kept
+    return "callback.on_save_checkpoint" if fewer else ""
+
+
+def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -> str:
+    if program.flags.get("limit_train_batches") != 0:
+        return ""
+    count = len(ours.events)
+    ours.events = [event for event in ours.events if not event[0].endswith(".train_dataloader")]
+    return "train_dataloader" if len(ours.events) < count else ""
+
+
+def monitor_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if not program.manual or d.name != "schedulers" or len(d.theirs) != len(d.ours):
+        return False
+    return all(
+        [*mine[:3], mine[4]] == [*other[:3], other[4]] and mine[3] is None
+        for mine, other in zip(d.theirs, d.ours, strict=True)
+        if mine != other
+    )
+
+
+def algorithm(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    key = "gradient_clip_algorithm"
+    if d.where != "module.configure_gradient_clipping" or d.name != "arguments":
+        return False
+    return d.theirs.get(key) is None and d.ours.get(key) == "norm" and same({**d.theirs, key: "norm"}, d.ours)
+
+
+def without_epoch(rows: Any) -> Any:
+    """Rows of a logger without the epoch's number."""
+    if isinstance(rows, dict):
+        return {name: value for name, value in rows.items() if name != "epoch"}
+    return [without_epoch(row) for row in rows] if isinstance(rows, (list, tuple)) else rows
+
+
+def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The end of a fit that somebody or something has ended within an epoch, and what comes after it."""
+    ended_early = (
+        acts(program, "stop", "interrupt", "raise")
+        or has(program, "Timer")
+        or has(program, "EarlyStopping")
+        or program.flags.get("max_steps", -1) != -1
+        or program.flags.get("fast_dev_run")
+    )
+    if ended_early and (d.kind == "rows" or d.name == "content"):
+        return same(without_epoch(d.theirs), without_epoch(d.ours))
+    return bool(
+        d.name in ("current_epoch", "epoch") and ended_early and isinstance(d.ours, int) and d.theirs == d.ours + 1
+    )
+
+
+def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Lightning leaves the stage as it was."""
+    stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
+    between = "on_save_checkpoint" in d.where or (d.kind == "end" and d.call.startswith("1 "))
+    if between and "SystemExit" in str(first(theirs)) and d.name != "raised":  # of the user's, between two calls
+        return d.name in stage or d.name.startswith(("num_", "val_dataloaders"))
+    if d.kind != "end" or "SystemExit" not in str(end(theirs, d.call).get("raised")):
+        return False
+    shown = d.name in ("raised", *stage) or d.name.endswith("_metrics")
+    return shown and "KeyboardInterrupt" in str(end(ours, d.call).get("raised"))
+
+
+def ends_before_limit(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    limit = program.flags.get("fast_dev_run") or program.flags.get("limit_train_batches")
+    batches = math.ceil(program.train_samples[0] / program.batch_size)
+    return (
+        program.train == "iterable"
+        and type(limit) is int
+        and batches < limit
+        and d.name in ("is_last_batch", "weights")
+    )
+
+
+def saved_on_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if not any(settings.get("save_on_exception") for _, settings in program.callbacks) or "raised" not in str(
+        ours.ends
+    ):
+        return False
+    if d.kind == "files" and d.where == "names":
+        return not d.theirs and all(re.search(r"-v\d+\.ckpt$", name) for name in d.ours)
+    return d.kind == "checkpoint" and any(f"{d.where[:-5]}-v1.ckpt" == name for name in ours.files)
+
+
+def refused_call(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return refused(ours, "no data: pass", 'ckpt_path="best"', 'ckpt_path="last"', "ckpt_path='best'", "'last'")
+
+
+def environments(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Another exception, or another answer to whether ranks are there."""
+    if d.call != "environment" or program.environment is None:
+        return False
+    kind, given = program.environment
+    if ("Elastic" in kind and d.name == "detect") or ("SLURM" in kind and d.name == "main_port"):
+        return True
+    if kind == "LightningEnvironment" and d.name == "creates_processes_externally":
+        return d.ours is False
+    missing = str(d.theirs).startswith("raises KeyError") or "RANK" not in given
+    return missing and str(d.ours).startswith("raises Misconf")
+
+
+def of_averaging(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    if averages and d.kind == "checkpoint" and d.name == "keys":
+        return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"} and "raised" in str(ours.ends)
+    return averages and "resume" in d.call and d.name in ("weights", "arguments")
+
+
+def before_average(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Validations before the first update of the average, which comes late or is not of the type of the weights."""
+    late = any("update_starting_at_step" in part for kind, part in program.callbacks if kind == "EMAWeightAveraging")
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    late = late or accumulates(program) or program.flags.get("precision", "32-true") != "32-true"
+    of_type = program.flags.get("precision", "32-true") != "32-true" and d.where.endswith("on_train_end")
+    return averages and late and d.name == "weights" and ("validation" in d.where or of_type)
+
+
+def average_put_back(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The weights when an exception has ended a validation."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    raised = "raised" in end(theirs, d.call)
+    return averages and raised and d.name == "weights" and ("exception" in d.where or d.kind == "end")
+
+
+def after_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Where a run goes on whose first call has ended by an exception."""
+    later = "resume" in d.call or "fit on" in d.call or d.kind == "warnings"
+    number = d.name == "arguments" and "epoch" in d.theirs
+    return later and "raised" in first(theirs) and (d.kind in ("order", "warnings") or number)
+
+
+def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    waits = any(
+        kind == "ModelCheckpoint"
+        and part.get("monitor")
+        and part.keys() & {"every_n_train_steps", "train_time_interval"}
+        for kind, part in program.callbacks
+    )
+    return waits and d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:2], d.ours[:2]])
+
+
+def by_time(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    by_time = any("train_time_interval" in part for _, part in program.callbacks)
+    return program.manual and by_time and d.kind == "order" and "on_save_checkpoint" in str(d.ours[:2])
+
+
+def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if not has(program, "LearningRateMonitor") or not (accumulates(program) or acts(program, "end epoch")):
+        return False
+    return d.name in ("LearningRateMonitor", "content") or d.kind == "rows"
+
+
+def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return "resume last" in d.call and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
+
+
+def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return (
+        "resume" in d.call
+        and has(program, "ModelCheckpoint")
+        and d.kind == "order"
+        and "save_checkpoint" in str(d.theirs[:1])
+    )
+
+
+def validated_by_number(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    every = program.flags.get("check_val_every_n_epoch", 1) not in (None, 1)
+    return "resume" in d.call and every and d.kind == "order" and "val_dataloader" in str([d.theirs[:1], d.ours[:1]])
+
+
+def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Names of files with a metric that only a resumed fit of ours knows."""
+    if "resume" not in program.calls[-1] or not (d.where == "names" or d.name == "ModelCheckpoint"):
+        return False
+    mine, other = (re.sub(r"(?<==)\d+\.\d+", "", str(value)) for value in (d.theirs, d.ours))
+    return mine == other
+
+
+def within_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if "resume" not in program.calls[-1] or not accumulates(program):
+        return False
+    across = program.flags.get("check_val_every_n_epoch", 1) is None
+    return d.kind == "rows" or d.name == "content" or (across and d.kind == "order" and "validation" in d.where)
+
+
+def no_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    least = program.flags.get("min_steps") or program.flags.get("min_epochs")
+    return bool(program.flags.get("fast_dev_run") and least and d.kind == "order")
+
+
+def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return d.kind == "files" and d.where == "names" and all(name.endswith(".prof") for name in [*d.theirs, *d.ours])
+
+
+def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Metrics of a call after one that was ended within a validation."""
+    return d.call.startswith("1 ") and d.name.endswith("_metrics") and "SystemExit" in str(first(theirs))
+
+
+def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return program.train == "some None" and (
+        d.kind in ("rows", "files") or d.name.endswith("_metrics") or accumulates(program)
+    )
+
+
+def again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return any("GradientAccumulationScheduler" in str(end.get("message")) for _, end in theirs.ends)
+
+
+def swa_resumed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return has(program, "StochasticWeightAveraging") and d.call.startswith("1 ")
+
+
+def dry_run_saves(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What save_last writes in on_train_end."""
+    lasts = any(kind == "ModelCheckpoint" and part.get("save_last") for kind, part in program.callbacks)
+    if not program.flags.get("fast_dev_run") or not lasts:
+        return False
+    return (
+        (d.kind == "order" and "save_checkpoint" in str(d.theirs[:2]))
+        or d.name == "ModelCheckpoint"
+        or d.where == "names"
+    )
+
+
+def newest_is_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    lasts = any(
+        kind == "ModelCheckpoint" and part.get("save_last") and part.get("monitor") for kind, part in program.callbacks
+    )
+    saves = "on_save_checkpoint"
+    return lasts and d.kind == "order" and saves in str(d.ours[:1]) and saves not in str(d.theirs[:1])
+
+
+def goes_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The same number of a batch, and another batch."""
+    if "resume" not in d.call or d.name != "arguments" or "batch" not in d.theirs or program.train == "shuffled":
+        return False
+    same_number = d.theirs.get("batch_idx") == d.ours.get("batch_idx")
+    return "train" in d.where and (same_number or program.flags.get("max_steps", -1) != -1)
+
+
+def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    lasts = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_last")]
+    saves = d.kind == "order" and "on_save_checkpoint" in str([d.theirs[:3], d.ours[:3]])
+    return saves and any(part.get("save_top_k") == 0 for part in lasts)
+
+
+def better_pickles(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if d.name != "pickled" or "-" in (d.theirs, d.ours):
+        return False
+    unlike = [name for name in d.theirs if d.theirs[name] != d.ours.get(name)]
+    return all(d.theirs[name].startswith("raises") for name in unlike)
+
+
+def kept_on_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    places = {
+        f"{part['dirpath']}/{part.get('filename', 'on_exception')}.ckpt"
+        for kind, part in program.callbacks
+        if kind == "OnExceptionCheckpoint"
+    }
+    return d.kind == "files" and d.where == "names" and not d.theirs and bool(places) and set(d.ours) <= places
+
+
+def without_early_configure_model(program: Program, theirs: Record, ours: Record) -> str:
+    """Lightning's averaging callbacks call configure_model in their setup."""
+    if not (has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")):
+        return ""
+    taken, kept = "", []
+    for _, events in by_call(theirs.events).items():
+        places = [i for i, event in enumerate(events) if event[0] == "module.configure_model"]
+        if len(places) > 1:
+            taken = "module.configure_model"
+        kept += [event for i, event in enumerate(events) if len(places) < 2 or i != places[0]]
+    theirs.events = kept
+    return taken
+
+
+SHOWN = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+def without_restored_metrics(program: Program, theirs: Record, ours: Record) -> str:
+    """Metrics of the checkpoint, which our three dicts have and theirs do not."""
+    taken = ""
+    labels = [label for label, _ in ours.events]
+    for place, (label, facts) in enumerate(ours.events):
+        there = theirs.events[place][1] if place < len(theirs.events) and theirs.events[place][0] == label else {}
+        if SHOWN[0] in facts and SHOWN[0] in there and "resume" in call_at(labels, place):
+            taken = drop_more(facts, there) or taken
+    for (label, end), (_, other) in zip(ours.ends, theirs.ends, strict=False):
+        if "resume" in label and SHOWN[0] in end and SHOWN[0] in other:
+            taken = drop_more(end, other) or taken
+    return taken
+
+
+def call_at(labels: list[str], place: int) -> str:
+    return next((label for label in reversed(labels[: place + 1]) if label.startswith("call ")), "")
+
+
+def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
+    fewer = ""
+    for name in SHOWN:
+        shown = facts[name]
+        facts[name] = {key: value for key, value in shown.items() if key in there[name]}
+        fewer = name if len(facts[name]) < len(shown) else fewer
+    return fewer

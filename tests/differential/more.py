@@ -1,0 +1,188 @@
+"""What random programs have besides: parts of Lightning that most programs do not use, some of them in one program."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.differential.program import Act, Program
+from tests.golden.recorder import CALLBACK_HOOKS, MODULE_HOOKS
+
+SLURM = {
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "12345",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NODELIST": "node[12-13]",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "node[12-13]",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29501",
+    "TORCHELASTIC_RUN_ID": "7",
+}
+PLAIN = {"LOCAL_RANK": "1", "NODE_RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "GROUP_RANK": "3"}
+
+
+def _some(r: random.Random, odds: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
+    return {name: r.choice(values) for name, values in choices.items() if r.random() < odds}
+
+
+def _profiler(p: Program, r: random.Random) -> Program:
+    kind = r.choice(("simple", "advanced", "SimpleProfiler", "AdvancedProfiler", "PassThroughProfiler"))
+    places = _some(r, 0.5, dirpath=("profiles", "profiles/deep"), filename=("perf", "a.b"))
+    if kind == "PassThroughProfiler":
+        places.pop("filename", None)
+    if kind == "SimpleProfiler":
+        places |= _some(r, 0.5, extended=(True, False))
+    if kind == "AdvancedProfiler":
+        places |= _some(r, 0.5, line_count_restriction=(1.0, 5), dump_stats=(True,))
+    return replace(p, profiler=(kind, places if kind[0].isupper() else {}))
+
+
+def _averaging(p: Program, r: random.Random) -> Program:
+    if r.random() < 0.3:
+        kind, settings = "StochasticWeightAveraging", {"swa_lrs": 0.02, **_some(r, 0.5, swa_epoch_start=(1, 0.5))}
+    else:
+        kind = r.choice(("EMAWeightAveraging", "EMAWeightAveraging", "WeightAveraging"))
+        settings = _some(r, 0.3, use_buffers=(True, False))
+        if kind == "EMAWeightAveraging":
+            settings |= {"decay": r.choice((0.5, 0.9))}
+            settings |= _some(r, 0.3, update_every_n_steps=(2, 3), update_starting_at_step=(2,))
+    p = replace(p, flags={name: value for name, value in p.flags.items() if name != "limit_train_batches"})
+    kept = tuple(part for part in p.callbacks if part[0] == "ModelCheckpoint") or (
+        ("ModelCheckpoint", _some(r, 0.5, monitor=("loss",), save_top_k=(1, 2), save_last=(True,))),
+    )
+    calls = r.choice((("fit", "resume best"), ("fit", "test"), ("fit", "resume"), ("fit", "resume mid")))
+    return replace(p, callbacks=((kind, settings), *kept), calls=calls, manual=False)
+
+
+def _two_of_a_class(p: Program, r: random.Random) -> Program:
+    stopping = [("EarlyStopping", {"monitor": "loss", **_some(r, 0.5, patience=(0, 1), mode=("min", "max"))})]
+    stopping.append(("EarlyStopping", {"monitor": r.choice(("loss_epoch", "loss")), "mode": r.choice(("min", "max"))}))
+    timers = [("Timer", {"duration": {"hours": 5}}), ("Timer", {"duration": {"hours": 6}, "interval": "epoch"})]
+    rates = [("LearningRateMonitor", {"logging_interval": each}) for each in ("step", "epoch")]
+    found = r.choice((stopping, stopping, timers, rates))
+    rest = tuple(part for part in p.callbacks if part[0] != found[0][0])
+    return replace(p, callbacks=(*found, *rest), calls=r.choice((p.calls, ("fit", "resume"))))
+
+
+def _other_callbacks(p: Program, r: random.Random) -> Program:
+    kind = r.choice(("DeviceStatsMonitor", "OnExceptionCheckpoint", "ModelPruning", "LambdaCallback", "ModelSummary"))
+    settings: dict[str, Any] = {}
+    if kind == "DeviceStatsMonitor":
+        settings = {"cpu_stats": r.choice((None, False))}
+    if kind == "OnExceptionCheckpoint":
+        settings = {"dirpath": "kept", **_some(r, 0.5, filename=("crash", "{epoch}"))}
+        p = replace(p, acts=(Act("raise", r.choice(("training_step", "validation_step", "on_train_epoch_end")), 2),))
+    if kind == "ModelPruning":
+        settings = {"pruning_fn": "l1_unstructured", "amount": r.choice((0.5, 0.25))}
+        settings |= _some(r, 0.3, use_lottery_ticket_hypothesis=(False,), make_pruning_permanent=(False,), verbose=(1,))
+        settings |= _some(r, 0.3, prune_on_train_epoch_end=(False,), apply_pruning=(False,))
+    if kind == "LambdaCallback":
+        settings = {"hooks": tuple(r.sample(("setup", "on_train_start", "on_train_batch_end", "teardown"), 2))}
+    if kind == "ModelSummary":
+        settings = {"max_depth": r.choice((0, 1, -1))}
+    return replace(p, callbacks=(*p.callbacks, (kind, settings)))
+
+
+def _interrupted_anywhere(p: Program, r: random.Random) -> Program:
+    hooks = [f"callback.{name}" for name in CALLBACK_HOOKS if name not in ("on_exception",)]
+    hooks += [name for name in MODULE_HOOKS if name not in ("backward", "lr_scheduler_step")]
+    hooks += ["training_step", "validation_step", "test_step", "predict_step", "val_dataloader", "test_dataloader"]
+    act = Act(r.choice(("interrupt", "interrupt", "raise")), r.choice(hooks), r.choice((1, 1, 2)))
+    return replace(p, acts=(act,))
+
+
+def _late_layers(p: Program, r: random.Random) -> Program:
+    precision = r.choice(("64-true", "bf16-true", "16-true", "32-true", "bf16-mixed"))
+    optimizers = tuple("sgd" if each == "lbfgs" else each for each in p.optimizers)
+    return replace(p, late=r.random() < 0.7, flags={**p.flags, "precision": precision}, optimizers=optimizers)
+
+
+def _environment(p: Program, r: random.Random) -> Program:
+    kind, variables = r.choice(
+        (("SLURMEnvironment", SLURM), ("TorchElasticEnvironment", TORCHRUN), ("LightningEnvironment", PLAIN))
+    )
+    may_lack = ("SLURM_JOB_NAME", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "RANK", *PLAIN)
+    given = {name: value for name, value in variables.items() if name not in may_lack or r.random() < 0.8}
+    return replace(p, environment=(kind, given))
+
+
+def _odd_closures(p: Program, r: random.Random) -> Program:
+    kind = r.choice(("closure twice", "closure never", "closure", "closure"))
+    schedulers = p.schedulers[:1]
+    return replace(p, manual=False, optimizers=(kind,), schedulers=schedulers)
+
+
+def _triggers(p: Program, r: random.Random) -> Program:
+    settings = _some(
+        r,
+        0.4,
+        monitor=("loss", "val", "loss_epoch"),
+        save_top_k=(1, 2, -1),
+        save_last=(True, "link"),
+        train_time_interval=("at once",),
+        every_n_train_steps=(1, 2),
+        every_n_epochs=(1, 2),
+        save_on_train_epoch_end=(True, False),
+        filename=("{epoch}-{val:.1f}", "{step:03d}", "{epoch}/{step}"),
+    )
+    if {"train_time_interval", "every_n_train_steps", "every_n_epochs"} <= settings.keys() and r.random() < 0.8:
+        del settings["every_n_epochs"]
+    return replace(p, callbacks=(*p.callbacks, ("ModelCheckpoint", settings)))
+
+
+WAYS: list[Callable[[Program, random.Random], Program]] = [
+    _profiler,
+    _averaging,
+    _averaging,
+    _two_of_a_class,
+    _other_callbacks,
+    _other_callbacks,
+    _interrupted_anywhere,
+    _interrupted_anywhere,
+    _late_layers,
+    _environment,
+    _odd_closures,
+    _triggers,
+    _triggers,
+    lambda p, r: replace(p, pickles=True),
+    lambda p, r: replace(p, train="some None", train_samples=(r.randint(4, 11), 4)),
+    lambda p, r: replace(p, calls=("fit", r.choice(("resume edited", "resume edited", "resume rewritten")))),
+    lambda p, r: replace(p, single_device=r.choice(("cpu", "cpu:0"))),
+    lambda p, r: replace(
+        p, loggers=("csv",), acts=(Act("write row", r.choice(("on_train_start", "training_step", "on_fit_end")), 1),)
+    ),
+]
+
+
+def _whole(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "save_weights_only"}
+
+
+def widen(program: Program) -> Program:
+    """The program with up to two of the parts above, in two of three programs."""
+    r = random.Random(f"more of {program.seed}")
+    for way in r.sample(WAYS, r.choice((0, 1, 1, 2, 1, 0))):
+        program = way(program, r)
+    if any("resume" in call for call in program.calls):  # a fit goes on from whole checkpoints
+        program = replace(program, callbacks=tuple((kind, _whole(part)) for kind, part in program.callbacks))
+    if program.manual and len(program.optimizers) != len(program.schedulers):
+        program = replace(program, schedulers=())
+    return program
