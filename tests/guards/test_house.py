@@ -45,6 +45,7 @@ FACES = {
     "lockstep",
     "lockstep.callbacks",
     "lockstep.cli",
+    "lockstep.lightning",
     "lockstep.loggers",
     "lockstep.parallel.hooks",
     "lockstep.profilers",

@@ -243,7 +243,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
     found: dict[str, Any] = {}
     calls = 0
     while frame is not None:
-        arguments = _arguments_of_init(obj, frame)
+        arguments = arguments_of_init(obj, frame)
         if arguments is not None:
             calls += 1
             found.update(arguments)  # an outer call belongs to a subclass: its names win
@@ -253,7 +253,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
     return found, calls
 
 
-def _arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
+def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
     """The arguments of the call that `frame` is, if that is an ``__init__`` of `obj`; None otherwise."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:
