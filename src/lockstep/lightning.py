@@ -219,44 +219,42 @@ CLASS = re.compile(r"_*[A-Z]\w*[a-z]\w*")
 """How the name of a class is spelt."""
 
 
-class Names(ModuleType):
-    """A module by one of Lightning's names.
+def fill(module: ModuleType, home: ModuleType | None, rows: Rows | Refused) -> None:
+    """Have a module by one of Lightning's names answer for them. It stays a plain module, which travels by its name.
 
     Args:
-        name: of the module.
-        rows: names that are not in ``home``, or are refused; a reason: all are.
-
-    Attributes:
+        module: new.
         home: lockstep's module with the same names; None where there is none.
+        rows: names that are not there, or are refused; a reason: all are.
     """
+    names = vars(module)
 
-    def __init__(self, name: str, rows: Rows | Refused) -> None:
-        super().__init__(name)
-        self.home: ModuleType | None = None
-        self.rows = rows
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        row = self.rows if isinstance(self.rows, Refused) else self.rows.get(name)
-        if _find(f"{self.__name__}.{name}") is not None:
-            return import_module(f"{self.__name__}.{name}")
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        row = rows if isinstance(rows, Refused) else rows.get(name)
+        if _find(f"{module.__name__}.{name}") is not None:
+            return import_module(f"{module.__name__}.{name}")
         if isinstance(row, Refused):
             if not CLASS.fullmatch(name):
-                raise AttributeError(_refusal(self.__name__, name, row))
+                raise AttributeError(_refusal(module.__name__, name, row))
             value = refused_class(name, row)
         elif row is not None:
             value = resolve(row, name)
-        elif hasattr(self.home, name):
-            value = getattr(self.home, name)
+        elif hasattr(home, name):
+            value = getattr(home, name)
         else:
-            raise AttributeError(_refusal(self.__name__, name, None))
-        setattr(self, name, value)
+            raise AttributeError(_refusal(module.__name__, name, None))
+        names[name] = value
         return value
 
-    def __dir__(self) -> list[str]:
-        rows = () if isinstance(self.rows, Refused) else self.rows
-        return sorted({*super().__dir__(), *rows, *(() if self.home is None else dir(self.home))})
+    def __dir__() -> list[str]:
+        listed = () if isinstance(rows, Refused) else rows
+        return sorted({*names, *listed, *(() if home is None else dir(home))})
+
+    names["__getattr__"], names["__dir__"] = __getattr__, __dir__
+    known = () if isinstance(rows, Refused) else (name for name, row in rows.items() if not isinstance(row, Refused))
+    names["__all__"] = sorted(name for name in {*getattr(home, "__all__", ()), *known} if not name.startswith("_"))
 
 
 def _refusal(module: str, name: str, reason: str | None) -> str:
@@ -298,7 +296,7 @@ class LightningFinder(MetaPathFinder):
         found = _find(fullname)
         if found is None:
             module, _, name = fullname.rpartition(".")
-            rows = getattr(sys.modules.get(module), "rows", {})
+            _, rows = _find(module) or (None, {})
             row = rows if isinstance(rows, Refused) else rows.get(name)
             # without its name: `from lightning import x` would drop an error that says which module is missing
             raise ModuleNotFoundError(_refusal(module, name, row if isinstance(row, Refused) else None))
@@ -351,19 +349,11 @@ class _NamesLoader(Loader):
     def __init__(self, home: str | None, rows: Rows | Refused, version: str) -> None:
         self._home, self._rows, self._version = home, rows, version
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return Names(spec.name, self._rows)
-
     def exec_module(self, module: ModuleType) -> None:
-        assert isinstance(module, Names)
-        module.home = None if self._home is None else import_module(self._home)
+        fill(module, None if self._home is None else import_module(self._home), self._rows)
         module.__doc__ = f"lockstep's names, by those of {module.__name__}."
-        rows = {} if isinstance(self._rows, Refused) else self._rows
-        listed = [name for name, row in rows.items() if not isinstance(row, Refused)]
-        names = {*getattr(module.home, "__all__", ()), *listed}
-        module.__all__ = sorted(name for name in names if not name.startswith("_"))  # type: ignore[attr-defined]
         if module.__name__ in (*ROOTS, "lightning.pytorch", "lightning.fabric"):
-            module.__version__ = self._version  # type: ignore[attr-defined]
+            vars(module)["__version__"] = self._version
 
 
 # -- the switch ---------------------------------------------------------------------------------------------
@@ -409,7 +399,7 @@ def _put() -> Callable[[], None]:
 
     def undo() -> None:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, Names)]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
             del sys.modules[name]
         take_back()
 

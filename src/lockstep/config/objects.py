@@ -147,7 +147,8 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
         )
     cluster = found.get("cluster")
     if cluster is not None and not cluster.creates_processes_externally:
-        if type(cluster).__name__ != "LightningEnvironment":  # that one describes what lockstep does by itself
+        kinds = [kind.__name__ for kind in type(cluster).__mro__]
+        if "LightningEnvironment" not in kinds:  # that one describes what lockstep does by itself
             raise MisconfigurationException(
                 f"Trainer(plugins={type(cluster).__name__}()): its creates_processes_externally is False, and lockstep "
                 'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'

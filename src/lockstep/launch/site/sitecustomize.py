@@ -39,7 +39,7 @@ class Waiting:
         try:
             importlib.import_module("lockstep.lightning").enter()
         except ModuleNotFoundError as error:
-            if error.name != "lockstep":
+            if error.name not in ("lockstep", "lockstep.lightning"):
                 raise
             return False
         return True
