@@ -254,6 +254,59 @@ def test_python_that_ignores_the_environment_is_warned(tmp_path: Path, monkeypat
     names.leave()
 
 
+OBJECTS = """
+    import lightning as L
+    import torch
+    import warnings
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Normalizer:
+        scale = 3
+
+    class Model(BoringModel):
+        def __init__(self, normalizer, loss, width=2):
+            super().__init__()
+            self.save_hyperparameters()
+            self.loss_function = loss
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = {"range": range(3), "normalizer": self.hparams.normalizer}
+
+    model = Model(Normalizer(), torch.nn.L1Loss())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = L.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False,
+                            enable_model_summary=False)
+        trainer.fit(model)
+    path = trainer.checkpoint_callback.best_model_path
+    print([str(each.message) for each in caught if "weights_only" in str(each.message)])
+    again = Model.load_from_checkpoint(path, weights_only=False)
+    print(again.hparams.normalizer.scale, type(again.loss_function).__name__, again.hparams.width)
+    print(torch.load(path, weights_only=False)["mine"]["range"])
+    try:
+        Model.load_from_checkpoint(path)
+    except Exception as error:
+        print(type(error).__name__, str(error)[:90])
+"""
+
+
+def test_a_checkpoint_holds_what_a_script_for_lightning_puts_into_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Hyperparameters that are objects were refused, which pytorch-forecasting's models have."""
+    ended = in_mode(ranks, tmp_path, script(tmp_path, OBJECTS))
+    assert ended.returncode == 0, ended.stderr
+    warned, kept, mine, refused = ended.stdout.splitlines()[-4:]
+    assert "holds more than tensors and plain values, so reading it takes weights_only=False" in warned
+    assert len(eval(warned)) == 1
+    assert (kept, mine) == ("3 L1Loss 2", "range(0, 3)")
+    assert refused.startswith("MisconfigurationException The checkpoint ")
+
+
+def test_without_lightnings_names_such_hyperparameters_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    path = script(tmp_path, OBJECTS.replace("lightning as L", "lockstep as L").replace("lightning.pytorch", "lockstep"))
+    ended = run_script(ranks, path, folder=tmp_path)[0]
+    assert "the hyperparameter 'normalizer' is a __main__.Normalizer, which a checkpoint cannot hold" in ended.stderr
+
+
 # -- the tables ----------------------------------------------------------------------------------------------
 
 
@@ -422,3 +475,65 @@ def test_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = "".join(output.get("text", "") for cell in book.cells for output in cell.outputs)
     assert f"rank 1 of 2: {HOME}" in capfd.readouterr().out
     assert f"{STANDS_FOR} True" in text
+
+
+# -- cost ----------------------------------------------------------------------------------------------------
+
+
+COST = """
+import time
+import lockstep
+from lockstep.callbacks import ModelCheckpoint
+start = time.process_time()
+from lockstep.lightning import enter
+enter()
+import lightning as L
+import lightning.pytorch as pl
+import pytorch_lightning
+from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+assert pl.Trainer is L.Trainer is lockstep.Trainer
+print(time.process_time() - start)
+"""
+SECONDS = 0.1
+
+
+def test_the_names_cost_little_at_the_start(tmp_path: Path) -> None:
+    path = script(tmp_path, COST)
+    costs = [float(python(tmp_path, path).stdout)]
+    while min(costs) > SECONDS and len(costs) < 4:
+        costs.append(float(python(tmp_path, path).stdout))
+    assert min(costs) < SECONDS, costs
+
+
+def test_a_python_that_asks_for_none_of_them_pays_nothing_to_speak_of(tmp_path: Path) -> None:
+    path = script(tmp_path, "import sys, time\nprint(time.process_time(), 'torch' in sys.modules)")
+    with_names, without = [], []
+    for _ in range(6):
+        for times, variables in ((with_names, names_variables()), (without, {})):
+            seconds, torch_is_there = python(tmp_path, path, **variables).stdout.split()
+            times.append(float(seconds))
+            assert torch_is_there == "False"
+    assert min(with_names) - min(without) < 0.02, (with_names, without)
+
+
+def test_a_step_runs_no_line_of_this(ranks: RankPool, tmp_path: Path) -> None:
+    text = """
+        import sys
+        import lightning as L
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        class Model(BoringModel):
+            def on_train_batch_start(self, batch, batch_idx):
+                if batch_idx == 2:
+                    sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+
+            def on_train_epoch_end(self):
+                sys.setprofile(None)
+
+        files = set()
+        L.Trainer(accelerator="cpu", max_steps=8, logger=False, enable_progress_bar=False,
+                  enable_checkpointing=False, enable_model_summary=False).fit(Model())
+        print(len(files) > 3, [file for file in files if file.endswith(("lightning.py", "sitecustomize.py"))])
+    """
+    assert in_mode(ranks, tmp_path, script(tmp_path, text)).stdout == "True []\n"
