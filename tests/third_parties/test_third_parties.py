@@ -77,7 +77,7 @@ def test_optunas_pruning_callback(devices: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_mlflows_autolog(devices: int, tmp_path: Path) -> None:
     """Its checkpoint callback reads ``trainer._checkpoint_connector``, on rank 0 alone."""
-    needs("mlflow", "sqlalchemy", "alembic")
+    needs("mlflow", "sqlalchemy", "alembic", "pandas")
     found = play(tmp_path, "autolog", str(devices))
     assert found["params"] == "['epochs', 'lr', 'monitor', 'optimizer_name', 'patience']"
     assert found["artifacts"] == "['checkpoints', 'model_summary.txt']"

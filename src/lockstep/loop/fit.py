@@ -521,7 +521,8 @@ class FitLoop:
             for_loggers = session.published.publish(of_epoch)
             self._look_for_nan([*newest, *of_epoch])
             self._look_for_nan_weights()
-            overridden = hooks.on_train_epoch_end is not None
+            # a third party may have put its callback on one rank alone, and reducing takes all of them
+            overridden = hooks.on_train_epoch_end is not None or session.world_size > 1
             if overridden:
                 hooks.call("on_train_epoch_end")
                 for_loggers.update(session.published.publish(results.reduce_epoch()))
