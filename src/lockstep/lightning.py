@@ -21,6 +21,7 @@ The classes are lockstep's own, so pickles do not depend on the names, and pickl
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import runpy
@@ -41,7 +42,7 @@ from lockstep.aliases import ENGINES, INNER, MODULES, PLUGIN_IO, PLUGIN_PRECISIO
 from lockstep.ground.errors import MisconfigurationException, asked_by, refused_class
 from lockstep.ground.hyperparameters import arguments_of_init
 from lockstep.ground.installed import LIGHTNING
-from lockstep.ground.rank import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+from lockstep.ground.rank import log, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 from lockstep.launch.environment import hand_down_names
 
 if TYPE_CHECKING:
@@ -387,6 +388,16 @@ def enter() -> None:
     LIGHTNING.install(_put)
 
 
+class _Quiet(logging.Filter):
+    """Leaves out messages of lockstep's below the level that a script has given Lightning's logger."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return all(record.levelno >= logging.getLogger(name).level for name in LOGGERS)
+
+
+LOGGERS = ("lightning", "lightning.pytorch", "pytorch_lightning")
+
+
 def leave() -> None:
     """Undo `enter`; who has imported names keeps them."""
     LIGHTNING.remove()
@@ -396,9 +407,12 @@ def _put() -> Callable[[], None]:
     version, take_back = hand_down_names()
     finder = LightningFinder(version)
     sys.meta_path.insert(0, finder)
+    quiet = _Quiet()
+    log.addFilter(quiet)
 
     def undo() -> None:
         sys.meta_path.remove(finder)
+        log.removeFilter(quiet)
         for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
             del sys.modules[name]
         take_back()
