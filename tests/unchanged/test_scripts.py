@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 GOLDEN = HERE / "golden.json"
 CLI = (
     "fit --trainer.accelerator cpu --trainer.max_epochs 3 --trainer.enable_progress_bar false --model.width 6 "
+    "--trainer.callbacks lightning.pytorch.callbacks.EarlyStopping --trainer.callbacks.monitor val_loss "
     "--model.optimizer torch.optim.SGD --model.optimizer.lr 0.1 "
     "--model.schedule torch.optim.lr_scheduler.ExponentialLR --model.schedule.gamma 0.9"
 )
