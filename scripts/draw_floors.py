@@ -50,6 +50,7 @@ WORDS = {
     "cluster": ("who this", "process is"),
     "ground": ("trees, collectives, agreement, seeds, devices:", "what every part stands on"),
     "aliases": ("Lightning's", "import paths"),
+    "lightning": ("scripts for it,", "unchanged"),
     "testing": ("rank pool,", "equivalence"),
 }
 NAMES = {6: "tools", 5: "Trainer", 4: "loops", 3: "strategies", 2: "engines", 1: "ground"}

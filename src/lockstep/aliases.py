@@ -15,7 +15,8 @@ the entry needs rows only for what the file has not; an entry without rows says 
 
 - makes it, where no file has this name: an *alias module*, whose names are fetched when they are first used;
 - or completes the file's module by the names that Lightning has there and lockstep elsewhere;
-- or refuses it, by an ImportError that says why and what to do.
+- or refuses it, by an ImportError that says why and what to do. A refused name is no attribute of its module
+  (``hasattr`` is False), and the statement that imports it gets the ImportError.
 
 ``lockstep.pytorch.<path>`` is the same module as ``lockstep.<path>``, for ``lightning.pytorch.<path>``. The objects
 are those of the files where they are written (their ``__module__`` says so), so pickles do not depend on the path.
@@ -108,6 +109,16 @@ SAMPLER = Refused(
     "lockstep's own sampler counts every sample once: leave Trainer(use_distributed_sampler=True), and give the "
     "Trainer plain loaders."
 )
+
+LOG_ELSEWHERE = (
+    "Log to TensorBoardLogger, CSVLogger, WandbLogger or MLFlowLogger, or write one of your own: derive from "
+    "lockstep.loggers.Logger and pass it as Trainer(logger=...)."
+)
+COMET = Refused(
+    f"what it does can only be seen on Comet's servers, so that no test could hold it to its word. {LOG_ELSEWHERE}"
+)
+LIT_LOGGER = Refused(f"it is the client of one company's service, which takes an account there. {LOG_ELSEWHERE}")
+NEPTUNE = Refused(f"Neptune has closed its service, and Lightning 2.6 refuses it as well. {LOG_ELSEWHERE}")
 
 
 # -- the rows --------------------------------------------------------------------------------------------------
@@ -221,13 +232,13 @@ CALLBACKS: dict[str, Rows | Refused] = {
 }
 
 LOGGERS: dict[str, Rows | Refused] = {
-    "loggers": {},
-    "loggers.comet": {"CometLogger": "loggers", **_all("FRAMEWORK_NAME comet_experiment", INNER)},
+    "loggers": {"CometLogger": COMET, "LitLogger": LIT_LOGGER, "NeptuneLogger": NEPTUNE},
+    "loggers.comet": {"CometLogger": COMET, **_all("FRAMEWORK_NAME comet_experiment", INNER)},
     "loggers.csv_logs": {"CSVLogger": "loggers.csv", "ExperimentWriter": "loggers.csv"},
-    "loggers.litlogger": {"LitLogger": "loggers"},
+    "loggers.litlogger": {"LitLogger": LIT_LOGGER},
     "loggers.logger": {**_all("DummyLogger Logger rank_zero_experiment", "loggers.base"), "merge_dicts": INNER},
     "loggers.mlflow": {"MLFlowLogger": "loggers", "LOCAL_FILE_URI_PREFIX": INNER},
-    "loggers.neptune": {"NeptuneLogger": "loggers"},
+    "loggers.neptune": {"NeptuneLogger": NEPTUNE},
     "loggers.tensorboard": {},
     "loggers.utilities": INNER,
     "loggers.wandb": {"WandbLogger": "loggers"},
@@ -376,6 +387,7 @@ UTILITIES: dict[str, Rows | Refused] = {
     "utilities.seed": {},
     "utilities.signature_utils": {"is_param_in_hook_signature": "loop.overridden"},
     "utilities.testing": INNER,
+    "utilities.throughput": _all("Throughput get_available_flops measure_flops", "ground.throughput"),
     "utilities.types": {"DistributedDataParallel": "torch.nn.parallel"},
     "utilities.upgrade_checkpoint": MIGRATION,
     "utilities.warnings": {"PossibleUserWarning": Refused("lockstep warns with Python's own UserWarning.")},
@@ -509,12 +521,17 @@ class AliasFinder(MetaPathFinder):
             return ModuleSpec(fullname, _SameModule(f"{ROOT}.{rest}".rstrip(".")))
         rows = MODULES.get(name)
         if rows is None:
+            above, _, last = name.rpartition(".")
+            reason = refusal(above, last)
+            if reason is not None:
+                raise ModuleNotFoundError(f"{fullname}: {reason}")
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.origin is not None:  # without origin: a folder that holds no __init__
             return _completing(spec, rows if isinstance(rows, dict) else {})
         if isinstance(rows, Refused):
-            raise ModuleNotFoundError(f"{fullname}: {rows}", name=fullname)
+            # without its name: `from lockstep import fabric` would drop an error that says which module is missing
+            raise ModuleNotFoundError(f"{fullname}: {rows}")
         return ModuleSpec(fullname, _AliasLoader(rows), origin="lockstep.aliases", is_package=_has_children(name))
 
 
@@ -576,42 +593,54 @@ def complete(module: ModuleType, rows: Rows) -> None:
         return sorted(found.union(listed() if listed is not None else names))
 
     names["__getattr__"], names["__dir__"] = __getattr__, __dir__
-    if "__path__" not in names and _has_children(module.__name__.removeprefix(ROOT + ".")):
-        names["__path__"] = []  # a file, and a package in Lightning: what is below it is in the table
+    refuses = any(isinstance(row, Refused) for row in rows.values())
+    if "__path__" not in names and (refuses or _has_children(module.__name__.removeprefix(ROOT + "."))):
+        names["__path__"] = []  # a file, and a package in Lightning: the finder is asked for what is below it
 
 
 def fetch(module: ModuleType, rows: Rows, name: str) -> Any:
     """What ``module.name`` is: an object from its row, or a module below; kept in the module from then on.
 
     Raises:
-        AttributeError: neither.
-        ImportError: the row refuses it.
+        AttributeError: neither, or it is refused: the message says why.
     """
+    full = f"{module.__name__}.{name}"
     row = rows.get(name)
+    if isinstance(row, Refused):
+        raise AttributeError(f"{full}: {row}")
     if row is not None:
-        value = resolve(row, name, f"{module.__name__}.{name}")
+        value = resolve(row, name)
         setattr(module, name, value)
         return value
     if not name.startswith("_") and hasattr(module, "__path__"):
-        full = f"{module.__name__}.{name}"
-        if find_spec(full) is not None:
+        try:
+            found = find_spec(full)
+        except ModuleNotFoundError as error:
+            raise AttributeError(str(error)) from None
+        if found is not None:
             return import_module(full)
     raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
 
-def resolve(row: Row, name: str, asked: str) -> Any:
+def refusal(module: str, name: str) -> Refused | None:
+    """Why the table refuses a name of a module, or all of the module; None where it does not.
+
+    Args:
+        module: its path below ``lockstep``.
+        name: as it would be imported from there.
+    """
+    rows = MODULES.get(module)
+    row = rows if isinstance(rows, Refused) or rows is None else rows.get(name)
+    return row if isinstance(row, Refused) else None
+
+
+def resolve(row: str, name: str) -> Any:
     """The object that a row stands for.
 
     Args:
-        row: of the table.
+        row: of the table, a home.
         name: as it is imported; a home without ``:name`` has it by this name.
-        asked: the full path, for the message.
-
-    Raises:
-        ImportError: the row refuses it; the message says why.
     """
-    if isinstance(row, Refused):
-        raise ImportError(f"{asked}: {row}", name=asked)
     home, _, attribute = row.partition(":")
     return getattr(import_module(home if home.startswith(("torch.", "rich.")) else f"{ROOT}.{home}"), attribute or name)
 

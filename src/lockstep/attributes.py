@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from lockstep.config.run import RunConfig, set_flag
 from lockstep.data.combined import CombinedLoader
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.errors import Inner, no_inner_part
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop
@@ -29,6 +31,7 @@ from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.session import Session
+from lockstep.loop.state import checkpoints_last, collect
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
@@ -156,6 +159,11 @@ class Attributes:
         def __getattr__(self, name: str) -> Any:  # flags are read as trainer.max_epochs, trainer.log_every_n_steps, ...
             if name in self._flags():
                 return getattr(self.config, name)
+            if name in CONNECTORS and "session" in self.__dict__:
+                made = CONNECTORS[name]
+                return Inner(f"trainer.{name}", {part: partial(make, self) for part, make in made.items()})
+            if name.startswith("_") and not name.startswith("__") and "session" in self.__dict__:
+                raise no_inner_part(f"trainer.{name}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: object) -> None:
@@ -506,3 +514,33 @@ class Attributes:
     def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
         return self.session.progress_bar
+
+
+# -- inner parts of Lightning's Trainer -----------------------------------------------------------------------
+
+
+CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
+    "_accelerator_connector": {
+        "accelerator": lambda trainer: vars(trainer)["accelerator"],
+        "is_distributed": lambda trainer: trainer.world_size > 1,
+        "precision_plugin": lambda trainer: trainer.precision_plugin,
+        "strategy": lambda trainer: trainer.strategy,
+        "use_distributed_sampler": lambda trainer: trainer.config.use_distributed_sampler,
+    },
+    "_callback_connector": {"_reorder_callbacks": lambda trainer: checkpoints_last},
+    # asks no other rank: third parties call it on rank 0
+    "_checkpoint_connector": {"dump_checkpoint": lambda trainer: partial(collect, trainer.session, alone=True)},
+    "_data_connector": {},
+    "_logger_connector": {
+        "callback_metrics": lambda trainer: trainer.callback_metrics,
+        "log_metrics": lambda trainer: partial(_log_metrics, trainer.session),
+        "logged_metrics": lambda trainer: trainer.logged_metrics,
+        "progress_bar_metrics": lambda trainer: trainer.progress_bar_metrics,
+    },
+    "_signal_connector": {},
+}
+"""What third parties may read of the inner parts of Lightning's Trainer, by part; the rest is an error of their own."""
+
+
+def _log_metrics(session: Session, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    session.log_metrics(dict(metrics), step)

@@ -201,6 +201,8 @@ class Trainer(Attributes):
         self.barebones = strip(flags)
         refuse_what_is_not_there(flags["model_registry"])
         config = config_of(flags)
+        for name in ("accelerator", "strategy", "profiler"):
+            check_not_lightnings(f"Trainer({name}=...)", flags[name])
         found = sort_plugins(flags["plugins"], flags["precision"], getattr(flags["strategy"], "plugins", ()))
         self._cluster = found.cluster
         strategy, devices = flags["strategy"], flags["devices"]

@@ -62,6 +62,21 @@ def test_one_process_of_ones_own() -> None:
     assert facts(LightningEnvironment()) == (1, 0, 0, 0, "127.0.0.1", 0, False)
 
 
+def test_a_class_derived_from_it_describes_ranks_that_somebody_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So Ray's does: it was refused, as lockstep starts ranks by its own means."""
+
+    class Workers(LightningEnvironment):
+        def world_size(self) -> int:
+            return 1
+
+    assert not Workers().creates_processes_externally
+    assert quiet(plugins=Workers()).world_size == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert Workers().creates_processes_externally
+    assert not LightningEnvironment().creates_processes_externally
+    assert quiet(plugins=Workers()).world_size == 1
+
+
 class Alone(ClusterEnvironment):
     creates_processes_externally = True  # type: ignore[assignment]
     main_address = "127.0.0.1"  # type: ignore[assignment]

@@ -56,14 +56,19 @@ def test_flags_that_are_nearly_right(flags: dict[str, Any], said: str) -> None:
         quiet(**flags)
 
 
-def test_classes_of_an_installed_lightning_name_the_import_to_change(lightning: Any) -> None:
+def test_classes_of_an_installed_lightning_name_the_import_and_the_command(
+    lightning: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pytest"])
+
     class Theirs(lightning.LightningModule):  # type: ignore[misc,name-defined]
         pass
 
     class TheirData(lightning.LightningDataModule):  # type: ignore[misc,name-defined]
         pass
 
-    said = r"derives from lightning\.pytorch\..*from `lightning.pytorch` to `lockstep`\. A third party.*cannot be used"
+    change = r"derives from lightning\.pytorch\..*from `lightning.pytorch` to `lockstep`; "
+    said = change + r".*: `lockstep run --lightning script\.py`\."
     with pytest.raises(MisconfigurationException, match=rf"Theirs {said}"):
         quiet().fit(Theirs(), numbers(1))
     with pytest.raises(MisconfigurationException, match=rf"TheirData {said}"):
@@ -72,3 +77,10 @@ def test_classes_of_an_installed_lightning_name_the_import_to_change(lightning: 
         quiet(callbacks=[lightning.callbacks.EarlyStopping("loss")])
     with pytest.raises(MisconfigurationException, match=rf"EarlyStopping {said}"):
         quiet(callbacks=lightning.callbacks.EarlyStopping)
+    monkeypatch.setattr("sys.argv", ["there/train.py"])
+    with pytest.raises(MisconfigurationException, match=r"DDPStrategy .*: `lockstep run --lightning train\.py`"):
+        quiet(strategy=lightning.strategies.DDPStrategy())
+    with pytest.raises(MisconfigurationException, match=r"CPUAccelerator .*: `lockstep run --lightning train\.py`"):
+        quiet(accelerator=lightning.accelerators.CPUAccelerator())
+    with pytest.raises(MisconfigurationException, match=r"SimpleProfiler .*: `lockstep run --lightning train\.py`"):
+        quiet(profiler=lightning.profilers.SimpleProfiler())

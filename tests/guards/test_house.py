@@ -40,11 +40,12 @@ FLOORS = {
     "__main__": 6,
 }
 # Stand beside the house. Only the testing part may import from any floor; nobody inside imports any of them.
-APART = {"aliases", "testing", "hpc"}
+APART = {"aliases", "lightning", "testing", "hpc"}
 FACES = {
     "lockstep",
     "lockstep.callbacks",
     "lockstep.cli",
+    "lockstep.lightning",
     "lockstep.loggers",
     "lockstep.parallel.hooks",
     "lockstep.profilers",

@@ -331,3 +331,33 @@ def test_a_resumed_fit_goes_on_reducing_every_step(ranks: RankPool, tmp_path: Pa
     first, second = ranks(2).run(resume, tmp_path, timeout=40)
     assert first == second
     assert first[0] + first[1] == [MEANS[0], MEANS[0], MEANS[2], MEANS[2], MEANS[4], MEANS[4]]
+
+
+# -- callbacks that one rank has and others have not --------------------------------------------------------
+
+
+class Reads(Callback):
+    """As mlflow's, which is put into the Trainer of the rank that has a run: it reads, and dumps a checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        saved = trainer._checkpoint_connector.dump_checkpoint(False)
+        self.seen.append((float(trainer.callback_metrics["loss"]), saved["global_step"]))
+
+
+def read_on_rank_zero(folder: Path) -> list[tuple[float, int]]:
+    reads = Reads()
+    trainer = on_ranks(max_epochs=2, enable_checkpointing=True, default_root_dir=folder)
+    if trainer.is_global_zero:
+        trainer.callbacks += [reads]
+    trainer.fit(Parts(on_epoch=True), numbers(12))
+    return reads.seen
+
+
+def test_a_callback_may_be_on_one_rank_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """A hook at the epoch's end had that rank reduce once more than the others, which waited for something else."""
+    first, second = ranks(2).run(read_on_rank_zero, tmp_path, timeout=40)
+    assert second == []
+    assert [step for _, step in first] == [6, 12]

@@ -52,6 +52,31 @@ def test_a_strategy_of_sixty_lines_trains_as_one_process(ranks: RankPool, case: 
         assert report, report
 
 
+class SaysWhere(SingleDeviceStrategy):
+    """As Ray's strategy does, by two properties of Lightning's."""
+
+    rank = 0
+
+    @property
+    def root_device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.rank}
+
+
+def test_a_strategy_may_say_by_properties_where_it_is() -> None:
+    """A property without a setter could not take the device, and what lockstep does anyway was refused."""
+    strategy, module = SaysWhere(), Slope()
+    quiet(strategy=strategy, max_epochs=1).fit(module, numbers(2))
+    assert module.gradients == [1.0, 2.0]
+    strategy = SaysWhere()
+    strategy.rank = 3
+    with pytest.raises(MisconfigurationException, match=r"SaysWhere\.distributed_sampler_kwargs"):
+        quiet(strategy=strategy, max_epochs=1).fit(Slope(), numbers(2))
+
+
 def methods(kind: type) -> list[str]:
     return [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")]
 

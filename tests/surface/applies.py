@@ -65,7 +65,8 @@ PROSE: dict[str, tuple[str, ...]] = {
 def prose() -> list[list[str]]:
     """The rows of docs/from-lightning.md: what, in Lightning, in lockstep, why."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "Lightning 2.6 |" not in line]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
+    return [row for row in rows if len(row) == 4]
 
 
 def keys_of(row: dict[str, Any]) -> list[str]:

@@ -25,6 +25,8 @@ import torch
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
+from lockstep.ground.installed import LIGHTNING
+from lockstep.ground.rank import warn_once
 from lockstep.ground.tree import LEAVES, TENSORS, can_be_read_back, described
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
     Tensors, numbers, strings, and dicts, lists, tuples, sets of them are kept. A NumPy number becomes a
     Python number and an ``AttributeDict`` a dict; what ``torch.serialization.add_safe_globals`` has made
     known is kept too. The key ``"lockstep"`` (a dict, if given) gets the version of the format.
+
+    With Lightning's names (`lockstep.lightning`) other objects are pickled, as in Lightning, and that is said.
 
     Raises:
         MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it; the
@@ -353,15 +357,25 @@ def _readable_other(value: object, keys: Keys) -> Any:
             return value
     elif (numpy is None or not isinstance(value, numpy.ndarray)) and can_be_read_back(value):
         return value
+    if LIGHTNING.is_installed:  # the script was written for a trainer that pickles whatever it is given
+        warn_once(
+            f"checkpoint{_place(keys)} is {described(value)}: the checkpoint holds more than tensors and plain values, "
+            "so reading it takes weights_only=False.",
+            key="a checkpoint that holds objects",
+        )
+        return value
     raise _refused(value, keys)
+
+
+def _place(keys: Keys) -> str:
+    return "".join(f"[{json.dumps(key)}]" if isinstance(key, str) else f"[{key!r}]" for key in keys)
 
 
 def _refused(value: object, keys: Keys) -> MisconfigurationException:
     """The error for `value`, which is at `keys` (or a key there)."""
-    where = "".join(f"[{json.dumps(key)}]" if isinstance(key, str) else f"[{key!r}]" for key in keys)
     return MisconfigurationException(
-        f"checkpoint{where} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code and are "
-        f"read with weights_only=True. Instead, {' or '.join(_ways_out(value, keys))}."
+        f"checkpoint{_place(keys)} is {described(value)}, which a checkpoint cannot hold: checkpoints carry no code "
+        f"and are read with weights_only=True. Instead, {' or '.join(_ways_out(value, keys))}."
     )
 
 

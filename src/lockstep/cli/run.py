@@ -30,6 +30,7 @@ EXAMPLES = """\
 examples:
   lockstep run train.py --devices 4 --lr 0.1
   lockstep run --devices 4 --max-restarts 3 -m project.train
+  lockstep run --lightning train.py                          a script that imports lightning, unchanged
   lockstep run --resume --max-restarts 3 train.py            goes on where a killed run of this command was
   on each of two nodes, with --node-rank 0 and 1:
   lockstep run train.py --devices 8 --nodes 2 --node-rank 0 --master-addr node1 --max-restarts 3
@@ -129,6 +130,7 @@ def planned(words: Sequence[str]) -> Plan:
         resume=options.resume,
         patience=options.patience,
         grace=options.shutdown_timeout,
+        lightning=options.lightning,
     )
 
 
@@ -163,6 +165,8 @@ def _parser() -> _Parser:
     add = parser.add_argument
     add("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as `python -m` does")
     add("--devices", default="auto", metavar="N", help="ranks on this node; auto: one for each GPU, else one")
+    add("--lightning", action="store_true", help="for a script written for Lightning, unchanged: `lightning` and "
+        "`pytorch_lightning` are lockstep there")  # fmt: skip
     many = parser.add_argument_group("restarts")
     add = many.add_argument
     add("--max-restarts", type=int, default=0, metavar="N", help="how often all ranks are started anew when one has "

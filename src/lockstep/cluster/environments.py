@@ -94,9 +94,11 @@ class ClusterEnvironment(ABC):
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Ranks that lockstep starts by itself: the default; named, it lets no cluster count that may be around."""
+    """Ranks that lockstep starts by itself: the default; named, it lets no cluster count that may be around.
 
-    creates_processes_externally = False
+    A class that derives from it says by its own methods which rank this is, where ``LOCAL_RANK`` is set.
+    """
+
     cluster = LOCAL
     _size: int | None = None
 
@@ -104,6 +106,11 @@ class LightningEnvironment(ClusterEnvironment):
     def detect(cls) -> bool:
         """True: it is there everywhere."""
         return True
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether this is a derived class's, in a process that somebody has started as a rank."""
+        return type(self) is not LightningEnvironment and "LOCAL_RANK" in os.environ
 
     @property
     def main_address(self) -> str:

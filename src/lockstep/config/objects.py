@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -56,17 +57,20 @@ def check_not_lightnings(where: str, thing: object) -> None:
     """Refuse an object whose class derives from one of an installed Lightning.
 
     Raises:
-        MisconfigurationException: with the import to change.
+        MisconfigurationException: with the import to change, and the command under which it need not be.
     """
     kind = thing if isinstance(thing, type) else type(thing)
     base = next((base for base in kind.__mro__ if base.__module__.split(".")[0] in PACKAGES), None)
     if base is not None:
         root = base.__module__.split(".")[0]
         package = "lightning.pytorch" if root == "lightning" else root
+        script = os.path.basename(sys.argv[0]) if sys.argv[0].endswith(".py") else "script.py"
+        command = "%load_ext lockstep.lightning" if in_notebook() else f"lockstep run --lightning {script}"
         raise MisconfigurationException(
             f"{where}: {kind.__name__} derives from {base.__module__}.{base.__qualname__}, and a Trainer of lockstep "
-            f"runs classes of lockstep: change its import from `{package}` to `lockstep`. A third party's class that "
-            "derives from Lightning's cannot be used yet."
+            f"runs classes of lockstep: change its import from `{package}` to `lockstep`; or, where it is a third "
+            f"party's, have `{package}` mean lockstep everywhere: `{command}`"
+            + (" in the first cell of a new kernel." if in_notebook() else ".")
         )
 
 
@@ -143,7 +147,8 @@ def sort_plugins(given: object, precision_flag: str | int | None, carried: Itera
         )
     cluster = found.get("cluster")
     if cluster is not None and not cluster.creates_processes_externally:
-        if type(cluster).__name__ != "LightningEnvironment":  # that one describes what lockstep does by itself
+        kinds = [kind.__name__ for kind in type(cluster).__mro__]
+        if "LightningEnvironment" not in kinds:  # that one describes what lockstep does by itself
             raise MisconfigurationException(
                 f"Trainer(plugins={type(cluster).__name__}()): its creates_processes_externally is False, and lockstep "
                 'starts ranks by its own means: leave the plugin out and let strategy="ddp" start them, or return True.'

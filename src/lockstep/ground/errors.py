@@ -1,6 +1,12 @@
-"""The exceptions that lockstep raises by name."""
+"""The exceptions that lockstep raises by name, and stand-ins that raise one when somebody uses them."""
 
 from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class MisconfigurationException(ValueError, RuntimeError):
@@ -44,3 +50,69 @@ def missing_extra(package: str, extra: str, needed_for: str) -> ModuleNotFoundEr
         f'"torch-lockstep[{extra}]" (in a clone of lockstep: pip install -e ".[{extra}]")',
         name=package,
     )
+
+
+# -- stand-ins for what is not there -------------------------------------------------------------------------
+
+
+_OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, "<frozen importlib")
+
+
+def asked_by() -> str:
+    """The package, file and line of the code outside of lockstep and of the import system that runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    who = "the script" if package in ("", "__main__", "__mp_main__") else package
+    return f"{who} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+class Inner:
+    """An inner part of Lightning's Trainer: what third parties may read there without harm, and an error for the rest.
+
+    Args:
+        name: as it is reached from the Trainer, for the error.
+        offers: what there is, by name, and what makes it.
+    """
+
+    def __init__(self, name: str, offers: Mapping[str, Callable[[], Any]]) -> None:
+        self._name, self._offers = name, offers
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_name", "_offers"):
+            raise AttributeError(name)
+        if name in self._offers:
+            return self._offers[name]()
+        raise no_inner_part(f"{self._name}.{name}")
+
+
+def no_inner_part(path: str) -> AttributeError:
+    """The error for an inner part of Lightning's Trainer that is not here; it names who reads it.
+
+    Args:
+        path: as it is reached.
+    """
+    return AttributeError(
+        f"{path}, which {asked_by()} reads, is an inner part of Lightning's Trainer, and lockstep has another inside: "
+        "read a public attribute there, leave that callback or option out, or run this with Lightning itself"
+    )
+
+
+@functools.cache
+def refused_class(name: str, reason: str) -> type:
+    """A class in the place of one that is refused: nothing is an instance of it, and making one raises the reason.
+
+    Args:
+        name: of the class. Exceptions and warnings are classes that nobody raises.
+        reason: a sentence.
+    """
+    if name.endswith("Warning"):
+        return type(name, (UserWarning,), {})
+    if name.endswith(("Exception", "Error")):
+        return type(name, (Exception,), {})
+
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
+        raise MisconfigurationException(f"{type(self).__name__}(...): {reason}")
+
+    return type(name, (), {"__init__": __init__, "__doc__": reason, "is_available": staticmethod(lambda: False)})

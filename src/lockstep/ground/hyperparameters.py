@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.installed import LIGHTNING
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.ground.tree import NotPlain, described, plain
 
@@ -122,7 +123,7 @@ class HyperparametersMixin:
         if calls < 2:
             plain_hyperparameters(self.hparams)
         for name, value in self.hparams.items():
-            if isinstance(value, nn.Module):
+            if isinstance(value, nn.Module) and not LIGHTNING.is_installed:
                 rank_zero_warn(
                     f"The hyperparameter {name!r} is a module, whose weights a checkpoint has already, so that it is "
                     f"not kept again: `load_from_checkpoint(path, {name}=...)` takes it. Say so by "
@@ -195,16 +196,21 @@ def _same(value: object, container: object) -> bool:
 def plain_hyperparameters(hparams: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds of `hparams`: their plain forms, without the modules among them.
 
+    With Lightning's names (`lockstep.lightning`), as in Lightning: what has no plain form as it is, and the modules.
+
     Raises:
         MisconfigurationException: one has no plain form; it names the key.
     """
     kept = {}
     for name, value in hparams.items():
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and not LIGHTNING.is_installed:
             continue
         try:
             kept[name] = plain(value)
         except NotPlain as error:
+            if LIGHTNING.is_installed:
+                kept[name] = value
+                continue
             inside = "".join(f"[{key!r}]" for key in error.keys)
             what = f"holds at {inside} {described(error.value)}" if inside else f"is {described(error.value)}"
             raise MisconfigurationException(
@@ -244,7 +250,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
     found: dict[str, Any] = {}
     calls = 0
     while frame is not None:
-        arguments = _arguments_of_init(obj, frame)
+        arguments = arguments_of_init(obj, frame)
         if arguments is not None:
             calls += 1
             found.update(arguments)  # an outer call belongs to a subclass: its names win
@@ -254,7 +260,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> tuple[dict[str, Any
     return found, calls
 
 
-def _arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
+def arguments_of_init(obj: object, frame: FrameType) -> dict[str, Any] | None:
     """The arguments of the call that `frame` is, if that is an ``__init__`` of `obj`; None otherwise."""
     code = frame.f_code
     if code.co_name != "__init__" or code.co_argcount == 0:

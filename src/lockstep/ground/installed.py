@@ -94,6 +94,11 @@ class Installation:
 ALIASES = Installation(
     "sys.meta_path", ("aliases.py",), "Lightning's import paths, from `import lockstep` on, as any import"
 )
+LIGHTNING = Installation(
+    "sys.meta_path: Lightning's names",
+    ("lightning.py", "launch/site/sitecustomize.py"),
+    "where a script written for Lightning runs unchanged, its imports lead to lockstep as long as the process lives",
+)
 EXCEPTHOOK = Installation(
     "sys.excepthook",
     ("supervise/status.py",),

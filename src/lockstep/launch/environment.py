@@ -166,6 +166,53 @@ def free_port(address: str = "127.0.0.1") -> int:
         return port
 
 
+# -- Lightning's names ---------------------------------------------------------------------------------------
+
+
+STANDS_IN = "LOCKSTEP_LIGHTNING"
+"""The variable with the version of Lightning that lockstep stands in for, in processes that have its names."""
+
+SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+"""The folder on PYTHONPATH by which processes that are started from such a one have them, too."""
+
+STANDS_FOR = "2.6.6"
+"""The version, where the variable does not say otherwise."""
+
+
+def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that give Lightning's names to every Python process that inherits them.
+
+    Args:
+        environ: what they are put on top of.
+
+    Example:
+        >>> names_variables({"PYTHONPATH": "/mine"}) == {"LOCKSTEP_LIGHTNING": "2.6.6", "PYTHONPATH": f"{SITE}:/mine"}
+        True
+    """
+    given = environ.get("PYTHONPATH", "")
+    others = [entry for entry in given.split(os.pathsep) if entry != SITE] if given else []
+    return {STANDS_IN: environ.get(STANDS_IN) or STANDS_FOR, "PYTHONPATH": os.pathsep.join([SITE, *others])}
+
+
+def hand_down_names() -> tuple[str, Callable[[], None]]:
+    """Give Lightning's names to the processes that are started from now on.
+
+    Returns:
+        the version that they stand for, and what takes it back.
+    """
+    before = {name: os.environ.get(name) for name in (STANDS_IN, "PYTHONPATH")}
+    os.environ.update(names_variables())
+
+    def take_back() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return os.environ[STANDS_IN], take_back
+
+
 # -- what a process takes over --------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lockstep.config.run import RunConfig, set_flag
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
 from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
 from lockstep.ground.types import RunningStage, TrainerFn
@@ -210,6 +210,20 @@ class FitLoop:
     def feed(self) -> Feed | None:
         """The training loaders as this rank draws from them."""
         return self.session.fit.feed
+
+    @property
+    def epoch_loop(self) -> Inner:
+        """What third parties read of the inner loop that Lightning has."""
+        offers = {
+            "_batches_that_stepped": lambda: self.progress.windows,
+            "global_step": lambda: self.progress.global_step,
+        }
+        return Inner("trainer.fit_loop.epoch_loop", offers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "session" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise no_inner_part(f"trainer.fit_loop.{name}")
 
     @property
     def given(self) -> object:
@@ -509,7 +523,8 @@ class FitLoop:
             for_loggers = session.published.publish(of_epoch)
             self._look_for_nan([*newest, *of_epoch])
             self._look_for_nan_weights()
-            overridden = hooks.on_train_epoch_end is not None
+            # a third party may have put its callback on one rank alone, and reducing takes all of them
+            overridden = hooks.on_train_epoch_end is not None or session.world_size > 1
             if overridden:
                 hooks.call("on_train_epoch_end")
                 for_loggers.update(session.published.publish(results.reduce_epoch()))

@@ -81,7 +81,7 @@ OF_STRATEGIES = {
     "determine_ddp_device_ids": "give Trainer(devices=[...])",
     "setup_precision_plugin": "give Trainer(precision=...), or a Precision in plugins=[...]",
     "process_dataloader": "return the loader as it shall be from `train_dataloader`",
-    "distributed_sampler_kwargs": (
+    "distributed_sampler_kwargs": (  # unless they say what holds anyway
         "lockstep shares the data out by itself; with Trainer(use_distributed_sampler=False) you do"
     ),
     **dict.fromkeys(
@@ -113,6 +113,8 @@ OF_PRECISIONS = {
     "teardown": "use a Callback",
 }
 
+SAMPLER = "distributed_sampler_kwargs"
+
 CLOSE = 0.87
 """How like a hook's name another one that begins with ``on_`` must be to be taken for a misspelt one."""
 
@@ -125,7 +127,11 @@ def check_uncalled(
     Raises:
         MisconfigurationException: with the first such method, and what to write instead.
     """
-    _refuse_overrides(strategy, OF_STRATEGIES, "Strategy")
+    uncalled = dict(OF_STRATEGIES)
+    each_rank = {"num_replicas": strategy.world.size, "rank": strategy.world.rank}
+    if getattr(strategy, SAMPLER, None) == each_rank:  # which is what lockstep does
+        del uncalled[SAMPLER]
+    _refuse_overrides(strategy, uncalled, "Strategy")
     _refuse_overrides(strategy.precision, OF_PRECISIONS, "Precision")
     for callback in callbacks:
         old = [name for name in _written(callback) if name in OF_CALLBACKS]

@@ -73,8 +73,9 @@ class Strategy(Engine):
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
         """Take in where this process stands; nothing is started or allocated yet."""
-        self.root_device, self.precision, self.context = device, precision, precision.context
-        self.collectives.world, self.collectives.device = world, device
+        self._root_device, self.precision, self.context = device, precision, precision.context
+        self.collectives.world = world
+        self.collectives.device = self.root_device
         self.replicas = ReplicaMap.each(world)
 
     def setup_environment(self) -> None:

@@ -102,7 +102,7 @@ class Engine:
     init_device: torch.device | None = None
 
     def __init__(self) -> None:
-        self.root_device = torch.device("cpu")
+        self._root_device = torch.device("cpu")
         self.precision: Precision = Precision()
         self.module: LightningModule = None  # type: ignore[assignment]  # before a call
         self.optimizers: list[Optimizer] = []
@@ -110,6 +110,15 @@ class Engine:
         self.sync_gradients = True
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module and its batches go; a strategy of one's own may say so itself, by a property."""
+        return self._root_device
+
+    @root_device.setter
+    def root_device(self, device: torch.device) -> None:
+        self._root_device = device
 
     # -- set up
 
