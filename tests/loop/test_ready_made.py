@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lockstep import LightningModule
 from lockstep.data.source import first_tensor
 from lockstep.ground import rank as rank_module
 from lockstep.testing.pool import RankPool
@@ -234,3 +235,36 @@ def test_what_a_batch_weighs_is_said_where_the_first_tensor_does_not_tell(
     told = [message for message in caplog.messages if "ready-made" in message]
     assert len(told) == 1
     assert said in told[0]
+
+
+def none_where_negative(parts: list[Tensor]) -> Tensor | None:
+    batch = torch.stack(parts)
+    return batch if float(batch.sum()) >= 0 else None
+
+
+def weight_after_none() -> tuple[float, int]:
+    module = OneWeight()
+    samples = [torch.tensor([float(value)]) for value in (1, 1, -5, -5, 2, 2, 3, 3)]
+    trainer = on_ranks(max_epochs=1)
+    trainer.fit(module, DataLoader(samples, batch_size=2, collate_fn=none_where_negative))  # type: ignore[arg-type]
+    return float(module.layer.weight.detach()), trainer.global_step
+
+
+class OneWeight(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.layer.weight)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_batch_that_is_none_on_one_rank_leaves_the_step_to_the_others(ranks: RankPool) -> None:
+    """Once it went to training_step. Half of the first step's samples are gone: 1 - 0.1 * 1/2 - 0.1 * 5/2."""
+    for weight, steps in ranks(2).run(weight_after_none, timeout=40):
+        assert (round(weight, 6), steps) == (0.7, 2)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.cloud_io import _load, get_filesystem
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import *  # noqa: F403
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.parsing import get_init_args
 from lightning.pytorch.utilities.rank_zero import WarningCache, _get_rank
@@ -27,7 +27,7 @@ import lockstep
 
 def error(statement):
     try:
-        exec(statement, {"pl": pl, "FSDPStrategy": FSDPStrategy})
+        exec(statement, {"pl": pl, "ModelParallelStrategy": ModelParallelStrategy})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -64,9 +64,12 @@ found = {
     "rank": _get_rank(),
     "enum": GradClipAlgorithmType.NORM == "norm",
     "warnings": [issubclass(PossibleUserWarning, Warning), WarningCache() == set()],
-    "refused": [issubclass(FSDPStrategy, object), isinstance(pl.Trainer(logger=False).strategy, DeepSpeedStrategy)],
-    "made": error("FSDPStrategy()"),
-    "derived": error("type('Mine', (FSDPStrategy,), {})()"),
+    "refused": [
+        issubclass(ModelParallelStrategy, object),
+        isinstance(pl.Trainer(logger=False).strategy, DeepSpeedStrategy),
+    ],
+    "made": error("ModelParallelStrategy()"),
+    "derived": error("type('Mine', (ModelParallelStrategy,), {})()"),
     "fabric": error("import lightning; lightning.Fabric()"),
     "fabric file": error("from lightning.fabric.strategies.launchers import launcher"),
     "loops": error("pl.loops._FitLoop()"),

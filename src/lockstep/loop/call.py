@@ -199,11 +199,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     strategy.barrier("before setup")
     _call_setup_hooks(session, "setup")
     strategy.barrier("after setup")
-    if is_overridden("configure_sharded_model", module, ModuleHooks):  # its old name
-        session.hooks.own("configure_sharded_model")
-    made_in = strategy.precision.init_context
-    with strategy.building(), made_in() if made_in else nullcontext():
-        session.hooks.own("configure_model")
+    _configure_model(session)
     own_backward = module.backward if is_overridden("backward", module, LightningModule) else None
     if strategy.places_first:
         strategy.setup_module(module, own_backward)
@@ -321,6 +317,15 @@ def _callbacks_log(callbacks: list[Callback], module: LightningModule) -> Iterat
     finally:
         for attributes, name in given:
             attributes.pop(name, None)
+
+
+def _configure_model(session: Session) -> None:
+    """``configure_model``, whose layers are made where the engine wants them, in the precision's type."""
+    strategy, made_in = session.strategy, session.strategy.precision.init_context
+    if is_overridden("configure_sharded_model", session.module, ModuleHooks):  # its old name
+        session.hooks.own("configure_sharded_model")
+    with strategy.building(), made_in() if made_in else nullcontext():
+        session.hooks.own("configure_model")
 
 
 def _choose_seed(session: Session) -> None:
