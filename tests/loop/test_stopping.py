@@ -86,7 +86,8 @@ def stop_one(rank: int, flags: dict[str, Any]) -> tuple[int, int, str, list[int]
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("flags", "batches"), [({}, 3), ({"accumulate_grad_batches": 4}, 4), ({"min_steps": 6}, 10), ({"min_epochs": 1}, 10)]
+    ("flags", "batches"),
+    [({}, 3), ({"accumulate_grad_batches": 4}, 4), ({"min_steps": 6}, 10), ({"min_epochs": 1}, 10)],
 )
 def test_one_rank_stops_all_at_the_same_step(ranks: RankPool, rank: int, flags: dict[str, Any], batches: int) -> None:
     first, second = ranks(2).run(stop_one, rank, flags, timeout=30)
