@@ -84,9 +84,13 @@ def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.report()["devices"]["cuda"] == "none; torch is built for CUDA 13.0"
 
 
+OF_THE_PROJECT = ("test", "bench", "examples", "third-parties")
+"""Extras of which lockstep itself imports nothing."""
+
+
 def test_every_extra_is_told_of(project: dict[str, Any]) -> None:
     extras = project["optional-dependencies"]
-    wanted = set().union(*(names(extras[name]) for name in extras if name not in ("test", "bench", "examples")))
+    wanted = set().union(*(names(extras[name]) for name in extras if name not in OF_THE_PROJECT))
     assert set(shown.OPTIONAL) == wanted
     there = shown.report()["optional"]
     assert set(shown.OPTIONAL) <= there.keys()

@@ -103,7 +103,7 @@ def test_imports(before: str, after: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from lightning.pytorch.strategies import FSDPStrategy", "FSDPStrategy: FSDP is not built"),
+        ("from lightning.pytorch.strategies import DeepSpeedStrategy", "DeepSpeedStrategy: DeepSpeed is not built"),
         ("from lightning.fabric import Fabric", "Fabric: lockstep has no Fabric"),
         ("from pytorch_lightning.loops import *", r"from pytorch_lightning.loops import \*: Lightning's loops are inner"),
         ("from pytorch_lightning.utilities.cloud_io import get", "get: lockstep has no such module"),

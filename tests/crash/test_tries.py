@@ -14,7 +14,7 @@ from lockstep.testing.crash_tries import draw
 
 def test_kills_fall_everywhere() -> None:
     """They fell mostly before the first checkpoint."""
-    tries = [draw(1, number, tuple(STRATEGIES), DATA) for number in range(72)]
+    tries = [draw(1, number, tuple(STRATEGIES), DATA) for number in range(len(STRATEGIES) * len(DATA))]
     assert {(setting.strategy, setting.data) for setting, _ in tries} == {(s, d) for s in STRATEGIES for d in DATA}
     kills = [(setting, kill) for setting, deaths in tries for kill in deaths]
     late = sum(kill.step > EVERY for _, kill in kills)

@@ -165,8 +165,9 @@ def refusal(path: str) -> str | None:
     except ImportError as error:
         reason = str(error).partition(": ")[2]
         return reason or "lockstep has no such module; docs/lightning.md has the names that there are."
-    except AttributeError:
-        return "lockstep has nothing of this name; docs/lightning.md has the names that there are."
+    except AttributeError as error:
+        reason = str(error).partition(f"{path}: ")[2]
+        return reason or "lockstep has nothing of this name; docs/lightning.md has the names that there are."
     return None
 
 
