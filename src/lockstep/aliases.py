@@ -428,7 +428,11 @@ OLD: dict[str, Rows | Refused] = {
     "loggers": _OLD_LOGGERS,
     "loggers.base": {**_OLD_LOGGERS, **_all(_RANK_ZERO, "ground.rank")},
     "loggers.test_tube": TEST_TUBE,
-    "logging": {**_OLD_LOGGERS, **_all("CometLogger MLFlowLogger TensorBoardLogger WandbLogger", "loggers")},
+    "logging": {
+        **_OLD_LOGGERS,
+        "CometLogger": COMET,
+        **_all("MLFlowLogger TensorBoardLogger WandbLogger", "loggers"),
+    },
     "metrics": METRICS,
     "models": {},
     "models.trainer": {"Trainer": "trainer"},
@@ -436,7 +440,7 @@ OLD: dict[str, Rows | Refused] = {
     "plugins": {
         **_all("DDP2Plugin DDPPlugin DDPSpawnPlugin DataParallelPlugin SingleDevicePlugin", BY_STRATEGY),
         **_all("ParallelPlugin TrainingTypePlugin", BY_STRATEGY),
-        **_all("DDPFullyShardedPlugin DDPShardedPlugin DDPSpawnShardedPlugin", FSDP),
+        **_all("DDPFullyShardedPlugin DDPShardedPlugin DDPSpawnShardedPlugin", BY_STRATEGY),
         "DeepSpeedPlugin": DEEPSPEED,
         **_all("ApexMixedPrecisionPlugin NativeMixedPrecisionPlugin", PRECISION_NAMES),
     },

@@ -132,14 +132,23 @@ def equivalence(case: str, mode: str) -> EquivalenceReport:
     )
 
 
-EVERYDAY = [("full", 2), ("full", 3), ("gradients", 2), ("reduced once", 2)]
+EVERYDAY = [("full", 2)]
+ALWAYS = ("blocks", "blocks, empty shares")
+"""Cases of which each mode is tried every day, too, on two ranks."""
 ALL = [(mode, world) for mode in MODES for world in (1, 2, 3, 4) if mode != "hybrid" or world in (2, 4)]
 
 
-@pytest.mark.parametrize("case", CASES)
+def is_everyday(case: str, mode: str, world: int) -> bool:
+    return (mode, world) in EVERYDAY or (case in ALWAYS and world == 2) or (case, mode, world) == (ALWAYS[1], "full", 3)
+
+
 @pytest.mark.parametrize(
-    ("mode", "world"),
-    [pytest.param(*each, marks=() if each in EVERYDAY else pytest.mark.slow) for each in ALL],
+    ("case", "mode", "world"),
+    [
+        pytest.param(case, *each, marks=() if is_everyday(case, *each) else pytest.mark.slow)
+        for case in CASES
+        for each in ALL
+    ],
 )
 def test_shards_train_as_one_process(ranks: RankPool, case: str, mode: str, world: int) -> None:
     for report in ranks(world).run(equivalence, case, mode, timeout=60):
@@ -413,6 +422,9 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+RESUMES = [(1, True), (2, True), (4, True), (0, False), (2, False), (4, False)]
+
+
 def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
     def fit(resume: str | None = None) -> dict[str, Tensor]:
         trainer = quiet(
@@ -434,8 +446,9 @@ def resumed_to_bits(batch: int, folder: str, shards: bool) -> bool:
     return all(torch.equal(whole[name], value) for name, value in again.items())
 
 
-@pytest.mark.parametrize("shards", [True, False])
-@pytest.mark.parametrize("batch", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("batch", "shards"), [(0, True), (1, False), *(pytest.param(b, s, marks=pytest.mark.slow) for b, s in RESUMES)]
+)
 def test_a_run_resumes_to_the_same_bits_also_within_a_window(
     ranks: RankPool, tmp_path: Path, batch: int, shards: bool
 ) -> None:
