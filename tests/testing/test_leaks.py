@@ -96,7 +96,11 @@ def test_shared_memory_is_named(before: leaks.Snapshot) -> None:
 
 
 def test_a_file_of_another_program_is_not_taken_for_a_leak(before: leaks.Snapshot) -> None:
-    path = leaks.SHARED_MEMORY / f"lockstep-test-{os.getppid()}"  # its maker lives, and above us
+    ours = leaks._family()
+    others = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid > 9 and pid not in ours]
+    if not others:  # process 1 is nobody's maker
+        pytest.skip("no other program runs here")
+    path = leaks.SHARED_MEMORY / f"lockstep-test-{min(others)}"
     path.touch()
     try:
         assert found(before) == []
