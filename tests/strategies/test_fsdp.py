@@ -27,6 +27,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel import sharded_init
 from lockstep.parallel.fully_shard import blocks_by, find_blocks
 from lockstep.parallel.sharded_init import ShardedInit
+from lockstep.parallel.sync_batchnorm import convert_sync_batchnorm
 from lockstep.strategies import DDPStrategy, FSDPStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
@@ -96,6 +97,14 @@ class Mixed(Deep):
         return torch.optim.Adam(self.parameters(), 0.003, eps=1e-2)
 
 
+class OwnNorm(Normed):
+    """Its BatchNorm was made synchronized by the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convert_sync_batchnorm(self)
+
+
 CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "even": (Plain, 72, {}),
     "uneven last batch": (Plain, 23, {}),
@@ -108,6 +117,7 @@ CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "never used": (Idle, 23, {"accumulate": 3}),
     "SyncBatchNorm": (Normed, 23, {"sync_batchnorm": True}),
     "SyncBatchNorm, empty shares": (Normed, 26, {"sync_batchnorm": True, "batch_size": 2}),
+    "SyncBatchNorm of the user's, empty shares": (OwnNorm, 26, {"batch_size": 2}),
     "blocks": (Deep, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "several dtypes": (Mixed, 23, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "blocks, empty shares": (Deep, 25, {"batch_size": 2, "steps": 7}),

@@ -16,6 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
+from lockstep.parallel.fully_shard import is_sharded
 from lockstep.parallel.late_parameters import beside
 from lockstep.precision.base import Precision
 
@@ -124,7 +125,7 @@ class Engine:
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        if is_sharded(module):
             name = type(module).__name__
             raise MisconfigurationException(
                 f'{name} is in shards: a fit with strategy="fsdp" left it so, and {type(self).__name__} '

@@ -291,9 +291,10 @@ class FSDPStrategy(RankedStrategy):
                 if id(parameter) not in known:
                     raise MisconfigurationException(STALE.format(optimizer=name, shape=tuple(parameter.shape)))
             self._forget_with(optimizer, self._sharded)
-        if self.world.size > 1 and (self.sync_batchnorm or self._norms is not None):
-            self._norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout)
-            if self._norms.layers:
+        if self.world.size > 1:
+            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout)
+            if norms.layers:  # those that the user made synchronized among them
+                self._norms = norms
                 self._buffers = self._buffers if self._own_buffers() else None
         if not self.module.automatic_optimization:
             self._ends_gathering = self._sharded.gather_anew()
