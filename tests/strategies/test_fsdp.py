@@ -149,7 +149,9 @@ ALL = [(mode, world) for mode in MODES for world in (1, 2, 3, 4) if mode != "hyb
 
 
 def is_everyday(case: str, mode: str, world: int) -> bool:
-    return (mode, world) in EVERYDAY or (case in ALWAYS and world == 2) or (case, mode, world) == (ALWAYS[1], "full", 3)
+    if (mode, world) == ("full", 3):  # on two ranks no share of these with BatchNorm is empty
+        return case.endswith("empty shares")
+    return (mode, world) in EVERYDAY or (case in ALWAYS and world == 2)
 
 
 @pytest.mark.parametrize(

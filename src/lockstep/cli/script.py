@@ -74,7 +74,7 @@ class Text:
 
     def indent(self, at: int) -> str:
         """What stands before a place on its line, where that is blank; else the line's own indentation."""
-        return re.match(r"[ \t]*", self.text[self.line_start(at) :])[0]  # type: ignore[index]
+        return re.match(r"[ \t]*", self.text[self.line_start(at) :])[0]  # type: ignore[index]  # it always matches
 
     def replace(self, start: int, end: int, text: str) -> None:
         """Put ``text`` in the place of what is there."""
