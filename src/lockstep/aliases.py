@@ -62,7 +62,6 @@ DEVICE_STATS = Refused("ask torch: torch.cuda.memory_stats(device); or give the 
 DEEPSPEED = Refused("DeepSpeed is not built in lockstep: use strategy='ddp'.")
 FSDP = Refused("FSDP needs no precision plugin in lockstep: Trainer(strategy='fsdp', precision='bf16-mixed').")
 CONSOLIDATE = Refused("lockstep's checkpoints under FSDP are whole files: there is nothing to consolidate.")
-MODEL_PARALLEL = Refused("Tensor parallelism is not built in lockstep: use strategy='ddp'.")
 STRATEGY_NAMES = Refused(
     "lockstep names its strategies in one table: give Trainer(strategy=...) a name or an instance."
 )
@@ -269,7 +268,6 @@ ENGINES: dict[str, Rows | Refused] = {
         "ParallelStrategy": PARALLEL_STRATEGY,
         "StrategyRegistry": STRATEGY_NAMES,
         "DeepSpeedStrategy": DEEPSPEED,
-        "ModelParallelStrategy": MODEL_PARALLEL,
         **_all("HPUParallelStrategy SingleHPUStrategy", HPU),
         **_all("SingleDeviceXLAStrategy SingleTPUStrategy XLAStrategy", TPU),
     },
@@ -277,7 +275,7 @@ ENGINES: dict[str, Rows | Refused] = {
     "strategies.deepspeed": DEEPSPEED,
     "strategies.fsdp": {},
     "strategies.launchers": LAUNCHERS,
-    "strategies.model_parallel": MODEL_PARALLEL,
+    "strategies.model_parallel": {},
     "strategies.parallel": PARALLEL_STRATEGY,
     "strategies.single_device": {"SingleDeviceStrategy": "strategies.base"},
     "strategies.single_xla": TPU,

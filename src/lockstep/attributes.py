@@ -220,7 +220,8 @@ class Attributes:
         """What a ``DistributedSampler`` of one's own is made with; None on one process."""
         if self.world_size == 1:
             return None
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        replicas = self.strategy.replicas
+        return {"num_replicas": replicas.count, "rank": replicas.index}
 
     @property
     def is_global_zero(self) -> bool:

@@ -389,7 +389,9 @@ class Trainer(Attributes):
         """Make a module on this rank's device and in the run's precision, without a copy on the CPU first.
 
         Args:
-            empty_init: leave parameters without their first values, for weights that a checkpoint brings.
+            empty_init: leave parameters without their first values, for weights that a checkpoint brings. Under FSDP
+                and ModelParallelStrategy they have no memory either (the meta device), until they are in shards; then
+                each layer's ``reset_parameters`` gives them values.
 
         Example::
 
@@ -397,7 +399,7 @@ class Trainer(Attributes):
                 model = Classifier()
         """
         dtype = getattr(self.strategy.precision, "dtype", None)
-        with creating(self.strategy.root_device, dtype, bool(empty_init)):
+        with creating(self.strategy.root_device, dtype, bool(empty_init), self.strategy.cuts_parameters):
             yield
 
     def print(self, *args: object, **kwargs: Any) -> None:

@@ -104,3 +104,15 @@ def test_the_readme_lists_every_page() -> None:
     readme = (ROOT / "README.md").read_text().partition("## How to go on")[2]
     listed = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", readme))
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+IMPORTS = "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
+
+
+def test_layers_are_split_as_the_page_says(ranks: RankPool, tmp_path: Path) -> None:
+    (code,) = blocks("tensor-parallel.md")["Layers split over devices: tensor parallel and 2-D"]
+    told = "print(trainer.global_step, type(trainer.lightning_module.up.weight).__name__)\n"
+    (tmp_path / "train.py").write_text(IMPORTS + code + told)
+    for done in run_script(ranks, tmp_path / "train.py", folder=tmp_path, world=4, launched=True):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip().endswith("4 DTensor")

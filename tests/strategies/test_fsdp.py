@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -601,9 +603,12 @@ def refusal(module: Callable[[], LightningModule], given: dict[str, Any], **flag
 
 
 class OnMeta(Deep):
+    """A parameter that nothing can give values to; what a layer with ``reset_parameters`` has is made again."""
+
     def configure_model(self) -> None:
         with torch.device("meta"):
-            self.head = nn.Linear(3, 3)
+            self.late = nn.Linear(3, 3)
+            self.bare = nn.Parameter(torch.empty(3))
 
 
 class MadeEarly(Deep):
@@ -633,7 +638,7 @@ class ReturnsNone(Deep):
 
 
 REFUSED: list[tuple[Callable[[], LightningModule], dict[str, Any], str]] = [
-    (OnMeta, {}, "'head.weight' is on the meta device"),
+    (OnMeta, {}, "The module has 'bare' on the meta device, and no `reset_parameters`"),
     (MadeEarly, {}, "make the optimizer in `configure_optimizers`"),
     (LineSearch, {}, "FSDPStrategy with LBFGS: it mixes the elements"),
     (Grows, {}, "'more' came after the module was sharded"),
@@ -748,6 +753,22 @@ def test_averages_of_weights_are_those_of_one_process(ranks: RankPool, callback:
         assert value == pytest.approx(expected, rel=1e-12)
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, weights[name], rtol=1e-12, atol=1e-13, msg=name)
+
+
+def left_after_a_fit() -> int:
+    def fit() -> weakref.ref[Any]:
+        module = Deep()
+        quiet(strategy="fsdp", devices=2, max_steps=2).fit(module, [(x.float(), y.float()) for x, y in rows(8)(4)])
+        return weakref.ref(module)
+
+    of_fits = [fit() for _ in range(2)]
+    gc.collect()
+    return sum(module() is not None for module in of_fits)
+
+
+def test_a_fit_leaves_no_module_behind(ranks: RankPool) -> None:
+    """A hook on a gathered parameter, which the garbage collector cannot look into, held the module."""
+    assert ranks(2).run(left_after_a_fit, timeout=60) == [0, 0]
 
 
 def pruned() -> str:

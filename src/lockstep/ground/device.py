@@ -340,7 +340,9 @@ class _Uninitialized(TorchFunctionMode):
 
 
 @contextmanager
-def creating(device: torch.device, dtype: torch.dtype | None = None, empty: bool = False) -> Iterator[None]:
+def creating(
+    device: torch.device, dtype: torch.dtype | None = None, empty: bool = False, in_parts: bool = False
+) -> Iterator[None]:
     """Within the block, modules and tensors are made on ``device``.
 
     Args:
@@ -348,7 +350,10 @@ def creating(device: torch.device, dtype: torch.dtype | None = None, empty: bool
         dtype: of floating tensors that name none themselves; None: torch's default.
         empty: leave the memory of parameters as it is, where ``torch.nn.init`` would fill it; for weights that a
             checkpoint brings.
+        in_parts: this rank will have parts of the module only: with ``empty`` it gets no memory at all (meta).
     """
+    if empty and in_parts:
+        device, empty = torch.device("meta"), False
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(device)

@@ -72,7 +72,7 @@ def call(session: Session, asked: Asked) -> Iterator[None]:
     session.signals = asked.signals
     quiet = undisturbed(session) if asked.signals is None else asked.signals.heeded()
     try:
-        with quiet, lists_made_alike(), _call(session, asked):
+        with quiet, lists_made_alike(session.strategy), _call(session, asked):
             yield
     finally:
         session.signals = None
@@ -324,7 +324,7 @@ def _configure_model(session: Session) -> None:
     strategy, made_in = session.strategy, session.strategy.precision.init_context
     if is_overridden("configure_sharded_model", session.module, ModuleHooks):  # its old name
         session.hooks.own("configure_sharded_model")
-    with strategy.building(), made_in() if made_in else nullcontext():
+    with strategy.building(session.module), made_in() if made_in else nullcontext():
         session.hooks.own("configure_model")
 
 

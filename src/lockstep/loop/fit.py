@@ -150,10 +150,11 @@ OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
 
 
 def _norms_by_kind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One number for each device and class of tensors, NaN where one of them holds one."""
-    by_kind: dict[tuple[torch.device, type], list[torch.Tensor]] = {}
+    """One number for each device, class and mesh of tensors, NaN where one of them holds one."""
+    by_kind: dict[tuple[torch.device, type, object], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.device, type(tensor)), []).append(tensor.detach())
+        kind = (tensor.device, type(tensor), getattr(tensor, "device_mesh", None))
+        by_kind.setdefault(kind, []).append(tensor.detach())
     return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_kind.values()]
 
 

@@ -128,7 +128,7 @@ def check_uncalled(
         MisconfigurationException: with the first such method, and what to write instead.
     """
     uncalled = dict(OF_STRATEGIES)
-    each_rank = {"num_replicas": strategy.world.size, "rank": strategy.world.rank}
+    each_rank = {"num_replicas": strategy.replicas.count, "rank": strategy.replicas.index}
     if getattr(strategy, SAMPLER, None) == each_rank:  # which is what lockstep does
         del uncalled[SAMPLER]
     _refuse_overrides(strategy, uncalled, "Strategy")

@@ -528,8 +528,6 @@ class LogCollector:
             if name is not None and self._by_loader is not None:
                 self._by_loader.show(metric, sorted({entry.key[1] for entry in alike}), name)
             assert metric is not None
-            if self._counted is not None and self._rank not in self._counted:
-                metric.reset()  # another rank of the replica has the same
             value = metric.compute()
             found.update((entry.key, value) for entry in alike)
         return found

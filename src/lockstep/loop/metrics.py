@@ -16,6 +16,8 @@ from lockstep.ground.errors import MisconfigurationException
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+    from lockstep.strategies.base import Strategy
+
 # of a metric and the metrics inside it: (metric, states, updates, last result, last forward's result)
 Snapshot = list[tuple["Metric", dict[str, Any], int, Any, Any]]
 
@@ -89,18 +91,19 @@ class StatesByLoader:
 
 
 @contextmanager
-def lists_made_alike() -> Iterator[None]:
+def lists_made_alike(strategy: Strategy) -> Iterator[None]:
     """While a call of the Trainer lasts: torchmetrics exchanges lists that are empty on some ranks, too.
 
     That goes for each metric that is computed over the ranks, by `self.log` or by the user's own `compute()`, in a
-    module or in a callback: a rank without samples is the rule here, where no sample is repeated to fill it.
+    module or in a callback: a rank without samples is the rule here, where no sample is repeated to fill it. Of the
+    ranks that see the same samples one takes part.
     """
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         yield
         return
     with _lock:
-        _sessions.append(None)
+        _sessions.append(strategy)
         if len(_sessions) == 1:
             _plain.append(torchmetrics.Metric._sync_dist)
             torchmetrics.Metric._sync_dist = _sync_dist
@@ -114,8 +117,8 @@ def lists_made_alike() -> Iterator[None]:
 
 
 _lock = threading.Lock()
-_sessions: list[None] = []
-"""As many as there are calls of Trainers, of which one may be inside another."""
+_sessions: list[Strategy] = []
+"""The strategies of Trainers' calls, of which one may be inside another."""
 _plain: list[Callable[..., None]] = []
 
 
@@ -123,7 +126,7 @@ def _sync_dist(metric: Metric, dist_sync_fn: Any = None, process_group: Any = No
     """Stands for `torchmetrics.Metric._sync_dist` while a call of the Trainer lasts."""
     own = sys.modules["torchmetrics.utilities.distributed"].gather_all_tensors
     if dist_sync_fn is None or dist_sync_fn is own:  # else the user's own exchange: it may need no process group
-        group = process_group or metric.process_group
+        group = process_group = process_group or metric.process_group or _sessions[-1].peers
 
         def gather_objects(mine: object) -> list[Any]:
             found = [None] * distributed.get_world_size(group)

@@ -3,6 +3,7 @@ what is whole again for clipping and checkpoints."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground import comm
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 
 if TYPE_CHECKING:
@@ -122,6 +122,11 @@ def is_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def is_split(module: nn.Module) -> bool:
+    """Whether ranks hold parts of its parameters."""
+    return is_sharded(module) or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+
+
 def shard(
     module: nn.Module,
     blocks: Iterable[nn.Module],
@@ -147,17 +152,11 @@ def shard(
         gather: makes a block's parameters whole, before it is cut.
 
     Raises:
-        ValueError: the ranks' modules are not alike, or a parameter has no values (it is on the meta device).
+        ValueError: the ranks' modules are not alike.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     check_same_module(module)
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise MisconfigurationException(
-                f"parameter {name!r} is on the meta device and has no values: build the layer with them in "
-                "`configure_model` (without torch.device('meta'))"
-            )
     buffers = list(module.buffers())
     gather(buffers)
     for buffer in buffers:
@@ -216,7 +215,7 @@ class ShardedModule:
     """The sharded parameters of a module, and what its gradients are before and after they are reduced.
 
     Args:
-        module: an ``FSDPModule``.
+        module: an ``FSDPModule``, or one with such layers, or with parameters that are DTensors otherwise.
 
     Attributes:
         parameters: by name; each rank has its part of each.
@@ -234,6 +233,7 @@ class ShardedModule:
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
         self.parameters = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self._split = [p for p in self.parameters.values() if id(p) not in self._params]
         self._syncs = True
         self._drops = False
         self._is_running = False
@@ -249,12 +249,19 @@ class ShardedModule:
         """A method around which torch gathers what belongs to the module itself."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
+        if not is_sharded(module):
+            return _called
         entry = "_lockstep_entry"
         if entry not in vars(module):
             vars(module)[entry] = _called
             register_fsdp_forward_method(module, entry)
         method: Callable[..., Any] = vars(module)[entry]
         return method
+
+    @property
+    def reduced_by_torch(self) -> set[int]:
+        """The ids of the parameters whose gradients ``fully_shard`` reduces."""
+        return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """Call a method of the module, with its own parameters whole."""
@@ -272,6 +279,8 @@ class ShardedModule:
         Returns:
             ends it.
         """
+        if not is_sharded(self.module):  # what the step calls has its own end of the forward
+            return lambda: None
         root, state = self._parts[0], self._module_state()
         own = {id(module) for group in state._fsdp_param_groups for p in group.fsdp_params for module in _owners(p)}
 
@@ -323,10 +332,10 @@ class ShardedModule:
                 continue
             if key not in self._heard:
                 self._heard.add(key)
-                gathered.register_post_accumulate_grad_hook(partial(self._note, key))
+                gathered.register_post_accumulate_grad_hook(partial(_note, weakref.ref(self), key))
             if drops:
                 handles.append(gathered.register_hook(torch.zeros_like))
-        if self._is_running:
+        if self._is_running and is_sharded(self.module):
             self._module_state()._register_pre_backward_hook(loss)
         before = [param for param in self._params.values() if sync and param.sharded_param.grad is None]
         try:
@@ -334,16 +343,14 @@ class ShardedModule:
         finally:
             for handle in handles:
                 handle.remove()
+        for parameter in self._split:
+            parameter.grad = placed_as(parameter, parameter.grad)
         if sync:
             self._take_back(before)
             self._used.clear()
 
     def _module_state(self) -> Any:
         return self._parts[0]._get_fsdp_state()
-
-    def _note(self, key: int, parameter: Tensor) -> None:
-        if not self._drops:
-            self._used.add(key)
 
     def _take_back(self, before: list[FSDPParam]) -> None:
         """Take away gradients that are there since the reduction, and to which no rank has given anything."""
@@ -377,9 +384,11 @@ class ShardedModule:
         self.reshard()
         shards, waiting = {}, {}
         for name, parameter in self.parameters.items():
-            param, gradient = self._params[id(parameter)], parameter.grad
+            param, gradient = self._params.get(id(parameter)), parameter.grad
             if gradient is not None:
                 shards[name] = local_part(gradient).detach().cpu().clone()
+            if param is None:
+                continue
             gathered = getattr(param, "_unsharded_param", None)
             left = param.unsharded_accumulated_grad
             if left is None and gathered is not None:
@@ -407,6 +416,13 @@ class ShardedModule:
                 param.unsharded_accumulated_grad = whole.to(gathered.device)
 
 
+def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> None:
+    # the garbage collector does not see what such a hook refers to: a strong reference would keep the model for ever
+    own = shards()
+    if own is not None and not own._drops:
+        own._used.add(key)
+
+
 def _owners(param: Any) -> list[nn.Module]:
     info = param._module_info
     return [info.module, *info.shared_modules]
@@ -414,6 +430,17 @@ def _owners(param: Any) -> list[nn.Module]:
 
 def _called(self_and_work: Callable[[], Any]) -> Any:
     return self_and_work()
+
+
+def placed_as(parameter: Tensor, gradient: Any) -> Any:
+    """A DTensor's gradient with the DTensor's own placements: autograd may leave sums that are still to be made.
+
+    Collective where it does.
+    """
+    placements = getattr(parameter, "placements", None)
+    if gradient is None or gradient.placements == placements:
+        return gradient
+    return gradient.redistribute(placements=placements)
 
 
 def local_part(tensor: Tensor) -> Tensor:

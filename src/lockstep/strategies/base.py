@@ -42,6 +42,7 @@ class Strategy(Engine):
         collectives: how ranks talk to each other.
         checkpoints: who writes files.
         replicas: the ranks by the samples that they see.
+        peers: a rank of each replica, this one among them, as a process group; None: all ranks.
         launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         devices: of this node, by local rank.
@@ -60,6 +61,7 @@ class Strategy(Engine):
         self.collectives = Collectives()
         self.checkpoints = CheckpointWriter()
         self.replicas = ReplicaMap.each(World.single())
+        self.peers: comm.Group = None
         self.plugins: list[object] = []
         self.devices = [self.root_device]
         self.rounds = 0
@@ -83,8 +85,8 @@ class Strategy(Engine):
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)
 
-    def building(self) -> AbstractContextManager[object]:
-        """Around ``configure_model``. Collective."""
+    def building(self, module: LightningModule) -> AbstractContextManager[object]:
+        """Around the module's ``configure_model``. Collective."""
         return nullcontext() if self.init_device is None else self.init_device
 
     def change_optimizers(self) -> None:

@@ -18,6 +18,7 @@ from lockstep.parallel.sync_batchnorm import (
     revert_sync_batchnorm,
     synchronized_layers,
 )
+from lockstep.strategies.collectives import ReplicaMap, column_group
 
 # -- synchronized BatchNorm ----------------------------------------------------------------------------------
 
@@ -33,14 +34,22 @@ class SynchronizedNorms:
         convert: convert its BatchNorm layers; else only those that the user made synchronized count.
         group: the layers' group of an earlier fit of this run, if there was one.
         timeout: how long a layer waits for the other ranks.
+        replicas: a layer meets those of one rank of each, so that each sample counts once.
 
     Attributes:
         layers: all synchronized layers.
         group: where they meet, unless the user gave them a group.
     """
 
-    def __init__(self, module: nn.Module, convert: bool, group: comm.Group, timeout: timedelta) -> None:
-        self._convert, self._timeout = convert, timeout
+    def __init__(
+        self,
+        module: nn.Module,
+        convert: bool,
+        group: comm.Group,
+        timeout: timedelta,
+        replicas: ReplicaMap,
+    ) -> None:
+        self._convert, self._timeout, self._replicas = convert, timeout, replicas
         self.group = group
         self.layers: list[SyncBatchNorm] = []
         self._converted: list[SyncBatchNorm] = []
@@ -60,7 +69,7 @@ class SynchronizedNorms:
         self._converted += [layer for layer in late if id(layer) not in own]
         lent = [layer for layer in late if layer.sync_group is None]
         if lent and self.group is None:
-            self.group = dist.new_group(timeout=self._timeout)
+            self.group = column_group(self._replicas, self._timeout)
             comm.barrier(self.group)  # who ends at once must not be gone while another still connects to it
         for layer in lent:
             layer.sync_group = self.group

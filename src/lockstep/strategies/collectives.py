@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,13 @@ class ReplicaMap:
         """The first rank of each replica, whose values stand for all of the replica's."""
         return [self.of_rank.index(replica) for replica in range(self.count)]
 
+    @property
+    def columns(self) -> list[tuple[int, ...]]:
+        """The first ranks of all replicas, their second ones, and so on; replicas are of one size."""
+        size = len(self.of_rank) // self.count
+        members = [[rank for rank, each in enumerate(self.of_rank) if each == replica] for replica in range(self.count)]
+        return [tuple(ranks[place] for ranks in members) for place in range(size)]
+
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """The ranks of these replicas."""
         if self.count == len(self.of_rank):
@@ -60,6 +68,17 @@ class ReplicaMap:
             return Replicas(self.index, self.count)
         first = self.first_ranks
         return Replicas(self.index, self.count, lambda tensor: comm.all_gather_tensor(tensor)[first])
+
+
+def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
+    """A new group of one rank of each replica, this one among them: together they see each sample once. Collective."""
+    if replicas.count == comm.world_size():
+        everyone: comm.Group = dist.new_group(timeout=timeout)
+        return everyone
+    made: list[tuple[tuple[int, ...], comm.Group]] = [  # all ranks make all groups
+        (ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in replicas.columns
+    ]
+    return next(group for ranks, group in made if comm.rank() in ranks)
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ class DDPStrategy(RankedStrategy):
             return
         default, group = self._norms_group or (None, None)
         known = group if default is dist.group.WORLD else None
-        norms = SynchronizedNorms(self.module, self.sync_batchnorm, known, self._timeout)
+        norms = SynchronizedNorms(self.module, self.sync_batchnorm, known, self._timeout, self.replicas)
         self._norms_group = dist.group.WORLD, norms.group
         if norms.layers:
             self._norms = norms

@@ -16,7 +16,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
-from lockstep.parallel.fully_shard import is_sharded
+from lockstep.parallel.fully_shard import is_split
 from lockstep.parallel.late_parameters import beside
 from lockstep.precision.base import Precision
 
@@ -125,11 +125,12 @@ class Engine:
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
-        if is_sharded(module):
+        if is_split(module):
             name = type(module).__name__
             raise MisconfigurationException(
-                f'{name} is in shards: a fit with strategy="fsdp" left it so, and {type(self).__name__} '
-                'needs it whole. Save a checkpoint and load it into a new module, or go on with strategy="fsdp".'
+                f'{name} is in shards: a fit with strategy="fsdp", or its `configure_model`, left it so, and '
+                f"{type(self).__name__} needs it whole. Save a checkpoint and load it into a new module, or go on with "
+                'strategy="fsdp" or ModelParallelStrategy(...).'
             )
         converted: Any = self.precision.convert_module(module)
         self.module = converted.to(self.root_device)

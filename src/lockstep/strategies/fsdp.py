@@ -187,15 +187,18 @@ class FSDPStrategy(RankedStrategy):
     # -- set up
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self, module: LightningModule) -> Iterator[None]:
         """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
         from lockstep.parallel import sharded_init
+        from lockstep.parallel.meta_init import leave_meta
 
         if self.world.size == 1:
             yield
+            leave_meta(module, self.root_device)
             return
         with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
             yield
+            leave_meta(module, torch.device("cpu"))
 
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
@@ -292,14 +295,14 @@ class FSDPStrategy(RankedStrategy):
                     raise MisconfigurationException(STALE.format(optimizer=name, shape=tuple(parameter.shape)))
             self._forget_with(optimizer, self._sharded)
         if self.world.size > 1:
-            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout)
+            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
             if norms.layers:  # those that the user made synchronized among them
                 self._norms = norms
                 self._buffers = self._buffers if self._own_buffers() else None
         if not self.module.automatic_optimization:
             self._ends_gathering = self._sharded.gather_anew()
         whole = [(n, p) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
-        self._reducer = Reducer(whole, shared_memory=False) if whole else None
+        self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
 
     @staticmethod
     def _forget_with(optimizer: Optimizer, shards: ShardedModule) -> None:

@@ -25,6 +25,7 @@ from lockstep.ground.rank import does, rank_zero_info
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.collectives import column_group
 from lockstep.supervise.client import meet_nodes
 from lockstep.supervise.collective_trace import install_trace
 
@@ -97,6 +98,8 @@ class RankedStrategy(Strategy):
                 f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
                 "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
             )
+        if self.peers is None and self.replicas.count < world.size:
+            self.peers = column_group(self.replicas, self._timeout)
 
     @property
     def process_group_backend(self) -> str:

@@ -10,6 +10,7 @@ from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
+from lockstep.strategies.model_parallel import ModelParallelStrategy
 
 SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -31,6 +32,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "ddp_notebook_find_unused_parameters_false": (DDPStrategy, SPAWN | {"find_unused_parameters": False}),
     "fsdp": (FSDPStrategy, {}),
     "fsdp_cpu_offload": (FSDPStrategy, {"cpu_offload": True}),
+    "model_parallel": (ModelParallelStrategy, {}),
 }
 """Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
 
@@ -49,7 +51,6 @@ REFUSED = {
     "deepspeed_stage_3": _SHARDED,
     "deepspeed_stage_3_offload": _SHARDED,
     "deepspeed_stage_3_offload_nvme": _SHARDED,
-    "model_parallel": _SHARDED,
     "xla": _XLA,
     "xla_debug": _XLA,
     "single_xla": _XLA,

@@ -313,7 +313,7 @@ def check_equivalence(
     own = {"strategy": strategy, "devices": devices, "accumulate_grad_batches": accumulate}
     trainer = _trainer({**common, **own}, compare, seed)
     with isolate_rng():
-        whole = batch_size * trainer.world_size * accumulate
+        whole = batch_size * trainer.strategy.replicas.count * accumulate
         compare.expected = _one_process(make_module, make_data(whole), common, seed)
         torch.manual_seed(seed + trainer.global_rank)  # ranks that start alike would hide a missing broadcast
         trainer.fit(make_module(), make_data(batch_size))
