@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.ground.errors import MisconfigurationException
@@ -198,3 +199,32 @@ def test_batches_reach_training_step_as_the_loader_made_them() -> None:
     made, got = [torch.ones(1, dtype=torch.float64) for _ in range(3)], []
     quiet(max_epochs=1).fit(Keeps(), made)
     assert all(mine is theirs for mine, theirs in zip(made, got, strict=True))
+
+
+class Named(Tensor):
+    """A class derived from Tensor, as MONAI's images are, and DTensors."""
+
+
+class LossOfAnotherClass(Slope):
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
+        self.shown: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss.as_subclass(Named))
+        return loss.as_subclass(Named)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(outputs)
+
+
+def test_a_loss_may_be_of_a_class_derived_from_tensor() -> None:
+    """`on_train_batch_end` was to see it, and it was taken for a dict."""
+    plain, module = Slope(lr=0.1), LossOfAnotherClass()
+    for each in (plain, module):
+        trainer = quiet(max_epochs=2)
+        trainer.fit(each, numbers(4))
+    assert module.w.item() == plain.w.item()
+    assert [type(output["loss"]) for output in module.shown] == [Named] * 8
+    assert trainer.callback_metrics["loss"].item() == module.shown[-1]["loss"].item()

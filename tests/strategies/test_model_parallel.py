@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -184,6 +185,74 @@ def equivalence(case: str, data: int, tensor: int) -> EquivalenceReport:
 def test_a_mesh_trains_as_one_process(ranks: RankPool, case: str, mesh: tuple[int, int]) -> None:
     for report in ranks(mesh[0] * mesh[1]).run(equivalence, case, *mesh, timeout=60):
         assert report, report
+
+
+# -- a loss that is split over the classes, as in Lightning's example ------------------------------------------
+
+
+class Words(LightningModule):
+    """An embedding and a head that are split over the words, and so is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10, bias=False)
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if getattr(self.trainer.strategy, "device_mesh", None) is not None:
+            plan = {
+                "words": RowwiseParallel(input_layouts=Replicate()),
+                "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            }
+            parallelize_module(self, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with loss_parallel():
+            loss: Tensor = nn.functional.cross_entropy(self.head(self.words(batch)).flatten(0, 1), batch.flatten())
+        self.log("loss", loss)
+        return loss
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def words(batch_size: int) -> Any:
+    drawn = torch.randint(0, 10, (16, 4), generator=torch.Generator().manual_seed(0))
+    return DataLoader(drawn, batch_size)  # type: ignore[arg-type]
+
+
+def loss_over_words(world: int) -> tuple[Any, float]:
+    if world == 1:
+        torch.manual_seed(0)
+        module = Words()
+        quiet(max_epochs=1, precision="64-true").fit(module, words(4))
+        return None, module.losses[0]
+    strategy = ModelParallelStrategy(2, 2, save_distributed_checkpoint=False)
+    report = check_equivalence(
+        Words, words, strategy=strategy, devices=4, batch_size=2, accumulate=2, precision="64-true"
+    )
+    torch.manual_seed(0)
+    module = Words()
+    quiet(max_epochs=1, precision="64-true", strategy=strategy, devices=4, accumulate_grad_batches=2).fit(
+        module, words(2)
+    )
+    return report, module.losses[0]
+
+
+def test_a_loss_that_is_split_over_the_classes_is_trained_and_logged(ranks: RankPool) -> None:
+    """It is a DTensor, and was taken for a dict."""
+    alone = loss_over_words(1)[1]
+    for report, logged in ranks(4).run(loss_over_words, 4, timeout=60):
+        assert report, report
+        assert logged == pytest.approx(alone, rel=1e-6)
 
 
 # -- evaluation, logs and metrics ----------------------------------------------------------------------------

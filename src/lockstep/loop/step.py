@@ -485,7 +485,7 @@ class Step:
                 raise
         if self.hooks.on_train_batch_end is None:
             return None
-        if type(output) is Tensor:
+        if isinstance(output, Tensor):
             return {"loss": loss.detach()}  # type: ignore[union-attr]  # as backward saw it
         if isinstance(output, dict) and isinstance(loss, Tensor):
             output = {**output, "loss": loss}
