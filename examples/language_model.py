@@ -2,6 +2,8 @@
 
     python examples/language_model.py
     python examples/language_model.py --devices 2 --steps 150
+    python examples/language_model.py --devices 2 --strategy fsdp:SHARD_GRAD_OP
+    python examples/language_model.py --devices 4 --strategy model_parallel
 
 The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minute on one core.
 """
@@ -17,6 +19,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lockstep.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 
 
 class ByteCorpus(Dataset[tuple[Tensor, Tensor]]):
@@ -101,6 +104,24 @@ class LanguageModel(LightningModule):
         self.save_hyperparameters()
         self.gpt = build_gpt(**sizes)
 
+    def configure_model(self) -> None:
+        """Split the blocks where the strategy has a mesh for it: each MLP over a row, and all that over the rows."""
+        mesh = self.device_mesh
+        if mesh is None:
+            return
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            return  # an earlier call of the Trainer has split them
+        for block in self.gpt.blocks:
+            parallelize_module(
+                block.get_submodule("mlp"), mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            )
+            fully_shard(block, mesh=mesh["data_parallel"])
+        fully_shard(self.gpt, mesh=mesh["data_parallel"])
+
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         bytes_in, bytes_out = batch
         return cross_entropy(self.gpt(bytes_in).flatten(0, 1), bytes_out.flatten())
@@ -138,8 +159,16 @@ class PrintLoss(Callback):
     """One line after each validation."""
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        losses = ", ".join(f"{name} {value:.3f}" for name, value in sorted(trainer.callback_metrics.items()))
+        losses = ", ".join(f"{name} {value:.5f}" for name, value in sorted(trainer.callback_metrics.items()))
         trainer.print(f"step {trainer.global_step}: {losses}")
+
+
+def strategy_named(name: str, devices: int) -> str | Strategy:
+    """A strategy by its name, with the mode of FSDP behind a colon; "model_parallel" has rows of two."""
+    kind, _, mode = name.partition(":")
+    if kind == "model_parallel":
+        return ModelParallelStrategy(data_parallel_size=devices // 2, tensor_parallel_size=2)
+    return FSDPStrategy(sharding_strategy=mode) if mode else name
 
 
 def main() -> None:
@@ -147,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of the standard library.")
     parser.add_argument("--devices", type=int, default=1, help="how many processes, or GPUs")
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp or ddp_spawn")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, fsdp:SHARD_GRAD_OP, model_parallel, ...")
     parser.add_argument("--precision", default="32-true", help="32-true, 64-true, bf16-mixed or 16-mixed")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="pieces in a batch of one device")
@@ -166,7 +195,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
-        strategy=args.strategy,
+        strategy=strategy_named(args.strategy, args.devices),
         precision=args.precision,
         accumulate_grad_batches=args.accumulate,
         max_steps=args.steps,

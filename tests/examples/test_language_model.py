@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from examples.language_model import ByteCorpus, build_gpt
@@ -46,3 +47,20 @@ def test_the_loss_falls(ranks: RankPool, tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 6, done.stdout
     assert losses[-1] < min(3.0, losses[0] - 0.2)
+
+
+SHARDED = ("fsdp", "fsdp:SHARD_GRAD_OP", "fsdp:HYBRID_SHARD", "fsdp:NO_SHARD", "fsdp_cpu_offload", "model_parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_loss_is_that_of_ddp(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    flags = ["--steps=12", "--layers=2", "--width=64", "--block=64", "--batch-size=8"]
+    found = []
+    for name, world in (("ddp", 2), (strategy, 4 if strategy == "model_parallel" else 2)):
+        own = [f"--strategy={name}", f"--devices={world}", *flags]
+        done = run_script(ranks, SCRIPT, *own, folder=tmp_path, world=world, launched=True, timeout=100)[0]
+        assert done.returncode == 0, done.stderr
+        found.append(re.findall(r"^step 12: .*", done.stdout, re.MULTILINE))
+    assert found[0] == found[1]
+    assert len(found[0]) == 1

@@ -1,0 +1,142 @@
+"""Steps of a Trainer beside those of a hand-written ``fully_shard`` loop: pair by pair, inside one fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep import LightningModule, Trainer
+from lockstep.callbacks import Callback
+from lockstep.strategies import DDPStrategy, FSDPStrategy
+
+from .race import common_start, task
+
+LIMIT = 10**6
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "FULL_SHARD": FSDPStrategy,
+    "SHARD_GRAD_OP": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
+    "ddp, sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
+    "ddp, sharded optimizer, TCP": lambda: DDPStrategy(shard_optimizer=True, shared_memory=False),
+}
+
+
+class Steps(Dataset[Tensor]):
+    """The batches of a task, by step; both contestants take them from a loader."""
+
+    def __init__(self, batch: Callable[..., Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return LIMIT
+
+    def __getitem__(self, step: int) -> Tensor:
+        return self.batch(step)
+
+
+class Task(LightningModule):
+    """A task's model as a user writes it."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], batch: Any) -> None:
+        super().__init__()
+        self.model, self._loss, self._batch = model, loss, batch
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self._loss(self.model, batch)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Steps(self._batch), batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ByHand:
+    """The same, by torch's functions alone: blocks and the model sharded, AdamW."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], batch: Any, mode: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        again = mode == "FULL_SHARD"
+        blocks = next((each for each in model.children() if isinstance(each, nn.ModuleList)), [])
+        for block in blocks:
+            if any(True for _ in block.children()):  # as the Trainer's strategy chooses blocks
+                fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        self.model, self.loss = model, loss
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.batches: Iterator[Tensor] = iter(DataLoader(Steps(batch), batch_size=None))
+
+    def step(self) -> None:
+        """One of the loop."""
+        batch = next(self.batches)
+        self.optimizer.zero_grad()
+        self.loss(self.model, batch).backward()
+        self.optimizer.step()
+
+
+class Pairs(Callback):
+    """Between two steps of the Trainer, a step by hand; each from a common start."""
+
+    def __init__(self, other: ByHand, rounds: int, warmup: int) -> None:
+        self.other, self.rounds, self.warmup = other, rounds, warmup
+        self.trainer_seconds: list[float] = []
+        self.hand_seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """A step of the Trainer goes from here to here: the batch's end and the fetching of the next are in it."""
+        if batch_idx > self.warmup:
+            self.trainer_seconds.append(time.perf_counter() - self._start)
+        start = common_start()
+        self.other.step()
+        if batch_idx >= self.warmup:
+            self.hand_seconds.append(time.perf_counter() - start)
+        trainer.should_stop = batch_idx >= self.rounds + self.warmup
+        self._start = common_start()
+
+
+def race(model: str, strategy: str, by_hand: str, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of a step in each round, of the slower rank: "trainer", and "hand".
+
+    Args:
+        model: name of a task of `engine.race`.
+        strategy: of the Trainer, a key of `STRATEGIES`.
+        by_hand: "FULL_SHARD" or "SHARD_GRAD_OP".
+        rounds, warmup: pairs, and pairs before.
+    """
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update(variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})  # the group is there already
+    warnings.simplefilter("ignore")
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    theirs, loss, batch = task(model)
+    pairs = Pairs(ByHand(theirs, loss, batch, by_hand), rounds, warmup)
+    ours = Task(*task(model))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=STRATEGIES[strategy](),
+        max_epochs=1,
+        callbacks=[pairs],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(ours)
+    mine = {"trainer": pairs.trainer_seconds[:rounds], "hand": pairs.hand_seconds[:rounds]}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return {kind: [max(times) for times in zip(*(found[kind] for found in every), strict=True)] for kind in mine}
