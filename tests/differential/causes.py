@@ -6,12 +6,13 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.play import same
+from tests.differential.play import STAGES_OF
 from tests.differential.program import Program
+from tests.differential.record import same
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
-    from tests.differential.play import Event, Record
+    from tests.differential.record import Event, Record
 
 
 def has(program: Program, kind: str) -> bool:
@@ -28,6 +29,14 @@ def acts(program: Program, *kinds: str) -> bool:
 
 def refused(ours: Record, *words: str) -> bool:
     return any(part in str(end.get("message")) for _, end in ours.ends for part in words)
+
+
+REAL = re.compile(r"(?<=[=/-])\d+\.\d+")  # in the name of a file
+
+
+def begins(events: list[str], *hooks: str) -> bool:
+    """Whether the first of some events is one of these hooks."""
+    return bool(events) and events[0].endswith(hooks)
 
 
 BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_step|zero_grad|clip")
@@ -94,8 +103,12 @@ def without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> 
     return "callback.on_save_checkpoint" if fewer else ""
 
 
+def trains_nothing(program: Program) -> bool:
+    return program.flags.get("limit_train_batches") == 0 and not program.flags.get("overfit_batches")
+
+
 def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -> str:
-    if program.flags.get("limit_train_batches") != 0:
+    if not trains_nothing(program):
         return ""
     count = len(ours.events)
     ours.events = [event for event in ours.events if not event[0].endswith(".train_dataloader")]
@@ -147,7 +160,7 @@ def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -
     stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
     between = "on_save_checkpoint" in d.where or (d.kind == "end" and d.call.startswith("1 "))
     if between and "SystemExit" in str(first(theirs)) and d.name != "raised":  # of the user's, between two calls
-        return d.name in stage or d.name.startswith(("num_", "val_dataloaders"))
+        return d.name in stage or d.name in STAGES_OF  # those are looked at in their stages
     if d.kind != "end" or "SystemExit" not in str(end(theirs, d.call).get("raised")):
         return False
     shown = d.name in ("raised", *stage) or d.name.endswith("_metrics")
@@ -261,11 +274,33 @@ def validated_by_number(program: Program, d: Difference, theirs: Record, ours: R
     return "resume" in d.call and every and d.kind == "order" and "val_dataloader" in str([d.theirs[:1], d.ours[:1]])
 
 
+def stopped_at_boundary(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A stop that is asked for within a window: Lightning validates or ends, and ours plays the next micro-batch."""
+    stops = acts(program, "stop") or has(program, "EarlyStopping") or has(program, "Timer")
+    if d.kind != "order" or not stops or not accumulates(program):
+        return False
+    return begins(d.ours, "on_train_batch_start") and not begins(d.theirs, "on_train_batch_start")
+
+
+def made_early(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What is there of layers that Lightning's averaging callbacks have made in their setup."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    shown = d.name in ("weights", "trained", "mode", "gradients")
+    return averages and program.late and shown and d.where.endswith(("setup", "configure_model"))
+
+
+def drawn_in_float32(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Weights of layers that Lightning's averaging callbacks have made outside of the precision's type."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    of_type = program.flags.get("precision", "").endswith("-true") and program.flags["precision"] != "32-true"
+    return averages and program.late and of_type and d.name == "weights"
+
+
 def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Names of files with a metric that only a resumed fit of ours knows."""
     if "resume" not in program.calls[-1] or not (d.where == "names" or d.name == "ModelCheckpoint"):
         return False
-    mine, other = (re.sub(r"(?<==)\d+\.\d+", "", str(value)) for value in (d.theirs, d.ours))
+    mine, other = (REAL.sub("", str(value)) for value in (d.theirs, d.ours))
     return mine == other
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.differential.causes import by_call
+from tests.differential.causes import REAL, by_call
 from tests.differential.known import TAKEN_OUT, Row, explain
-from tests.differential.play import Event, Record, play, same
+from tests.differential.play import play
 from tests.differential.program import Program
+from tests.differential.record import Event, Record, same
 
-REAL = re.compile(r"(?<==)\d+\.\d+")  # in the name of a file
 DIGEST = re.compile(r"[0-9a-f]{10}")
 
 
@@ -65,7 +65,11 @@ def compare(program: Program) -> Verdict:
             root = Path(folder).resolve() / package.partition(".")[0]
             root.mkdir()
             records.append(play(package, program, root))
-    theirs, ours = records
+    return judge(program, *records)
+
+
+def judge(program: Program, theirs: Record, ours: Record) -> Verdict:
+    """Explain what differs of two records, out of which the rows may take what they explain."""
     explained: list[tuple[Difference, Row]] = []
     unexplained: list[Difference] = []
     for row in TAKEN_OUT:

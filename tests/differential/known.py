@@ -18,6 +18,7 @@ from tests.differential.causes import (
     before_average,
     better_pickles,
     by_time,
+    drawn_in_float32,
     dry_run_saves,
     end,
     ends_before_limit,
@@ -26,6 +27,7 @@ from tests.differential.causes import (
     has,
     interrupted,
     kept_on_exception,
+    made_early,
     measured,
     mixed_with_interrupted,
     monitor_kept,
@@ -41,7 +43,9 @@ from tests.differential.causes import (
     refused_call,
     saved_again,
     saved_on_exception,
+    stopped_at_boundary,
     swa_resumed,
+    trains_nothing,
     unfinished,
     validated_by_number,
     waits_for_metric,
@@ -53,12 +57,12 @@ from tests.differential.causes import (
     without_saves_of_weights,
 )
 from tests.differential.more import widen
-from tests.differential.play import same
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
+from tests.differential.record import same
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
-    from tests.differential.play import Record
+    from tests.differential.record import Record
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ TAKEN_OUT = [
         PAGE,
         replace(PLAIN, flags=_flags(limit_train_batches=0)),
         lambda program, d, theirs, ours: (
-            program.flags.get("limit_train_batches") == 0
+            trains_nothing(program)
             and (d.name in ("num_training_batches", "train_dataloader", "val_check_batch") or d.kind == "warnings")
         ),
         take=without_loader_of_nothing,
@@ -126,6 +130,7 @@ TAKEN_OUT = [
         "WeightAveraging copies the layers when training starts; Lightning calls configure_model in its setup for it.",
         PAGE,
         replace(PLAIN, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
+        made_early,
         take=without_early_configure_model,
     ),
     Row(
@@ -213,7 +218,7 @@ ROWS = [
         replace(PLAIN, optimizers=("lbfgs",)),
         lambda program, d, theirs, ours: (
             program.optimizers in (("lbfgs",), ("closure twice",))
-            and (d.name.endswith("_metrics") or accumulates(program))
+            and (d.name.endswith("_metrics") or d.name == "EarlyStopping" or accumulates(program))
         ),
         then="numbers",
     ),
@@ -510,6 +515,36 @@ ROWS = [
             callbacks=(("LearningRateMonitor", {"logging_interval": "step"}),),
         ),
         rate_of_window,
+    ),
+    Row(
+        "Layers of configure_model are made in the precision's type with WeightAveraging, too; in Lightning, where its "
+        "setup makes them, in float32.",
+        PAGE,
+        widen(draw(1385)),
+        drawn_in_float32,
+        then="numbers",
+    ),
+    Row(
+        "A fit that is asked to stop within an accumulation window ends with the window; Lightning drops what it has.",
+        PAGE,
+        replace(PLAIN, flags=_flags(accumulate_grad_batches=3), acts=(Act("stop", "training_step", 2),)),
+        stopped_at_boundary,
+        then="all",
+    ),
+    Row(
+        "A second fit with ModelPruning goes on from the masks; Lightning's raises where they are not permanent.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "fit"),
+            callbacks=(
+                ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5, "make_pruning_permanent": False}),
+            ),
+        ),
+        lambda program, d, theirs, ours: (
+            has(program, "ModelPruning") and "support the deepcopy protocol" in str(theirs.ends)
+        ),
+        then="all",
     ),
     Row(
         "A hook that a callback does not override is not called, and so not measured.",

@@ -310,6 +310,18 @@ def test_the_fit_goes_on_with_the_rate_and_its_schedule() -> None:
     assert module.lr == best
 
 
+class AtTheStart(Rates):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(pl_module.lr)
+
+
+def test_a_callback_before_the_finder_began_with_the_rate_of_before() -> None:
+    first, finder = AtTheStart(), LearningRateFinder(num_training_steps=30)
+    quiet(callbacks=[first, finder], max_epochs=1).fit(Net(), datamodule=Data())
+    assert finder.optimal_lr is not None
+    assert first.seen == pytest.approx([finder.optimal_lr.suggestion()] * 2)
+
+
 def test_in_mid_fit_the_optimizer_goes_on_with_the_rate() -> None:
     module, rates, finder = Net(), Rates(), InMidFit(num_training_steps=30)
     quiet(callbacks=[finder, rates], max_epochs=4).fit(module, datamodule=Data())

@@ -253,6 +253,7 @@ class BatchSizeFinder(Callback):
     """
 
     SUPPORTED_MODES = MODES
+    _searches = True
 
     def __init__(
         self,

@@ -325,6 +325,7 @@ class LearningRateFinder(Callback):
     """
 
     SUPPORTED_MODES = MODES
+    _searches = True
 
     def __init__(
         self,
