@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.differential.parts import SEARCHES
 from tests.differential.play import STAGES_OF
 from tests.differential.program import Program
 from tests.differential.record import same
@@ -13,6 +16,36 @@ from tests.differential.record import same
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
     from tests.differential.record import Event, Record
+
+
+PAGE = "docs/lightning.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A difference on purpose.
+
+    Attributes:
+        sentence: what differs, and why.
+        where: the file of the docs that tells it, and the name of its row there.
+        shown_by: a program that shows it.
+        holds: whether it explains a difference of a program.
+        then: what may follow from it later in the run: "" nothing, "numbers" other values in the same places, "all"
+            another run.
+        take: takes what it explains out of both records before they are compared, and says where it found that.
+    """
+
+    sentence: str
+    where: str
+    shown_by: Program
+    holds: Callable[[Program, Difference, Record, Record], bool] = lambda *_: False
+    then: str = ""
+    take: Callable[[Program, Record, Record], str] = lambda *_: ""
+
+
+def warned(d: Difference, *topics: str) -> bool:
+    """Whether the difference is a warning about one of these."""
+    return d.kind == "warnings" and d.where.startswith(tuple(f"{topic} (" for topic in topics))
 
 
 def has(program: Program, kind: str) -> bool:
@@ -46,9 +79,17 @@ def end(record: Record, call: str) -> dict[str, Any]:
     return next((end for label, end in record.ends if label == call), {})
 
 
-def first(record: Record) -> dict[str, Any]:
-    """The end of the first call."""
-    return next((facts for label, facts in record.ends if label.startswith("0 ")), {})
+def ended_before(record: Record, d: Difference, kind: str = "") -> bool:
+    """Whether a call before that of the difference has raised something of this kind."""
+    calls = [label for label, _ in record.ends]
+    before = record.ends[: calls.index(d.call)] if d.call in calls else record.ends
+    return any("raised" in facts and kind in str(facts["raised"]) for _, facts in before)
+
+
+def later(d: Difference, record: Record) -> bool:
+    """Whether a difference is of another call than the first, but for searches."""
+    calls = [label for label, _ in record.ends if label[0].isdigit() and not label.endswith(SEARCHES)]
+    return d.call in calls[1:]
 
 
 def by_call(events: list[Event]) -> dict[str, list[Event]]:
@@ -158,8 +199,8 @@ def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) ->
 def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Lightning leaves the stage as it was."""
     stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
-    between = "on_save_checkpoint" in d.where or (d.kind == "end" and d.call.startswith("1 "))
-    if between and "SystemExit" in str(first(theirs)) and d.name != "raised":  # of the user's, between two calls
+    between = "on_save_checkpoint" in d.where or (d.kind == "end" and later(d, theirs))
+    if between and ended_before(theirs, d, "SystemExit") and d.name != "raised":  # of the user's, between two calls
         return d.name in stage or d.name in STAGES_OF  # those are looked at in their stages
     if d.kind != "end" or "SystemExit" not in str(end(theirs, d.call).get("raised")):
         return False
@@ -229,10 +270,13 @@ def average_put_back(program: Program, d: Difference, theirs: Record, ours: Reco
 
 
 def after_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Where a run goes on whose first call has ended by an exception."""
-    later = "resume" in d.call or "fit on" in d.call or d.kind == "warnings"
+    """Where a run goes on whose first call has ended by an exception: before its first whole batch."""
+    goes_on = "resume" in d.call or "fit on" in d.call
     number = d.name == "arguments" and "epoch" in d.theirs
-    return later and "raised" in first(theirs) and (d.kind in ("order", "warnings") or number)
+    if not goes_on or not ended_before(theirs, d) or not (d.kind == "order" or number):
+        return False
+    before = [label for label, _ in by_call(ours.events).get(d.call, [])[: d.place]]
+    return before.count("callback.on_train_batch_end") <= 1
 
 
 def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -257,7 +301,7 @@ def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return "resume last" in d.call and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
+    return d.call.endswith(("resume last", "by last")) and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
 
 
 def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -298,16 +342,31 @@ def drawn_in_float32(program: Program, d: Difference, theirs: Record, ours: Reco
 
 def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Names of files with a metric that only a resumed fit of ours knows."""
-    if "resume" not in program.calls[-1] or not (d.where == "names" or d.name == "ModelCheckpoint"):
+    if not any("resume" in call for call in program.calls) or not (d.where == "names" or d.name == "ModelCheckpoint"):
         return False
     mine, other = (REAL.sub("", str(value)) for value in (d.theirs, d.ours))
     return mine == other
 
 
+def first_batch(record: Record, call: str) -> int:
+    """The number of the first training batch of a call; 0 where there is none."""
+    events = by_call(record.events).get(call, [])
+    started = (facts for label, facts in events if label == "callback.on_train_batch_start")
+    return int(next((facts["arguments"]["batch_idx"] for facts in started), 0))
+
+
+def windows(program: Program) -> set[int]:
+    """The numbers of micro-batches that a window of the program may have."""
+    tables = [part["scheduling"] for kind, part in program.callbacks if kind == "GradientAccumulationScheduler"]
+    return {program.flags.get("accumulate_grad_batches", 1), *(each for table in tables for each in table.values())}
+
+
 def within_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if "resume" not in program.calls[-1] or not accumulates(program):
+    """What a run logs, and when it validates across epochs, that goes on with a batch within a window."""
+    begun = [first_batch(ours, call) for call, _ in ours.ends if "resume" in call]
+    if not any(number % size for number in begun for size in windows(program)):
         return False
-    across = program.flags.get("check_val_every_n_epoch", 1) is None
+    across = program.flags.get("check_val_every_n_epoch", 1) is None and "resume" in d.call
     return d.kind == "rows" or d.name == "content" or (across and d.kind == "order" and "validation" in d.where)
 
 
@@ -322,7 +381,7 @@ def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> b
 
 def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Metrics of a call after one that was ended within a validation."""
-    return d.call.startswith("1 ") and d.name.endswith("_metrics") and "SystemExit" in str(first(theirs))
+    return later(d, theirs) and d.name.endswith("_metrics") and ended_before(theirs, d, "SystemExit")
 
 
 def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -336,7 +395,11 @@ def again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool
 
 
 def swa_resumed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return has(program, "StochasticWeightAveraging") and d.call.startswith("1 ")
+    """The number of the epoch, and so the number of epochs, of a fit after one with SWA."""
+    if not has(program, "StochasticWeightAveraging") or not later(d, theirs):
+        return False
+    numbers = d.name in ("current_epoch", "epoch", "max_epochs") and d.theirs != d.ours
+    return numbers or d.kind == "order" or (d.name == "arguments" and "epoch" in d.theirs)
 
 
 def dry_run_saves(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -360,11 +423,16 @@ def newest_is_last(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def goes_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """The same number of a batch, and another batch."""
+    """The same number of a batch, and another batch, where the run goes on within an epoch; with max_steps Lightning
+    counts on from the last epoch's batches, and may have none to come."""
+    counts_on = program.flags.get("max_steps", -1) != -1 and "resume" in d.call
+    if counts_on and d.kind == "order" and begins(d.theirs, "on_train_epoch_end"):
+        return not begins(d.ours, "on_train_epoch_end")
     if "resume" not in d.call or d.name != "arguments" or "batch" not in d.theirs or program.train == "shuffled":
         return False
+    within = first_batch(ours, d.call) > 0
     same_number = d.theirs.get("batch_idx") == d.ours.get("batch_idx")
-    return "train" in d.where and (same_number or program.flags.get("max_steps", -1) != -1)
+    return "train" in d.where and (within if same_number else counts_on)
 
 
 def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -431,3 +499,60 @@ def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
         facts[name] = {key: value for key, value in shown.items() if key in there[name]}
         fewer = name if len(facts[name]) < len(shown) else fewer
     return fewer
+
+
+def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Layers that a resumed fit goes on to train."""
+    tunes = has(program, "BackboneFinetuning") or has(program, "Unfreezing")
+    shown = d.name in ("trained", "gradients")
+    if not tunes or "resume" not in d.call or not shown or len(d.theirs) != len(d.ours):
+        return False
+    return all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
+
+
+def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return d.where == "names" and all(name.endswith(".pt.trace.json") for name in [*d.theirs, *d.ours])
+
+
+def without_repeated(program: Program, theirs: Record, ours: Record) -> str:
+    """Values of names that are logged now and then, in rows of Lightning's for steps that did not log them."""
+    names = {f"{log.name}{end}" for log in program.logs if log.every > 1 for end in ("", "_step")}
+    if not names:
+        return ""
+    pairs = [(theirs.rows, ours.rows)]
+    pairs += [(rows, ours.files.get(name)) for name, rows in theirs.files.items() if isinstance(rows, list)]
+    taken = [_without_repeated(names, mine, other) for mine, other in pairs if isinstance(other, list)]
+    return "rows" if any(taken) else ""
+
+
+def _without_repeated(names: set[str], theirs: list[Any], ours: list[Any]) -> bool:
+    taken, place = False, 0
+    for row in list(theirs):
+        values = row[1] if isinstance(row, (list, tuple)) else row
+        other = ours[place] if place < len(ours) else None
+        shown = other[1] if isinstance(other, (list, tuple)) else other
+        if not isinstance(values, dict):
+            place += 1
+            continue
+        step = row[0] if isinstance(row, (list, tuple)) else row.get("step")
+        same_step = isinstance(shown, dict) and step == (
+            other[0] if isinstance(other, (list, tuple)) else other["step"]
+        )
+        repeated = {name for name in names & values.keys() if not same_step or name not in shown}
+        if not same_step and not values.keys() <= {*repeated, "epoch", "step"}:
+            repeated = set()
+        for name in repeated:
+            del values[name]
+            taken = True
+        if repeated and not values.keys() - {"epoch", "step"} and not same_step:
+            theirs.remove(row)
+        else:
+            place += 1
+    return taken
+
+
+def ends_epoch(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Where a run goes on that was saved at the last batch of an epoch."""
+    if "resume" not in d.call or d.kind != "order":
+        return False
+    return begins(d.ours, "on_train_epoch_end") and not begins(d.theirs, "on_train_epoch_end")

@@ -19,10 +19,10 @@ PATHS = (
     "predict path",
     "test untold",
     "validate untold",
-    "fit last",
-    "fit path",
+    "resumed by last",
+    "resumed by path",
+    "resumed by missing",
     "test missing",
-    "fit missing",
 )
 OFF = ("log_every_n_steps", "num_sanity_val_steps", "fast_dev_run", "detect_anomaly")
 """Flags that contradict ``barebones``."""
@@ -45,7 +45,7 @@ def _by_pytorch(p: Program, r: random.Random) -> Program:
 def _one_optimizer(p: Program) -> Program:
     flags = {name: value for name, value in p.flags.items() if name not in ("limit_train_batches", "overfit_batches")}
     optimizers = tuple("sgd" if each in ("lbfgs", "none", "closure") else each for each in p.optimizers[:1])
-    return replace(p, flags=flags, manual=False, optimizers=optimizers, schedulers=p.schedulers[:1])
+    return replace(p, flags=flags, manual=False, optimizers=optimizers, schedulers=p.schedulers[:1], acts=())
 
 
 def _rates(r: random.Random) -> dict[str, Any]:
@@ -97,12 +97,13 @@ def _finetuned(p: Program, r: random.Random) -> Program:
             verbose=(True,),
         )
     calls = r.choice((p.calls, ("fit", "resume"), ("fit", "resume mid")))
+    optimizers = tuple("sgd" if each == "none" else each for each in p.optimizers[:1])
     whole = tuple(
         (name, {key: value for key, value in part.items() if key != "save_weights_only"}) for name, part in p.callbacks
     )
     flags = {**p.flags, "max_epochs": r.choice((2, 3))}
     p = replace(p, calls=calls, callbacks=(*whole, (kind, settings)), flags=flags, late=False)
-    return replace(p, backbone=True, manual=False, optimizers=p.optimizers[:1], schedulers=p.schedulers[:1])
+    return replace(p, backbone=True, manual=False, optimizers=optimizers, schedulers=p.schedulers[:1])
 
 
 def _now_and_then(p: Program, r: random.Random) -> Program:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.differential.causes import (
     BATCH,
+    PAGE,
+    Row,
     accumulates,
     acts,
     after_exception,
@@ -22,11 +23,13 @@ from tests.differential.causes import (
     dry_run_saves,
     end,
     ends_before_limit,
+    ends_epoch,
     environments,
     goes_on,
     has,
     interrupted,
     kept_on_exception,
+    kept_thawed,
     made_early,
     measured,
     mixed_with_interrupted,
@@ -45,18 +48,23 @@ from tests.differential.causes import (
     saved_on_exception,
     stopped_at_boundary,
     swa_resumed,
+    traces,
     trains_nothing,
     unfinished,
     validated_by_number,
     waits_for_metric,
+    warned,
     within_window,
     without_early_configure_model,
     without_loader_of_nothing,
+    without_repeated,
     without_restored_metrics,
     without_sanity_of_resumed,
     without_saves_of_weights,
 )
+from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
+from tests.differential.of_searches import OF_SEARCHES, SEARCH
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
 from tests.differential.record import same
 
@@ -65,43 +73,28 @@ if TYPE_CHECKING:
     from tests.differential.record import Record
 
 
-@dataclass(frozen=True)
-class Row:
-    """A difference on purpose.
-
-    Attributes:
-        sentence: what differs, and why.
-        where: the file of the docs that tells it, and the name of its row there.
-        shown_by: a program that shows it.
-        holds: whether it explains a difference of a program.
-        then: what may follow from it later in the run: "" nothing, "numbers" other values in the same places, "all"
-            another run.
-        take: takes what it explains out of both records before they are compared, and says where it found that.
-    """
-
-    sentence: str
-    where: str
-    shown_by: Program
-    holds: Callable[[Program, Difference, Record, Record], bool] = lambda *_: False
-    then: str = ""
-    take: Callable[[Program, Record, Record], str] = lambda *_: ""
-
-
-PAGE = "docs/lightning.md"
-
-
 def _flags(**flags: Any) -> dict[str, Any]:
     return {**PLAIN.flags, **flags}
 
 
 TAKEN_OUT = [
+    SEARCH,
+    Row(
+        "A name that is logged in some steps only is shown in those; Lightning repeats its last value.",
+        PAGE,
+        replace(PLAIN, logs=(LOSS, Log("training_step", "a", "module", {}, every=2))),
+        take=without_repeated,
+    ),
     Row(
         "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
         PAGE,
         replace(PLAIN, flags=_flags(limit_train_batches=0)),
         lambda program, d, theirs, ours: (
             trains_nothing(program)
-            and (d.name in ("num_training_batches", "train_dataloader", "val_check_batch") or d.kind == "warnings")
+            and (
+                d.name in ("num_training_batches", "train_dataloader", "val_check_batch")
+                or warned(d, "log_every_n_steps")
+            )
         ),
         take=without_loader_of_nothing,
     ),
@@ -145,6 +138,19 @@ TAKEN_OUT = [
 
 ROWS = [
     *TAKEN_OUT,
+    *OF_SEARCHES,
+    Row(
+        "A resumed fit goes on to train what was thawed; Lightning's finetuning freezes it again, for good.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "resume"),
+            backbone=True,
+            callbacks=(("BackboneFinetuning", {"unfreeze_backbone_at_epoch": 1}),),
+        ),
+        kept_thawed,
+        then="numbers",
+    ),
     Row(
         "WeightAveraging keeps the current weights for a checkpoint that is taken after the fit, and has nothing to "
         "save before training; Lightning saves the average for both, and the first weights.",
@@ -244,12 +250,15 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A fit that goes on shuffles once an epoch; Lightning begins with the second permutation of the loader's "
-        "generator.",
+        "A fit that goes on, or makes its loader anew, shuffles once an epoch; Lightning begins with the second "
+        "permutation of the loader's generator.",
         PAGE,
         replace(PLAIN, train="shuffled", calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
-            "fit on" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
+            ("fit on" in d.call or "reload_dataloaders_every_n_epochs" in program.flags)
+            and program.train == "shuffled"
+            and d.name == "arguments"
+            and "batch" in d.theirs
         ),
         then="numbers",
     ),
@@ -324,7 +333,13 @@ ROWS = [
         "ckpt_path is there from the start of the call.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume")),
-        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.theirs is None and d.ours is not None,
+        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.kind == "fact" and d.ours is not None,
+    ),
+    Row(
+        "Traces of PyTorchProfiler are named by the step alone, and each kind of step has one.",
+        PAGE,
+        replace(PLAIN, profiler=("PyTorchProfiler", {"dirpath": "profiles"})),
+        traces,
     ),
     Row(
         "The pass for SWA's BatchNorm statistics is no epoch of its own.",
@@ -355,6 +370,22 @@ ROWS = [
         PAGE,
         replace(PLAIN, calls=("fit", "resume last")),
         refused_call,
+        then="all",
+    ),
+    Row(
+        "A call without a module takes the weights of the last fit where no checkpoint was kept; Lightning raises.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "test untold")),
+        lambda program, d, theirs, ours: (
+            d.call.endswith("untold") and "is not configured" in str(end(theirs, d.call).get("message"))
+        ),
+        then="all",
+    ),
+    Row(
+        "A run that was saved at the last batch of an epoch goes on with that epoch's end; Lightning leaves it out.",
+        PAGE,
+        widen(draw(0)),
+        ends_epoch,
         then="all",
     ),
     Row(
@@ -695,12 +726,7 @@ ROWS = [
             }
         ),
     ),
-    Row(
-        "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
-        "docs/architecture.md: Micro-batches weigh their samples",
-        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
-        lambda program, d, theirs, ours: d.kind == "warnings" and d.where == "batch size" and d.theirs,
-    ),
+    *WARNINGS,
 ]
 
 

@@ -80,7 +80,8 @@ def edit(call: str, path: str) -> None:
     torch.save(held, path)
 
 
-SEARCHES = ("lr_find", "scale_batch_size")
+SEARCHES = ("lr_find", "scale_batch_size")  # by the Tuner
+FINDERS = ("LearningRateFinder", "BatchSizeFinder")  # the same as callbacks
 
 
 def searched(player: Player, call: str, data: dict[str, Any]) -> Any:

@@ -88,6 +88,9 @@ DEAR = ("estimated_stepping_batches", "log_dir")
 """Attributes that do something when they are read: looked at only in on_train_start and at the end."""
 
 
+AFTER_SEARCH = ("callback.on_fit_start", *(f"callback.on_{stage}_start" for stage in ("test", "predict")))
+
+
 class Player:
     """One program on one package."""
 
@@ -149,6 +152,8 @@ class Player:
 
     def note(self, label: str, arguments: dict[str, Any] | None = None) -> None:
         """One event."""
+        if label in AFTER_SEARCH and any(kind in parts.FINDERS for kind, _ in self.program.callbacks):
+            self.counts.clear()  # what a search has counted is its own
         facts = self.state(label)
         if arguments is not None:
             facts["arguments"] = {name: self.argument(name, value) for name, value in arguments.items()}
@@ -175,17 +180,15 @@ class Player:
                 return act.kind
         return None
 
-    def logs(self, owner: str, hook: str, target: Any, value: Tensor | float | None = None) -> None:
-        """The calls of ``log`` of one hook."""
+    def logs(self, owner: str, hook: str, target: Any, value: Tensor | None = None, batch: int | None = None) -> None:
+        """The calls of ``log`` of one hook, in the batch of this number."""
         for log in self.program.logs:
-            if log.owner == owner and log.hook == hook:
+            if log.owner == owner and log.hook == hook and (batch or 0) % log.every == 0:
                 self.log(log, target, value)
 
     def log(self, log: Log, target: Any, value: Tensor | float | None) -> None:
         counted = f"log {log.name}" + (" in the sanity check" if self.trainer.sanity_checking else "")
         self.counts[counted] += 1
-        if (self.counts[counted] - 1) % log.every:
-            return
         number = value if value is not None else float(self.counts[counted])
         target.log(log.name, number, **log.settings)
 
@@ -211,7 +214,7 @@ class Player:
                 if owner == "callback":
                     self.act(f"callback.{name}")
                 if owner != "data":
-                    self.logs(owner, name, this)
+                    self.logs(owner, name, this, batch=given.get("batch_idx"))
                 return original(this, *args, **kwargs)
 
             call.__name__ = name
@@ -307,7 +310,7 @@ class Player:
                 player.act(name)
                 loss = self.loss(batch)
                 if name != "predict_step":
-                    player.logs("module", name, self, loss)
+                    player.logs("module", name, self, loss, batch_idx)
                 return loss
 
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -323,7 +326,7 @@ class Player:
                 player.note("module.training_step", {"batch": batch, **indices})
                 act = player.act("training_step")
                 loss = self.loss(batch)
-                player.logs("module", "training_step", self, loss)
+                player.logs("module", "training_step", self, loss, indices["batch_idx"])
                 if program.manual:
                     player.step_by_hand(self, batch)
                     return None
@@ -498,7 +501,7 @@ class Player:
             flags["order"] = "torch"
         if self.program.single_device:
             flags["strategy"] = self.part("strategies").SingleDeviceStrategy(self.program.single_device)
-        self.trainer = None
+        self.let_go()
         trainer = self.pl.Trainer(
             accelerator="cpu",
             devices=1,
@@ -513,6 +516,12 @@ class Player:
         )
         self.trainer = trainer
         return trainer
+
+    def let_go(self) -> None:
+        """End torch's profiler, which one of Lightning's else ends where it is collected, in another's midst."""
+        if self.trainer is not None:
+            self.trainer.profiler.teardown(None)
+        self.trainer = None
 
     def make_data(self) -> dict[str, Any]:
         if self.program.data != "data module":
@@ -537,6 +546,7 @@ class Player:
         for number, call in enumerate(self.program.calls):
             self.play_call(f"{number} {call}", call, data)
         look_at_files(self.record, self.root)
+        self.let_go()
         return self.record
 
     def play_call(self, label: str, call: str, data: dict[str, Any]) -> None:
@@ -545,6 +555,7 @@ class Player:
         try:
             if call in parts.SEARCHES:
                 end["found"] = parts.searched(self, call, data)
+                self.counts.clear()
             else:
                 method, given = self.prepared(call, data)
                 if self.program.data == "arguments":
@@ -601,8 +612,8 @@ class Player:
             return "fit", dict(data)
         if call == "predict" and self.program.returns is not None:
             return call, {**data, "return_predictions": self.program.returns}
-        if not call.startswith("resume"):
-            method, _, asked = call.partition(" ")
+        if not call.startswith("resume ") and call != "resume":
+            method, _, asked = call.replace("resumed by", "fit").partition(" ")
             if asked == "path":
                 asked = str(self.root / "here.ckpt")
                 self.trainer.save_checkpoint(asked)

@@ -60,7 +60,7 @@ class Log:
     name: str
     owner: str
     settings: dict[str, Any]
-    every: int = 1  # only each so manieth time that the hook is called, the first included
+    every: int = 1  # in a hook of batches only in each so manieth, the first included
 
 
 @dataclass(frozen=True)

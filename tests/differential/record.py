@@ -31,7 +31,7 @@ class Record:
         rows: what the recording logger was given.
         files: the names of the files, and of CSV files the rows.
         checkpoints: the keys of each checkpoint, and its plain values.
-        warned: the topics of the warnings that were given.
+        warned: the warnings that were given, by class and text.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Record:
     rows: list[Any] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
     checkpoints: dict[str, Any] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
+    warned: set[tuple[str, str]] = field(default_factory=set)
 
 
 def plain(value: Any, root: str = "") -> Any:

@@ -162,7 +162,7 @@ def test_a_comparison_finds_each_kind_of_difference() -> None:
         "rows": Record(rows=[]),
         "files": Record(files={}),
         "checkpoint": Record(checkpoints={"last.ckpt": {"epoch": 2}}),
-        "warnings": Record(warned={"max_epochs"}),
+        "warnings": Record(warned={("UserWarning", "`max_epochs` was not set")}),
     }
     for kind, change in changes.items():
         other = shown()

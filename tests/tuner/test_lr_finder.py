@@ -127,6 +127,16 @@ def test_a_step_without_a_loss_is_no_number_and_is_left_out(monkeypatch: pytest.
     assert finder.suggestion(0, 1) in finder.results["lr"]
 
 
+def test_a_batch_that_was_none_was_a_step_of_the_search() -> None:
+    def none_for_two(samples: list[Any]) -> Any:
+        return None if 2 in samples else torch.tensor(samples, dtype=torch.float64)
+
+    data = DataLoader([0, 1, 2, 3], batch_size=1, collate_fn=none_for_two)
+    finder = find(Slope(), data, num_training=6, update_attr=False, **FREE)
+    assert len(set(finder.results["lr"])) == len(finder.results["lr"]) == 6
+    assert not any(map(math.isnan, finder.results["loss"]))
+
+
 def test_too_few_results_suggest_nothing() -> None:
     module = Slope(lr=0.25)
     with pytest.warns(UserWarning, match="too few to suggest"):
