@@ -69,7 +69,7 @@ REAL = re.compile(r"(?<=[=/-])\d+\.\d+")  # in the name of a file
 
 def begins(events: list[str], *hooks: str) -> bool:
     """Whether the first of some events is one of these hooks."""
-    return bool(events) and events[0].endswith(hooks)
+    return isinstance(events, list) and bool(events) and events[0].endswith(hooks)
 
 
 BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_step|zero_grad|clip")
@@ -250,7 +250,8 @@ def of_averaging(program: Program, d: Difference, theirs: Record, ours: Record) 
     averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
     if averages and d.kind == "checkpoint" and d.name == "keys":
         return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"} and "raised" in str(ours.ends)
-    return averages and "resume" in d.call and d.name in ("weights", "arguments")
+    fits = "resume" in d.call and not d.call.endswith("best")
+    return averages and fits and d.name in ("weights", "arguments")
 
 
 def before_average(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -538,7 +539,8 @@ def _without_repeated(names: set[str], theirs: list[Any], ours: list[Any]) -> bo
         same_step = isinstance(shown, dict) and step == (
             other[0] if isinstance(other, (list, tuple)) else other["step"]
         )
-        repeated = {name for name in names & values.keys() if not same_step or name not in shown}
+        now_and_then = {name for name in values if str(name).partition("/dataloader_idx_")[0] in names}
+        repeated = {name for name in now_and_then if not same_step or name not in shown}
         if not same_step and not values.keys() <= {*repeated, "epoch", "step"}:
             repeated = set()
         for name in repeated:
@@ -556,3 +558,16 @@ def ends_epoch(program: Program, d: Difference, theirs: Record, ours: Record) ->
     if "resume" not in d.call or d.kind != "order":
         return False
     return begins(d.ours, "on_train_epoch_end") and not begins(d.theirs, "on_train_epoch_end")
+
+
+def average_judged(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The weights that an evaluation takes out of a checkpoint of its own Trainer's fit."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    judges = d.call.endswith(("best", "last", "path", "untold")) and not any(each in d.call for each in ("fit", "by "))
+    return averages and judges and d.name in ("weights", "arguments", "returned")
+
+
+def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
+    began = "callback.on_train_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
+    return has(program, "OnExceptionCheckpoint") and not began and begins(d.theirs, "on_save_checkpoint") and not d.ours

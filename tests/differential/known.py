@@ -15,6 +15,7 @@ from tests.differential.causes import (
     after_exception,
     again,
     algorithm,
+    average_judged,
     average_put_back,
     before_average,
     better_pickles,
@@ -38,6 +39,7 @@ from tests.differential.causes import (
     newest_as_last,
     newest_is_last,
     no_least,
+    nothing_to_save,
     of_averaging,
     of_none,
     only_last,
@@ -62,6 +64,7 @@ from tests.differential.causes import (
     without_sanity_of_resumed,
     without_saves_of_weights,
 )
+from tests.differential.further import program_of
 from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
 from tests.differential.of_searches import OF_SEARCHES, SEARCH
@@ -198,6 +201,17 @@ ROWS = [
         PAGE,
         widen(draw(1093)),
         kept_on_exception,
+    ),
+    Row(
+        "OnExceptionCheckpoint saves what has been trained, and nothing before training.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("raise", "on_fit_start", 1),),
+            callbacks=(("OnExceptionCheckpoint", {"dirpath": "kept"}), ("ModelCheckpoint", {})),
+        ),
+        nothing_to_save,
+        then="all",
     ),
     Row(
         "`training_step(dataloader_iter)` is refused by name.",
@@ -384,9 +398,17 @@ ROWS = [
     Row(
         "A run that was saved at the last batch of an epoch goes on with that epoch's end; Lightning leaves it out.",
         PAGE,
-        widen(draw(0)),
+        program_of(421),
         ends_epoch,
         then="all",
+    ),
+    Row(
+        "A call whose checkpoint is not there shows no metrics of the call before.",
+        PAGE,
+        program_of(849),
+        lambda program, d, theirs, ours: (
+            d.kind == "end" and d.call.endswith("missing") and d.name.endswith("_metrics") and d.ours == {}
+        ),
     ),
     Row(
         "Flags that contradict each other are refused by name: min_epochs above max_epochs, min_steps above max_steps.",
@@ -488,6 +510,18 @@ ROWS = [
         widen(draw(2157)),
         only_last,
         then="all",
+    ),
+    Row(
+        "An evaluation of a checkpoint with an average takes the average; Lightning's, in the Trainer of the fit, the "
+        "current weights.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "test best"),
+            callbacks=(("EMAWeightAveraging", {"decay": 0.5}), ("ModelCheckpoint", {})),
+        ),
+        average_judged,
+        then="numbers",
     ),
     Row(
         "Before the first update of an average, validation sees the current weights; in Lightning those that the fit "

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.differential.causes import PAGE, Row, warned
-from tests.differential.more import widen
-from tests.differential.program import PLAIN, Act, Program, Scheduler, draw
+from tests.differential.further import program_of
+from tests.differential.program import PLAIN, Program, Scheduler
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -48,7 +48,13 @@ FEWER: dict[str, tuple[str, Program]] = {
     ),
     "MASTER_ADDR": (
         "Where no variable names the main node it is this one; Lightning warns of it.",
-        replace(PLAIN, environment=("TorchElasticEnvironment", {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})),
+        replace(
+            PLAIN,
+            environment=(
+                "TorchElasticEnvironment",
+                {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"},
+            ),
+        ),
     ),
     "folder of checkpoints": (
         "A folder may hold checkpoints, which no other overwrites; Lightning warns of it.",
@@ -70,14 +76,6 @@ FEWER: dict[str, tuple[str, Program]] = {
         "Which weights a call without a module takes is information, not a warning.",
         replace(PLAIN, calls=("fit", "test untold"), callbacks=(("ModelCheckpoint", {}),)),
     ),
-    "averages outside of a fit": (
-        "An evaluation of a checkpoint with averages takes them, and nothing is said of it.",
-        replace(
-            PLAIN,
-            calls=("fit", "test best"),
-            callbacks=(("EMAWeightAveraging", {"decay": 0.5}), ("ModelCheckpoint", {})),
-        ),
-    ),
     "overfit and shuffled": (
         "overfit_batches with an iterable data set: it does not shuffle, and is not said to.",
         replace(PLAIN, train="iterable", flags={**PLAIN.flags, "overfit_batches": 1}),
@@ -93,11 +91,11 @@ FEWER: dict[str, tuple[str, Program]] = {
     ),
     "no trace": (
         "PyTorchProfiler without a folder says that it wrote no trace only where one was asked for.",
-        replace(PLAIN, loggers=(), profiler=("PyTorchProfiler", {"export_to_chrome": False})),
+        program_of(405),
     ),
     "profiler cycles": (
         "PyTorchProfiler keeps what each kind of step has recorded, so that torch need not say that it does not.",
-        widen(draw(0)),
+        program_of(220),
     ),
     "best of several": (
         "A call without a module says which checkpoint it takes as information, with several ModelCheckpoints, too.",
@@ -113,6 +111,10 @@ FEWER: dict[str, tuple[str, Program]] = {
             PLAIN, manual=True, optimizers=("sgd", "adam"), callbacks=(("LearningRateMonitor", {"log_momentum": True}),)
         ),
     ),
+    "dataloader_iter": (
+        "A module whose `training_step` takes dataloader_iter is refused in a fit; elsewhere nothing is said of it.",
+        replace(PLAIN, iter_step=True, calls=("test",)),
+    ),
     "short profile": (
         "PyTorchProfiler records all steps where there are few, and nothing is said of it.",
         replace(PLAIN, profiler=("PyTorchProfiler", {"dirpath": "profiles"})),
@@ -125,7 +127,7 @@ MORE: dict[str, tuple[str, Program]] = {
     ),
     "uneven loaders": (
         "Loaders side by side that give parts of other sizes are told of once.",
-        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
+        program_of(26),
     ),
     "loaders that stay": (
         "reload_dataloaders_every_n_epochs with loaders that are given as objects, which stay the same, says so.",
@@ -133,20 +135,11 @@ MORE: dict[str, tuple[str, Program]] = {
     ),
     "average begins anew": (
         "WeightAveraging has nothing to save before training, and says so where a fit goes on from that.",
-        replace(
-            PLAIN,
-            calls=("fit", "resume"),
-            acts=(Act("raise", "on_train_start", 1),),
-            callbacks=(("EMAWeightAveraging", {"decay": 0.5}),),
-        ),
+        program_of(120),
     ),
     "another batch size": (
         "A resume with another batch size says what that changes.",
-        widen(draw(0)),
-    ),
-    "NaN": (
-        "A loss that has become NaN is told of once.",
-        widen(draw(0)),
+        program_of(160),
     ),
     "few rates": (
         "A search for a learning rate with too few results to suggest one says so by a warning, not in the log.",

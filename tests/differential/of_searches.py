@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.causes import PAGE, Row, accumulates, by_call, has, warned
-from tests.differential.more import widen
+from tests.differential.causes import PAGE, Row, accumulates, by_call, end, has, warned
+from tests.differential.further import program_of
 from tests.differential.parts import FINDERS, SEARCHES
-from tests.differential.program import PLAIN, Program, draw
+from tests.differential.program import PLAIN, Program
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -82,6 +82,11 @@ def failed_search(program: Program, d: Difference, theirs: Record, ours: Record)
     return bool(failed) and (d.call >= failed[0] or not d.call)
 
 
+def limited(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A search in which ours heeds the limit of validation, of which there is less than a batch."""
+    return d.call.endswith(SEARCHES) and "limit_val_batches=" in str(end(ours, d.call).get("message"))
+
+
 def _of(record: Record, call: str) -> list[str]:
     return [label for label, _ in by_call(record.events).get(call, [])]
 
@@ -124,6 +129,13 @@ def above_most(program: Program, d: Difference, theirs: Record, ours: Record) ->
         sizes = [each.get("optimal_batch_size") if isinstance(each, dict) else each for each in (d.theirs, d.ours)]
         return sizes[0] > most[0] >= sizes[1]
     return d.name == "attributes" and d.theirs[1] > most[0] >= d.ours[1]
+
+
+def above_data(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A batch size that holds a whole data set before a search begins, which Lightning leaves alone."""
+    sizes = has(program, "BatchSizeFinder") or "scale_batch_size" in program.calls
+    least = min(program.train_samples[0], *(program.val_loaders or (4,)))
+    return sizes and program.batch_size >= least and d.name in ("found", "BatchSizeFinder", "attributes")
 
 
 def drawn_by_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -173,7 +185,7 @@ OF_SEARCHES = [
     Row(
         "A search that raises leaves all as it was; Lightning's leaves callbacks, flags and weights of its steps.",
         PAGE,
-        widen(draw(0)),
+        program_of(65),
         failed_search,
         then="all",
     ),
@@ -189,8 +201,34 @@ OF_SEARCHES = [
     Row(
         "A fit after a search draws what it draws without one; Lightning's has drawn from the loader's generator.",
         PAGE,
-        replace(PLAIN, calls=("lr_find", "fit"), train="shuffled", search={"num_training": 2}),
+        program_of(13),
         drawn_by_search,
         then="numbers",
+    ),
+    Row(
+        "A search for a batch size begins with init_val; Lightning's leaves a size alone that holds all the data.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("scale_batch_size", "fit"),
+            train_samples=(2, 4),
+            batch_size=4,
+            search={"max_trials": 3, "init_val": 1},
+        ),
+        above_data,
+        then="all",
+    ),
+    Row(
+        "A search validates by limit_val_batches, and raises where a fit would; Lightning's by its number of steps.",
+        PAGE,
+        replace(
+            PLAIN,
+            flags={**PLAIN.flags, "limit_val_batches": 0.5},
+            batch_size=4,
+            calls=("lr_find", "fit"),
+            search={"num_training": 2},
+        ),
+        limited,
+        then="all",
     ),
 ]
