@@ -302,7 +302,7 @@ def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return d.call.endswith(("resume last", "by last")) and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
+    return d.call.endswith(" last") and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
 
 
 def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -342,11 +342,31 @@ def drawn_in_float32(program: Program, d: Difference, theirs: Record, ours: Reco
 
 
 def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Names of files with a metric that only a resumed fit of ours knows."""
-    if not any("resume" in call for call in program.calls) or not (d.where == "names" or d.name == "ModelCheckpoint"):
+    """Names of files with a metric, and rows with values, that only a resumed fit of ours knows."""
+    if not any("resume" in call for call in program.calls):
+        return False
+    if d.kind == "rows":
+        return holds_more(theirs.rows, ours.rows)
+    if d.name == "content":
+        return holds_more(theirs.files[d.where], ours.files[d.where])
+    if not (d.where == "names" or d.name == "ModelCheckpoint"):
         return False
     mine, other = (REAL.sub("", str(value)) for value in (d.theirs, d.ours))
     return mine == other
+
+
+def holds_more(theirs: list[Any], ours: list[Any]) -> bool:
+    """Whether a logger's rows hold others in their order, which may have fewer values."""
+    rest = iter(ours)
+    return all(any(_holds(row, other) for other in rest) for row in theirs)
+
+
+def _holds(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)) and isinstance(theirs[1], dict):
+        return same(theirs[0], ours[0]) and isinstance(ours[1], dict) and _holds(theirs[1], ours[1])
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(name in ours and same(value, ours[name]) for name, value in theirs.items())
+    return same(theirs, ours)
 
 
 def first_batch(record: Record, call: str) -> int:
@@ -557,7 +577,8 @@ def ends_epoch(program: Program, d: Difference, theirs: Record, ours: Record) ->
     """Where a run goes on that was saved at the last batch of an epoch."""
     if "resume" not in d.call or d.kind != "order":
         return False
-    return begins(d.ours, "on_train_epoch_end") and not begins(d.theirs, "on_train_epoch_end")
+    ends = ("on_train_epoch_end", "on_validation_model_eval", "on_validation_start", "val_dataloader")
+    return begins(d.ours, *ends) and not begins(d.theirs, *ends)
 
 
 def average_judged(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

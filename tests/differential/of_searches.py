@@ -111,6 +111,16 @@ def ends_with_epochs(program: Program, d: Difference, theirs: Record, ours: Reco
     return len(mine) < len(other) and other[: len(mine)] == mine
 
 
+def without_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What a search has found where batches are None."""
+    return program.train == "some None" and looks_for_rate(program) and d.name in ("found", "LearningRateFinder")
+
+
+def small_batches(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A search that raises for batches of one sample, where Lightning's first trial has those of before."""
+    return d.call.endswith(SEARCHES) and "Expected more than 1 value" in str(end(ours, d.call).get("message"))
+
+
 def _tried(record: Record) -> list[float]:
     for _, facts in record.ends:
         found: Any = facts.get("found") or (facts.get("LearningRateFinder") or {}).get("found")
@@ -229,6 +239,19 @@ OF_SEARCHES = [
             search={"num_training": 2},
         ),
         limited,
+        then="all",
+    ),
+    Row(
+        "A batch that is None is no step of a search for a rate; in Lightning it is one without a rate.",
+        PAGE,
+        program_of(1018),
+        without_none,
+    ),
+    Row(
+        "A search for a batch size tries init_val; Lightning's first trial has the batches of before.",
+        PAGE,
+        program_of(986),
+        small_batches,
         then="all",
     ),
 ]

@@ -19,6 +19,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from lockstep.tuner import Tuner
 from lockstep.tuner.lr_finder import LRFinder
+from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import QUIET, Recorder, Slope, numbers, quiet
 from tests.tuner.pieces import Data, Net, contents, differences, samples
 
@@ -207,6 +208,28 @@ def test_a_fit_after_it_is_the_fit_without_it() -> None:
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert result == other_result
     assert sent == other_sent
+
+
+def test_a_fit_after_a_search_over_combined_loaders_drew_another_order() -> None:
+    class OfTwo(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += batch["a"].tolist()
+            return super().training_step(batch["a"], batch_idx)
+
+    def order(searches: bool) -> list[float]:
+        shuffled = DataLoader(numbers(8).dataset, shuffle=True, generator=torch.Generator().manual_seed(3))
+        data, trainer, module = CombinedLoader({"a": shuffled}), quiet(max_epochs=1, order="torch"), OfTwo()
+        if searches:
+            Tuner(trainer).lr_find(module, data, num_training=5, update_attr=False)
+            module.seen.clear()
+        trainer.fit(module, data)
+        return module.seen
+
+    assert order(searches=True) == order(searches=False)
 
 
 class Saved(Net):
