@@ -566,7 +566,7 @@ def _without_repeated(names: set[str], theirs: list[Any], ours: list[Any]) -> bo
         for name in repeated:
             del values[name]
             taken = True
-        if repeated and not values.keys() - {"epoch", "step"} and not same_step:
+        if repeated and not values.keys() - {"epoch", "step"}:
             theirs.remove(row)
         else:
             place += 1
@@ -591,4 +591,5 @@ def average_judged(program: Program, d: Difference, theirs: Record, ours: Record
 def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
     began = "callback.on_train_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
-    return has(program, "OnExceptionCheckpoint") and not began and begins(d.theirs, "on_save_checkpoint") and not d.ours
+    saves = d.kind == "order" and has(program, "OnExceptionCheckpoint") and not began
+    return saves and begins(d.theirs, "on_save_checkpoint") and not d.ours

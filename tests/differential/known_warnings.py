@@ -141,6 +141,10 @@ MORE: dict[str, tuple[str, Program]] = {
         "A resume with another batch size says what that changes.",
         program_of(160),
     ),
+    "NaN": (
+        "A loss that has become NaN is told of once.",
+        program_of(1177),
+    ),
     "few rates": (
         "A search for a learning rate with too few results to suggest one says so by a warning, not in the log.",
         replace(PLAIN, calls=("lr_find",), search={"num_training": 5}),

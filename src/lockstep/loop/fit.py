@@ -461,7 +461,9 @@ class FitLoop:
                     if not left:
                         if self._time_limit is not None:
                             self._look_at_clock()
-                        if log_every and (progress.windows + 1) % log_every == 0:
+                        # the step at which a fit stops is logged, whichever it is; on all ranks alike
+                        stops = session.agreement.is_up(session.stop_flag) if step.shared else session.should_stop
+                        if log_every and (stops or (progress.windows + 1) % log_every == 0):
                             self._log_step()
                     if validates and self._validation_due(not left):
                         self._validate(not left)
