@@ -523,12 +523,14 @@ def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
 
 
 def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Layers that a resumed fit goes on to train."""
+    """Layers that a fit which goes on trains, and their group of the optimizer."""
     tunes = has(program, "BackboneFinetuning") or has(program, "Unfreezing")
-    shown = d.name in ("trained", "gradients")
-    if not tunes or "resume" not in d.call or not shown or len(d.theirs) != len(d.ours):
+    if not tunes or not ("resume" in d.call or "fit on" in d.call) or "-" in (d.theirs, d.ours):
         return False
-    return all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
+    if d.name == "rates":
+        return len(d.theirs[0]) < len(d.ours[0])
+    shown = d.name in ("trained", "gradients") and len(d.theirs) == len(d.ours)
+    return shown and all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
 
 
 def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

@@ -143,7 +143,7 @@ ROWS = [
     *TAKEN_OUT,
     *OF_SEARCHES,
     Row(
-        "A resumed fit goes on to train what was thawed; Lightning's finetuning freezes it again, for good.",
+        "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
         PAGE,
         replace(
             PLAIN,

@@ -51,8 +51,8 @@ def _outside(program: Program, call: str, events: list[Event]) -> list[Event]:
     kept = [place for place, label in enumerate(labels[:after]) if label.endswith(("configure_model", "setup"))]
     asked = [place for place, label in enumerate(labels[:after]) if label.endswith("configure_optimizers")]
     before = asked[0] if asked else kept[-1] if kept else 0
-    rest = [event for event in events[after:] if not event[0].endswith("_dataloader")]  # asked for by the search
-    return [*events[: before + 1], *rest]
+    kept_events = [*events[: before + 1], *events[after:]]
+    return [event for event in kept_events if not event[0].endswith("_dataloader")]  # asked for by the search
 
 
 def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:

@@ -462,7 +462,7 @@ class FitLoop:
                         if self._time_limit is not None:
                             self._look_at_clock()
                         # the step at which a fit stops is logged, whichever it is; on all ranks alike
-                        stops = session.agreement.is_up(session.stop_flag) if step.shared else session.should_stop
+                        stops = session.stop_flag in session.agreement.up if step.shared else session.should_stop
                         if log_every and (stops or (progress.windows + 1) % log_every == 0):
                             self._log_step()
                     if validates and self._validation_due(not left):
