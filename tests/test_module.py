@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import LightningModule
+from lockstep import Callback, LightningModule
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
 
@@ -139,6 +139,24 @@ def test_callbacks_that_come_with_the_model_replace_those_of_their_type() -> Non
     assert [callback for callback in trainer.callbacks if callback in (own, given, other)] == [other, own]
     trainer.fit(Slope(), numbers(1))
     assert [callback for callback in trainer.callbacks if callback in (own, given, other)] == [given, other]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
+def test_what_configure_callbacks_raised_was_not_told_to_on_exception(error: BaseException) -> None:
+    class Told(Callback):
+        seen: BaseException | None = None
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self.seen = exception
+
+    class Model(Slope):
+        def configure_callbacks(self) -> Any:
+            raise error
+
+    told = Told()
+    with pytest.raises(type(error)):
+        quiet(max_epochs=1, callbacks=told).fit(Model(), numbers(4))
+    assert told.seen is error
 
 
 def test_print_speaks_with_and_without_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.session import Session
-from lockstep.loop.state import checkpoints_last, collect
+from lockstep.loop.state import collect, in_order
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
@@ -528,7 +528,7 @@ CONNECTORS: dict[str, dict[str, Callable[[Attributes], Any]]] = {
         "strategy": lambda trainer: trainer.strategy,
         "use_distributed_sampler": lambda trainer: trainer.config.use_distributed_sampler,
     },
-    "_callback_connector": {"_reorder_callbacks": lambda trainer: checkpoints_last},
+    "_callback_connector": {"_reorder_callbacks": lambda trainer: in_order},
     # asks no other rank: third parties call it on rank 0
     "_checkpoint_connector": {"dump_checkpoint": lambda trainer: partial(collect, trainer.session, alone=True)},
     "_data_connector": {},

@@ -10,8 +10,7 @@ import sys
 from collections import Counter
 
 from tests.differential.compare import compare
-from tests.differential.more import widen
-from tests.differential.program import draw
+from tests.differential.further import program_of
 
 
 def main() -> int:
@@ -24,7 +23,7 @@ def main() -> int:
     outcomes: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     for seed in given.only or range(given.seed, given.seed + given.cases):
-        verdict = compare(widen(draw(seed)))
+        verdict = compare(program_of(seed))
         rows.update({row.sentence for _, row in verdict.explained})
         ended = f", ended by {verdict.ended}" if verdict.ended else ""
         outcomes[("different" if verdict.unexplained else "explained" if verdict.explained else "equal")] += 1

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.play import same
+from tests.differential.parts import SEARCHES
+from tests.differential.play import STAGES_OF
 from tests.differential.program import Program
+from tests.differential.record import same
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
-    from tests.differential.play import Event, Record
+    from tests.differential.record import Event, Record
+
+
+PAGE = "docs/lightning.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A difference on purpose.
+
+    Attributes:
+        sentence: what differs, and why.
+        where: the file of the docs that tells it, and the name of its row there.
+        shown_by: a program that shows it.
+        holds: whether it explains a difference of a program.
+        then: what may follow from it later in the run: "" nothing, "numbers" other values in the same places, "all"
+            another run.
+        take: takes what it explains out of both records before they are compared, and says where it found that.
+    """
+
+    sentence: str
+    where: str
+    shown_by: Program
+    holds: Callable[[Program, Difference, Record, Record], bool] = lambda *_: False
+    then: str = ""
+    take: Callable[[Program, Record, Record], str] = lambda *_: ""
+
+
+def warned(d: Difference, *topics: str) -> bool:
+    """Whether the difference is a warning about one of these."""
+    return d.kind == "warnings" and d.where.startswith(tuple(f"{topic} (" for topic in topics))
 
 
 def has(program: Program, kind: str) -> bool:
@@ -30,6 +64,14 @@ def refused(ours: Record, *words: str) -> bool:
     return any(part in str(end.get("message")) for _, end in ours.ends for part in words)
 
 
+REAL = re.compile(r"(?<=[=/-])\d+\.\d+")  # in the name of a file
+
+
+def begins(events: list[str], *hooks: str) -> bool:
+    """Whether the first of some events is one of these hooks."""
+    return isinstance(events, list) and bool(events) and events[0].endswith(hooks)
+
+
 BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_step|zero_grad|clip")
 
 
@@ -37,9 +79,17 @@ def end(record: Record, call: str) -> dict[str, Any]:
     return next((end for label, end in record.ends if label == call), {})
 
 
-def first(record: Record) -> dict[str, Any]:
-    """The end of the first call."""
-    return next((facts for label, facts in record.ends if label.startswith("0 ")), {})
+def ended_before(record: Record, d: Difference, kind: str = "") -> bool:
+    """Whether a call before that of the difference has raised something of this kind."""
+    calls = [label for label, _ in record.ends]
+    before = record.ends[: calls.index(d.call)] if d.call in calls else record.ends
+    return any("raised" in facts and kind in str(facts["raised"]) for _, facts in before)
+
+
+def later(d: Difference, record: Record) -> bool:
+    """Whether a difference is of another call than the first, but for searches."""
+    calls = [label for label, _ in record.ends if label[0].isdigit() and not label.endswith(SEARCHES)]
+    return d.call in calls[1:]
 
 
 def by_call(events: list[Event]) -> dict[str, list[Event]]:
@@ -94,8 +144,12 @@ def without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> 
     return "callback.on_save_checkpoint" if fewer else ""
 
 
+def trains_nothing(program: Program) -> bool:
+    return program.flags.get("limit_train_batches") == 0 and not program.flags.get("overfit_batches")
+
+
 def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) -> str:
-    if program.flags.get("limit_train_batches") != 0:
+    if not trains_nothing(program):
         return ""
     count = len(ours.events)
     ours.events = [event for event in ours.events if not event[0].endswith(".train_dataloader")]
@@ -145,9 +199,9 @@ def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) ->
 def interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Lightning leaves the stage as it was."""
     stage = ("state", "training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
-    between = "on_save_checkpoint" in d.where or (d.kind == "end" and d.call.startswith("1 "))
-    if between and "SystemExit" in str(first(theirs)) and d.name != "raised":  # of the user's, between two calls
-        return d.name in stage or d.name.startswith(("num_", "val_dataloaders"))
+    between = "on_save_checkpoint" in d.where or (d.kind == "end" and later(d, theirs))
+    if between and ended_before(theirs, d, "SystemExit") and d.name != "raised":  # of the user's, between two calls
+        return d.name in stage or d.name in STAGES_OF  # those are looked at in their stages
     if d.kind != "end" or "SystemExit" not in str(end(theirs, d.call).get("raised")):
         return False
     shown = d.name in ("raised", *stage) or d.name.endswith("_metrics")
@@ -196,7 +250,8 @@ def of_averaging(program: Program, d: Difference, theirs: Record, ours: Record) 
     averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
     if averages and d.kind == "checkpoint" and d.name == "keys":
         return set(d.theirs) - set(d.ours) == {"averaging_state", "current_model_state"} and "raised" in str(ours.ends)
-    return averages and "resume" in d.call and d.name in ("weights", "arguments")
+    fits = "resume" in d.call and not d.call.endswith("best")
+    return averages and fits and d.name in ("weights", "arguments")
 
 
 def before_average(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -216,10 +271,13 @@ def average_put_back(program: Program, d: Difference, theirs: Record, ours: Reco
 
 
 def after_exception(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Where a run goes on whose first call has ended by an exception."""
-    later = "resume" in d.call or "fit on" in d.call or d.kind == "warnings"
+    """Where a run goes on whose first call has ended by an exception: before its first whole batch."""
+    goes_on = "resume" in d.call or "fit on" in d.call
     number = d.name == "arguments" and "epoch" in d.theirs
-    return later and "raised" in first(theirs) and (d.kind in ("order", "warnings") or number)
+    if not goes_on or not ended_before(theirs, d) or not (d.kind == "order" or number):
+        return False
+    before = [label for label, _ in by_call(ours.events).get(d.call, [])[: d.place]]
+    return before.count("callback.on_train_batch_end") <= 1
 
 
 def waits_for_metric(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -244,7 +302,7 @@ def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return "resume last" in d.call and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
+    return d.call.endswith(" last") and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
 
 
 def saved_again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -261,18 +319,75 @@ def validated_by_number(program: Program, d: Difference, theirs: Record, ours: R
     return "resume" in d.call and every and d.kind == "order" and "val_dataloader" in str([d.theirs[:1], d.ours[:1]])
 
 
-def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Names of files with a metric that only a resumed fit of ours knows."""
-    if "resume" not in program.calls[-1] or not (d.where == "names" or d.name == "ModelCheckpoint"):
+def stopped_at_boundary(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A stop that is asked for within a window: Lightning validates or ends, and ours plays the next micro-batch."""
+    stops = acts(program, "stop") or has(program, "EarlyStopping") or has(program, "Timer")
+    if d.kind != "order" or not stops or not accumulates(program):
         return False
-    mine, other = (re.sub(r"(?<==)\d+\.\d+", "", str(value)) for value in (d.theirs, d.ours))
+    return begins(d.ours, "on_train_batch_start") and not begins(d.theirs, "on_train_batch_start")
+
+
+def made_early(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What is there of layers that Lightning's averaging callbacks have made in their setup."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    shown = d.name in ("weights", "trained", "mode", "gradients")
+    return averages and program.late and shown and d.where.endswith(("setup", "configure_model"))
+
+
+def drawn_in_float32(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Weights of layers that Lightning's averaging callbacks have made outside of the precision's type."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    of_type = program.flags.get("precision", "").endswith("-true") and program.flags["precision"] != "32-true"
+    return averages and program.late and of_type and d.name == "weights"
+
+
+def named_by_known(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Names of files with a metric, and rows with values, that only a resumed fit of ours knows."""
+    if not any("resume" in call for call in program.calls):
+        return False
+    if d.kind == "rows":
+        return holds_more(theirs.rows, ours.rows)
+    if d.name == "content":
+        return holds_more(theirs.files[d.where], ours.files[d.where])
+    if not (d.where == "names" or d.name == "ModelCheckpoint"):
+        return False
+    mine, other = (REAL.sub("", str(value)) for value in (d.theirs, d.ours))
     return mine == other
 
 
+def holds_more(theirs: list[Any], ours: list[Any]) -> bool:
+    """Whether a logger's rows hold others in their order, which may have fewer values."""
+    rest = iter(ours)
+    return all(any(_holds(row, other) for other in rest) for row in theirs)
+
+
+def _holds(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)) and isinstance(theirs[1], dict):
+        return same(theirs[0], ours[0]) and isinstance(ours[1], dict) and _holds(theirs[1], ours[1])
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(name in ours and same(value, ours[name]) for name, value in theirs.items())
+    return same(theirs, ours)
+
+
+def first_batch(record: Record, call: str) -> int:
+    """The number of the first training batch of a call; 0 where there is none."""
+    events = by_call(record.events).get(call, [])
+    started = (facts for label, facts in events if label == "callback.on_train_batch_start")
+    return int(next((facts["arguments"]["batch_idx"] for facts in started), 0))
+
+
+def windows(program: Program) -> set[int]:
+    """The numbers of micro-batches that a window of the program may have."""
+    tables = [part["scheduling"] for kind, part in program.callbacks if kind == "GradientAccumulationScheduler"]
+    return {program.flags.get("accumulate_grad_batches", 1), *(each for table in tables for each in table.values())}
+
+
 def within_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if "resume" not in program.calls[-1] or not accumulates(program):
+    """What a run logs, and when it validates across epochs, that goes on with a batch within a window."""
+    begun = [first_batch(ours, call) for call, _ in ours.ends if "resume" in call]
+    if not any(number % size for number in begun for size in windows(program)):
         return False
-    across = program.flags.get("check_val_every_n_epoch", 1) is None
+    across = program.flags.get("check_val_every_n_epoch", 1) is None and "resume" in d.call
     return d.kind == "rows" or d.name == "content" or (across and d.kind == "order" and "validation" in d.where)
 
 
@@ -287,7 +402,7 @@ def measured(program: Program, d: Difference, theirs: Record, ours: Record) -> b
 
 def mixed_with_interrupted(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Metrics of a call after one that was ended within a validation."""
-    return d.call.startswith("1 ") and d.name.endswith("_metrics") and "SystemExit" in str(first(theirs))
+    return later(d, theirs) and d.name.endswith("_metrics") and ended_before(theirs, d, "SystemExit")
 
 
 def of_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -301,7 +416,11 @@ def again(program: Program, d: Difference, theirs: Record, ours: Record) -> bool
 
 
 def swa_resumed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    return has(program, "StochasticWeightAveraging") and d.call.startswith("1 ")
+    """The number of the epoch, and so the number of epochs, of a fit after one with SWA."""
+    if not has(program, "StochasticWeightAveraging") or not later(d, theirs):
+        return False
+    numbers = d.name in ("current_epoch", "epoch", "max_epochs") and d.theirs != d.ours
+    return numbers or d.kind == "order" or (d.name == "arguments" and "epoch" in d.theirs)
 
 
 def dry_run_saves(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -325,11 +444,16 @@ def newest_is_last(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def goes_on(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """The same number of a batch, and another batch."""
+    """The same number of a batch, and another batch, where the run goes on within an epoch; with max_steps Lightning
+    counts on from the last epoch's batches, and may have none to come."""
+    counts_on = program.flags.get("max_steps", -1) != -1 and "resume" in d.call
+    if counts_on and d.kind == "order" and begins(d.theirs, "on_train_epoch_end"):
+        return not begins(d.ours, "on_train_epoch_end")
     if "resume" not in d.call or d.name != "arguments" or "batch" not in d.theirs or program.train == "shuffled":
         return False
+    within = first_batch(ours, d.call) > 0
     same_number = d.theirs.get("batch_idx") == d.ours.get("batch_idx")
-    return "train" in d.where and (same_number or program.flags.get("max_steps", -1) != -1)
+    return "train" in d.where and (within if same_number else counts_on)
 
 
 def only_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -396,3 +520,78 @@ def drop_more(facts: dict[str, Any], there: dict[str, Any]) -> str:
         facts[name] = {key: value for key, value in shown.items() if key in there[name]}
         fewer = name if len(facts[name]) < len(shown) else fewer
     return fewer
+
+
+def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Layers that a fit which goes on trains, and their group of the optimizer."""
+    tunes = has(program, "BackboneFinetuning") or has(program, "Unfreezing")
+    if not tunes or not ("resume" in d.call or "fit on" in d.call) or "-" in (d.theirs, d.ours):
+        return False
+    if d.name == "rates":
+        return len(d.theirs[0]) < len(d.ours[0])
+    shown = d.name in ("trained", "gradients") and len(d.theirs) == len(d.ours)
+    return shown and all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
+
+
+def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    return d.where == "names" and all(name.endswith(".pt.trace.json") for name in [*d.theirs, *d.ours])
+
+
+def without_repeated(program: Program, theirs: Record, ours: Record) -> str:
+    """Values of names that are logged now and then, in rows of Lightning's for steps that did not log them."""
+    names = {f"{log.name}{end}" for log in program.logs if log.every > 1 for end in ("", "_step")}
+    if not names:
+        return ""
+    pairs = [(theirs.rows, ours.rows)]
+    pairs += [(rows, ours.files.get(name)) for name, rows in theirs.files.items() if isinstance(rows, list)]
+    taken = [_without_repeated(names, mine, other) for mine, other in pairs if isinstance(other, list)]
+    return "rows" if any(taken) else ""
+
+
+def _without_repeated(names: set[str], theirs: list[Any], ours: list[Any]) -> bool:
+    taken, place = False, 0
+    for row in list(theirs):
+        values = row[1] if isinstance(row, (list, tuple)) else row
+        other = ours[place] if place < len(ours) else None
+        shown = other[1] if isinstance(other, (list, tuple)) else other
+        if not isinstance(values, dict):
+            place += 1
+            continue
+        step = row[0] if isinstance(row, (list, tuple)) else row.get("step")
+        same_step = isinstance(shown, dict) and step == (
+            other[0] if isinstance(other, (list, tuple)) else other["step"]
+        )
+        now_and_then = {name for name in values if str(name).partition("/dataloader_idx_")[0] in names}
+        repeated = {name for name in now_and_then if not same_step or name not in shown}
+        if not same_step and not values.keys() <= {*repeated, "epoch", "step"}:
+            repeated = set()
+        for name in repeated:
+            del values[name]
+            taken = True
+        if repeated and not values.keys() - {"epoch", "step"}:
+            theirs.remove(row)
+        else:
+            place += 1
+    return taken
+
+
+def ends_epoch(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Where a run goes on that was saved at the last batch of an epoch."""
+    if "resume" not in d.call or d.kind != "order":
+        return False
+    ends = ("on_train_epoch_end", "on_validation_model_eval", "on_validation_start", "val_dataloader")
+    return begins(d.ours, *ends) and not begins(d.theirs, *ends)
+
+
+def average_judged(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """The weights that an evaluation takes out of a checkpoint of its own Trainer's fit."""
+    averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    judges = d.call.endswith(("best", "last", "path", "untold")) and not any(each in d.call for each in ("fit", "by "))
+    return averages and judges and d.name in ("weights", "arguments", "returned")
+
+
+def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
+    began = "callback.on_train_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
+    saves = d.kind == "order" and has(program, "OnExceptionCheckpoint") and not began
+    return saves and begins(d.theirs, "on_save_checkpoint") and not d.ours

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.differential.causes import by_call
+from tests.differential.causes import REAL, by_call
 from tests.differential.known import TAKEN_OUT, Row, explain
-from tests.differential.play import Event, Record, play, same
+from tests.differential.play import play
 from tests.differential.program import Program
+from tests.differential.record import Event, Record, same
+from tests.differential.warned import LEFT_OUT, about
 
-REAL = re.compile(r"(?<==)\d+\.\d+")  # in the name of a file
 DIGEST = re.compile(r"[0-9a-f]{10}")
 
 
@@ -27,6 +28,7 @@ class Difference:
         name: which fact of it.
         state: Lightning's function, status and stage there.
         call: the call of the Trainer.
+        place: how many events of the call came before it.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Difference:
     ours: Any
     state: tuple[str | None, ...] = (None, None, None)
     call: str = ""
+    place: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} {self.where} {self.name}: Lightning {_short(self.theirs)}, lockstep {_short(self.ours)}"
@@ -65,7 +68,11 @@ def compare(program: Program) -> Verdict:
             root = Path(folder).resolve() / package.partition(".")[0]
             root.mkdir()
             records.append(play(package, program, root))
-    theirs, ours = records
+    return judge(program, *records)
+
+
+def judge(program: Program, theirs: Record, ours: Record) -> Verdict:
+    """Explain what differs of two records, out of which the rows may take what they explain."""
     explained: list[tuple[Difference, Row]] = []
     unexplained: list[Difference] = []
     for row in TAKEN_OUT:
@@ -84,9 +91,10 @@ def compare(program: Program) -> Verdict:
 
 def follows(difference: Difference, cause: Row | None) -> Row | None:
     """The row, where a difference can follow from one that it has explained before."""
-    if cause is None or (cause.then == "numbers" and not alike(difference.theirs, difference.ours)):
-        return None
-    return cause
+    if cause is None or cause.then == "all":
+        return cause
+    ranks = difference.name in ("ModelCheckpoint", "EarlyStopping")  # by the numbers
+    return cause if ranks or alike(difference.theirs, difference.ours) else None
 
 
 def alike(theirs: Any, ours: Any) -> bool:
@@ -123,8 +131,11 @@ def differences(theirs: Record, ours: Record) -> list[Difference]:
         for fact, value in theirs.checkpoints[name].items():
             if not same(value, ours.checkpoints[name][fact]):
                 found.append(Difference("checkpoint", name, fact, value, ours.checkpoints[name][fact]))
-    for topic in sorted(theirs.warned ^ ours.warned):
-        found.append(Difference("warnings", topic, "", topic in theirs.warned, topic in ours.warned))
+    warned, told = (
+        {about(*each) for each in record.warned if not LEFT_OUT.search(each[1])} for record in (theirs, ours)
+    )
+    for topic in sorted(warned ^ told):
+        found.append(Difference("warnings", topic, "", topic in warned, topic in told))
     return found
 
 
@@ -156,11 +167,13 @@ def _events_of_call(call: str, theirs: list[Event], ours: list[Event]) -> list[D
         for name in {**mine, **other}:
             value, another = mine.get(name, "-"), other.get(name, "-")
             if not same(value, another):
-                found.append(Difference("fact", label, name, value, another, tuple(mine.get("state", "---")), call))
+                found.append(
+                    Difference("fact", label, name, value, another, tuple(mine.get("state", "---")), call, place)
+                )
     more, others = [label for label, _ in theirs[place:]], [label for label, _ in ours[place:]]
     if more or others:
         before = theirs[place - 1][0] if place else "the beginning"
-        found.append(Difference("order", f"after {before}", "", more[:10], others[:10], call=call))
+        found.append(Difference("order", f"after {before}", "", more[:10], others[:10], call=call, place=place))
     return found
 
 

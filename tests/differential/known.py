@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.differential.causes import (
     BATCH,
+    PAGE,
+    Row,
     accumulates,
     acts,
     after_exception,
     again,
     algorithm,
+    average_judged,
     average_put_back,
     before_average,
     better_pickles,
     by_time,
+    drawn_in_float32,
     dry_run_saves,
     end,
     ends_before_limit,
+    ends_epoch,
     environments,
     goes_on,
     has,
     interrupted,
     kept_on_exception,
+    kept_thawed,
+    made_early,
     measured,
     mixed_with_interrupted,
     monitor_kept,
@@ -33,6 +39,7 @@ from tests.differential.causes import (
     newest_as_last,
     newest_is_last,
     no_least,
+    nothing_to_save,
     of_averaging,
     of_none,
     only_last,
@@ -41,49 +48,32 @@ from tests.differential.causes import (
     refused_call,
     saved_again,
     saved_on_exception,
+    stopped_at_boundary,
     swa_resumed,
+    traces,
+    trains_nothing,
     unfinished,
     validated_by_number,
     waits_for_metric,
+    warned,
     within_window,
     without_early_configure_model,
     without_loader_of_nothing,
+    without_repeated,
     without_restored_metrics,
     without_sanity_of_resumed,
     without_saves_of_weights,
 )
+from tests.differential.further import program_of
+from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
-from tests.differential.play import same
+from tests.differential.of_searches import OF_SEARCHES, SEARCH
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
+from tests.differential.record import same
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
-    from tests.differential.play import Record
-
-
-@dataclass(frozen=True)
-class Row:
-    """A difference on purpose.
-
-    Attributes:
-        sentence: what differs, and why.
-        where: the file of the docs that tells it, and the name of its row there.
-        shown_by: a program that shows it.
-        holds: whether it explains a difference of a program.
-        then: what may follow from it later in the run: "" nothing, "numbers" other values in the same places, "all"
-            another run.
-        take: takes what it explains out of both records before they are compared, and says where it found that.
-    """
-
-    sentence: str
-    where: str
-    shown_by: Program
-    holds: Callable[[Program, Difference, Record, Record], bool] = lambda *_: False
-    then: str = ""
-    take: Callable[[Program, Record, Record], str] = lambda *_: ""
-
-
-PAGE = "docs/lightning.md"
+    from tests.differential.record import Record
 
 
 def _flags(**flags: Any) -> dict[str, Any]:
@@ -91,13 +81,23 @@ def _flags(**flags: Any) -> dict[str, Any]:
 
 
 TAKEN_OUT = [
+    SEARCH,
+    Row(
+        "A name that is logged in some steps only is shown in those; Lightning repeats its last value.",
+        PAGE,
+        replace(PLAIN, logs=(LOSS, Log("training_step", "a", "module", {}, every=2))),
+        take=without_repeated,
+    ),
     Row(
         "limit_train_batches=0: the loader is asked for, and the log says that there is nothing to train.",
         PAGE,
         replace(PLAIN, flags=_flags(limit_train_batches=0)),
         lambda program, d, theirs, ours: (
-            program.flags.get("limit_train_batches") == 0
-            and (d.name in ("num_training_batches", "train_dataloader", "val_check_batch") or d.kind == "warnings")
+            trains_nothing(program)
+            and (
+                d.name in ("num_training_batches", "train_dataloader", "val_check_batch")
+                or warned(d, "log_every_n_steps")
+            )
         ),
         take=without_loader_of_nothing,
     ),
@@ -126,6 +126,7 @@ TAKEN_OUT = [
         "WeightAveraging copies the layers when training starts; Lightning calls configure_model in its setup for it.",
         PAGE,
         replace(PLAIN, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),)),
+        made_early,
         take=without_early_configure_model,
     ),
     Row(
@@ -140,6 +141,19 @@ TAKEN_OUT = [
 
 ROWS = [
     *TAKEN_OUT,
+    *OF_SEARCHES,
+    Row(
+        "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "resume"),
+            backbone=True,
+            callbacks=(("BackboneFinetuning", {"unfreeze_backbone_at_epoch": 1}),),
+        ),
+        kept_thawed,
+        then="numbers",
+    ),
     Row(
         "WeightAveraging keeps the current weights for a checkpoint that is taken after the fit, and has nothing to "
         "save before training; Lightning saves the average for both, and the first weights.",
@@ -189,6 +203,17 @@ ROWS = [
         kept_on_exception,
     ),
     Row(
+        "OnExceptionCheckpoint saves what has been trained, and nothing before training.",
+        PAGE,
+        replace(
+            PLAIN,
+            acts=(Act("raise", "on_fit_start", 1),),
+            callbacks=(("OnExceptionCheckpoint", {"dirpath": "kept"}), ("ModelCheckpoint", {})),
+        ),
+        nothing_to_save,
+        then="all",
+    ),
+    Row(
         "`training_step(dataloader_iter)` is refused by name.",
         PAGE,
         replace(PLAIN, iter_step=True),
@@ -213,7 +238,7 @@ ROWS = [
         replace(PLAIN, optimizers=("lbfgs",)),
         lambda program, d, theirs, ours: (
             program.optimizers in (("lbfgs",), ("closure twice",))
-            and (d.name.endswith("_metrics") or accumulates(program))
+            and (d.name.endswith("_metrics") or d.name == "EarlyStopping" or accumulates(program))
         ),
         then="numbers",
     ),
@@ -239,12 +264,15 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A fit that goes on shuffles once an epoch; Lightning begins with the second permutation of the loader's "
-        "generator.",
+        "A fit that goes on, or makes its loader anew, shuffles once an epoch; Lightning begins with the second "
+        "permutation of the loader's generator.",
         PAGE,
         replace(PLAIN, train="shuffled", calls=("fit", "fit on")),
         lambda program, d, theirs, ours: (
-            "fit on" in d.call and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
+            ("fit on" in d.call or "reload_dataloaders_every_n_epochs" in program.flags)
+            and program.train == "shuffled"
+            and d.name == "arguments"
+            and "batch" in d.theirs
         ),
         then="numbers",
     ),
@@ -319,7 +347,13 @@ ROWS = [
         "ckpt_path is there from the start of the call.",
         PAGE,
         replace(PLAIN, calls=("fit", "resume")),
-        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.theirs is None and d.ours is not None,
+        lambda program, d, theirs, ours: d.name == "ckpt_path" and d.kind == "fact" and d.ours is not None,
+    ),
+    Row(
+        "Traces of PyTorchProfiler are named by the step alone, and each kind of step has one.",
+        PAGE,
+        replace(PLAIN, profiler=("PyTorchProfiler", {"dirpath": "profiles"})),
+        traces,
     ),
     Row(
         "The pass for SWA's BatchNorm statistics is no epoch of its own.",
@@ -351,6 +385,30 @@ ROWS = [
         replace(PLAIN, calls=("fit", "resume last")),
         refused_call,
         then="all",
+    ),
+    Row(
+        "A call without a module takes the weights of the last fit where no checkpoint was kept; Lightning raises.",
+        PAGE,
+        replace(PLAIN, calls=("fit", "test untold")),
+        lambda program, d, theirs, ours: (
+            d.call.endswith("untold") and "is not configured" in str(end(theirs, d.call).get("message"))
+        ),
+        then="all",
+    ),
+    Row(
+        "A run that was saved at the last batch of an epoch goes on with that epoch's end; Lightning leaves it out.",
+        PAGE,
+        program_of(421),
+        ends_epoch,
+        then="all",
+    ),
+    Row(
+        "A call whose checkpoint is not there shows no metrics of the call before.",
+        PAGE,
+        program_of(849),
+        lambda program, d, theirs, ours: (
+            d.kind == "end" and d.call.endswith("missing") and d.name.endswith("_metrics") and d.ours == {}
+        ),
     ),
     Row(
         "Flags that contradict each other are refused by name: min_epochs above max_epochs, min_steps above max_steps.",
@@ -454,6 +512,18 @@ ROWS = [
         then="all",
     ),
     Row(
+        "An evaluation of a checkpoint with an average takes the average; Lightning's, in the Trainer of the fit, the "
+        "current weights.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "test best"),
+            callbacks=(("EMAWeightAveraging", {"decay": 0.5}), ("ModelCheckpoint", {})),
+        ),
+        average_judged,
+        then="numbers",
+    ),
+    Row(
         "Before the first update of an average, validation sees the current weights; in Lightning those that the fit "
         "began with.",
         PAGE,
@@ -510,6 +580,36 @@ ROWS = [
             callbacks=(("LearningRateMonitor", {"logging_interval": "step"}),),
         ),
         rate_of_window,
+    ),
+    Row(
+        "Layers of configure_model are made in the precision's type with WeightAveraging, too; in Lightning, where its "
+        "setup makes them, in float32.",
+        PAGE,
+        widen(draw(1385)),
+        drawn_in_float32,
+        then="numbers",
+    ),
+    Row(
+        "A fit that is asked to stop within an accumulation window ends with the window; Lightning drops what it has.",
+        PAGE,
+        replace(PLAIN, flags=_flags(accumulate_grad_batches=3), acts=(Act("stop", "training_step", 2),)),
+        stopped_at_boundary,
+        then="all",
+    ),
+    Row(
+        "A second fit with ModelPruning goes on from the masks; Lightning's raises where they are not permanent.",
+        PAGE,
+        replace(
+            PLAIN,
+            calls=("fit", "fit"),
+            callbacks=(
+                ("ModelPruning", {"pruning_fn": "l1_unstructured", "amount": 0.5, "make_pruning_permanent": False}),
+            ),
+        ),
+        lambda program, d, theirs, ours: (
+            has(program, "ModelPruning") and "support the deepcopy protocol" in str(theirs.ends)
+        ),
+        then="all",
     ),
     Row(
         "A hook that a callback does not override is not called, and so not measured.",
@@ -660,12 +760,7 @@ ROWS = [
             }
         ),
     ),
-    Row(
-        "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
-        "docs/architecture.md: Micro-batches weigh their samples",
-        replace(PLAIN, train="list min_size", train_samples=(3, 5)),
-        lambda program, d, theirs, ours: d.kind == "warnings" and d.where == "batch size" and d.theirs,
-    ),
+    *WARNINGS,
 ]
 
 

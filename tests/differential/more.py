@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.differential.program import Act, Program
+from tests.differential.program import Act, Program, some
 from tests.golden.recorder import CALLBACK_HOOKS, MODULE_HOOKS
 
 SLURM = {
@@ -39,41 +39,37 @@ TORCHRUN = {
 PLAIN = {"LOCAL_RANK": "1", "NODE_RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "GROUP_RANK": "3"}
 
 
-def _some(r: random.Random, odds: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
-    return {name: r.choice(values) for name, values in choices.items() if r.random() < odds}
-
-
 def _profiler(p: Program, r: random.Random) -> Program:
     kind = r.choice(("simple", "advanced", "SimpleProfiler", "AdvancedProfiler", "PassThroughProfiler"))
-    places = _some(r, 0.5, dirpath=("profiles", "profiles/deep"), filename=("perf", "a.b"))
+    places = some(r, 0.5, dirpath=("profiles", "profiles/deep"), filename=("perf", "a.b"))
     if kind == "PassThroughProfiler":
         places.pop("filename", None)
     if kind == "SimpleProfiler":
-        places |= _some(r, 0.5, extended=(True, False))
+        places |= some(r, 0.5, extended=(True, False))
     if kind == "AdvancedProfiler":
-        places |= _some(r, 0.5, line_count_restriction=(1.0, 5), dump_stats=(True,))
+        places |= some(r, 0.5, line_count_restriction=(1.0, 5), dump_stats=(True,))
     return replace(p, profiler=(kind, places if kind[0].isupper() else {}))
 
 
 def _averaging(p: Program, r: random.Random) -> Program:
     if r.random() < 0.3:
-        kind, settings = "StochasticWeightAveraging", {"swa_lrs": 0.02, **_some(r, 0.5, swa_epoch_start=(1, 0.5))}
+        kind, settings = "StochasticWeightAveraging", {"swa_lrs": 0.02, **some(r, 0.5, swa_epoch_start=(1, 0.5))}
     else:
         kind = r.choice(("EMAWeightAveraging", "EMAWeightAveraging", "WeightAveraging"))
-        settings = _some(r, 0.3, use_buffers=(True, False))
+        settings = some(r, 0.3, use_buffers=(True, False))
         if kind == "EMAWeightAveraging":
             settings |= {"decay": r.choice((0.5, 0.9))}
-            settings |= _some(r, 0.3, update_every_n_steps=(2, 3), update_starting_at_step=(2,))
+            settings |= some(r, 0.3, update_every_n_steps=(2, 3), update_starting_at_step=(2,))
     p = replace(p, flags={name: value for name, value in p.flags.items() if name != "limit_train_batches"})
     kept = tuple(part for part in p.callbacks if part[0] == "ModelCheckpoint") or (
-        ("ModelCheckpoint", _some(r, 0.5, monitor=("loss",), save_top_k=(1, 2), save_last=(True,))),
+        ("ModelCheckpoint", some(r, 0.5, monitor=("loss",), save_top_k=(1, 2), save_last=(True,))),
     )
     calls = r.choice((("fit", "resume best"), ("fit", "test"), ("fit", "resume"), ("fit", "resume mid")))
     return replace(p, callbacks=((kind, settings), *kept), calls=calls, manual=False)
 
 
 def _two_of_a_class(p: Program, r: random.Random) -> Program:
-    stopping = [("EarlyStopping", {"monitor": "loss", **_some(r, 0.5, patience=(0, 1), mode=("min", "max"))})]
+    stopping = [("EarlyStopping", {"monitor": "loss", **some(r, 0.5, patience=(0, 1), mode=("min", "max"))})]
     stopping.append(("EarlyStopping", {"monitor": r.choice(("loss_epoch", "loss")), "mode": r.choice(("min", "max"))}))
     timers = [("Timer", {"duration": {"hours": 5}}), ("Timer", {"duration": {"hours": 6}, "interval": "epoch"})]
     rates = [("LearningRateMonitor", {"logging_interval": each}) for each in ("step", "epoch")]
@@ -88,12 +84,12 @@ def _other_callbacks(p: Program, r: random.Random) -> Program:
     if kind == "DeviceStatsMonitor":
         settings = {"cpu_stats": r.choice((None, False))}
     if kind == "OnExceptionCheckpoint":
-        settings = {"dirpath": "kept", **_some(r, 0.5, filename=("crash", "{epoch}"))}
+        settings = {"dirpath": "kept", **some(r, 0.5, filename=("crash", "{epoch}"))}
         p = replace(p, acts=(Act("raise", r.choice(("training_step", "validation_step", "on_train_epoch_end")), 2),))
     if kind == "ModelPruning":
         settings = {"pruning_fn": "l1_unstructured", "amount": r.choice((0.5, 0.25))}
-        settings |= _some(r, 0.3, use_lottery_ticket_hypothesis=(False,), make_pruning_permanent=(False,), verbose=(1,))
-        settings |= _some(r, 0.3, prune_on_train_epoch_end=(False,), apply_pruning=(False,))
+        settings |= some(r, 0.3, use_lottery_ticket_hypothesis=(False,), make_pruning_permanent=(False,), verbose=(1,))
+        settings |= some(r, 0.3, prune_on_train_epoch_end=(False,), apply_pruning=(False,))
     if kind == "LambdaCallback":
         settings = {"hooks": tuple(r.sample(("setup", "on_train_start", "on_train_batch_end", "teardown"), 2))}
     if kind == "ModelSummary":
@@ -131,7 +127,7 @@ def _odd_closures(p: Program, r: random.Random) -> Program:
 
 
 def _triggers(p: Program, r: random.Random) -> Program:
-    settings = _some(
+    settings = some(
         r,
         0.4,
         monitor=("loss", "val", "loss_epoch"),

@@ -1,13 +1,19 @@
-"""Parts of Lightning that a program tries by themselves: environments, pickles, and checkpoints that a user edits."""
+"""Parts of Lightning that a program tries by themselves: environments, pickles, searches, edited checkpoints, and
+callbacks of the user's own."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from tests.differential.record import plain
+
+if TYPE_CHECKING:
+    from tests.differential.play import Player
 
 ASKED = ("world_size", "global_rank", "local_rank", "node_rank", "main_address", "main_port", "detect", "job_id")
 NAMES = ("creates_processes_externally", "job_name")
@@ -72,3 +78,58 @@ def edit(call: str, path: str) -> None:
         held["mine"] = {"note": "edited"}
         held.pop("hyper_parameters", None)
     torch.save(held, path)
+
+
+SEARCHES = ("lr_find", "scale_batch_size")  # by the Tuner
+FINDERS = ("LearningRateFinder", "BatchSizeFinder")  # the same as callbacks
+
+
+def searched(player: Player, call: str, data: dict[str, Any]) -> Any:
+    """What a search of the Tuner finds."""
+    given = {**data, **(player.program.search or {})}
+    if player.program.data == "arguments":
+        given.update(player.arguments("fit"))
+    found = getattr(player.part("tuner").Tuner(player.trainer), call)(player.module, **given)
+    return rates(found) if call == "lr_find" else found
+
+
+def rates(found: Any) -> Any:
+    """What a search for a learning rate has tried and suggests."""
+    if found is None:
+        return None
+    return {"tried": plain(found.results), "suggested": found.suggestion()}
+
+
+def unfreezing(player: Player, epoch: int, train_bn: bool) -> Any:
+    """A callback of the user's that trains the last layer alone until an epoch."""
+    base: Any = player.part("callbacks").BaseFinetuning
+
+    class Unfreezing(base):  # type: ignore[misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            player.note("unfreezing.freeze_before_training")
+            self.freeze([pl_module.first, pl_module.norm], train_bn=train_bn)
+
+        def finetune_function(self, pl_module: Any, current: int, optimizer: Any) -> None:
+            player.note("unfreezing.finetune_function", {"epoch": current})
+            if current == epoch:
+                self.unfreeze_and_add_param_group([pl_module.first, pl_module.norm], optimizer, lr=0.01)
+
+    return Unfreezing()
+
+
+def writer(player: Player, interval: str) -> Any:
+    """A callback of the user's that writes predictions."""
+    base: Any = player.part("callbacks").BasePredictionWriter
+
+    class Writer(base):  # type: ignore[misc]
+        def write_on_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
+            names = ("prediction", "batch_indices", "batch", "batch_idx", "dataloader_idx")
+            player.note("writer.write_on_batch_end", dict(zip(names, given, strict=True)))
+
+        def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+            player.note("writer.write_on_epoch_end", {"predictions": predictions, "batch_indices": batch_indices})
+
+    return Writer(interval)
+
+
+MADE = {"Unfreezing": unfreezing, "Writer": writer}

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import functools
-import hashlib
 import importlib
 import inspect
-import io
-import logging
-import math
-import os
-import random
 import re
-import signal
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep.ground import rank as rank_module
 from tests.differential import parts
 from tests.differential.made_of import (
     Batches,
@@ -42,6 +30,8 @@ from tests.differential.made_of import (
     samples,
 )
 from tests.differential.program import Log, Program
+from tests.differential.record import Planted, Record, digest, kinds, look_at_files, plain
+from tests.differential.warned import quiet
 from tests.golden.recorder import CALLBACK_HOOKS, DATA_HOOKS, MODULE_HOOKS, WORKING_HOOKS
 
 STATE = (
@@ -99,72 +89,7 @@ DEAR = ("estimated_stepping_batches", "log_dir")
 """Attributes that do something when they are read: looked at only in on_train_start and at the end."""
 
 
-Event = tuple[str, dict[str, Any]]
-
-
-class Planted(RuntimeError):
-    """Raised by a program on purpose."""
-
-
-@dataclass
-class Record:
-    """What a run showed.
-
-    Attributes:
-        events: what was called, in order, with what could be seen then.
-        ends: what each call of the Trainer returned or raised, and what could be seen after it.
-        rows: what the recording logger was given.
-        files: the names of the files, and of CSV files the rows.
-        checkpoints: the keys of each checkpoint, and its plain values.
-        warned: the topics of the warnings that were given.
-    """
-
-    events: list[Event] = field(default_factory=list)
-    ends: list[Event] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)
-    files: dict[str, Any] = field(default_factory=dict)
-    checkpoints: dict[str, Any] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
-
-
-def plain(value: Any, root: str = "") -> Any:
-    """A value in a form that can be compared across packages."""
-    if isinstance(value, Tensor):
-        return plain(value.detach().float().tolist())
-    if isinstance(value, bool) or value is None or isinstance(value, (int, float)):
-        return value
-    if isinstance(value, str):
-        text = value.replace(root, "<root>") if root else value
-        return str.__str__(text)
-    if isinstance(value, dict):
-        return {str(key): plain(item, root) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, root) for item in value]
-    if isinstance(value, Path):
-        return plain(str(value), root)
-    if isinstance(value, torch.optim.Optimizer):
-        return [
-            kind.__name__ for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS) if isinstance(value, kind)
-        ]
-    if isinstance(value, BaseException):
-        return type(value).__name__ if isinstance(value, (Planted, KeyboardInterrupt)) else "exception"
-    if callable(value) and not isinstance(value, nn.Module):
-        return "callable"
-    return re.sub("^(Lightning|Lockstep)", "", type(value).__name__)
-
-
-def kinds(error: BaseException) -> list[str]:
-    """The classes of an exception by which users may catch it."""
-    general = ("object", "BaseException", "Exception")
-    return [kind.__name__ for kind in type(error).__mro__ if kind.__name__ not in general]
-
-
-def digest(module: nn.Module) -> str:
-    """The bits of a module's weights and buffers."""
-    found = hashlib.sha1()
-    for name, value in module.state_dict().items():
-        found.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:10]
+AFTER_SEARCH = ("callback.on_fit_start", *(f"callback.on_{stage}_start" for stage in ("test", "predict")))
 
 
 class Player:
@@ -219,6 +144,8 @@ class Player:
             ]
         if module is not None:
             seen["weights"] = digest(module)
+            seen["trained"] = [p.requires_grad for p in module.parameters()]
+            seen["attributes"] = [module.lr, module.batch_size]
             seen["mode"] = [part.training for part in module.modules()]
             seen["gradients"] = [p.grad is not None for p in module.parameters()]
         seen["grad mode"] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
@@ -226,6 +153,8 @@ class Player:
 
     def note(self, label: str, arguments: dict[str, Any] | None = None) -> None:
         """One event."""
+        if label in AFTER_SEARCH and any(kind in parts.FINDERS for kind, _ in self.program.callbacks):
+            self.counts.clear()  # what a search has counted is its own
         facts = self.state(label)
         if arguments is not None:
             facts["arguments"] = {name: self.argument(name, value) for name, value in arguments.items()}
@@ -252,10 +181,10 @@ class Player:
                 return act.kind
         return None
 
-    def logs(self, owner: str, hook: str, target: Any, value: Tensor | float | None = None) -> None:
-        """The calls of ``log`` of one hook."""
+    def logs(self, owner: str, hook: str, target: Any, value: Tensor | None = None, batch: int | None = None) -> None:
+        """The calls of ``log`` of one hook, in the batch of this number."""
         for log in self.program.logs:
-            if log.owner == owner and log.hook == hook:
+            if log.owner == owner and log.hook == hook and (batch or 0) % log.every == 0:
                 self.log(log, target, value)
 
     def log(self, log: Log, target: Any, value: Tensor | float | None) -> None:
@@ -286,7 +215,7 @@ class Player:
                 if owner == "callback":
                     self.act(f"callback.{name}")
                 if owner != "data":
-                    self.logs(owner, name, this)
+                    self.logs(owner, name, this, batch=given.get("batch_idx"))
                 return original(this, *args, **kwargs)
 
             call.__name__ = name
@@ -315,15 +244,20 @@ class Player:
             return self.training_loaders()
         sizes = program.val_loaders or (4,)
         made = [
-            DataLoader(samples(program.seed + 10 + place, size), batch_size=program.batch_size)
+            DataLoader(samples(program.seed + 10 + place, size), batch_size=self.batch_size)
             for place, size in enumerate(sizes)
         ]
         return made if len(made) > 1 else made[0]
 
+    @property
+    def batch_size(self) -> int:
+        """What a search may have set."""
+        return int(getattr(self.module, "batch_size", self.program.batch_size))
+
     def training_loaders(self) -> Any:
         program = self.program
         first, second = (samples(program.seed + place, size) for place, size in enumerate(program.train_samples))
-        size, kind = program.batch_size, program.train
+        size, kind = self.batch_size, program.train
         if kind == "iterable":
             return DataLoader(Stream(first), batch_size=size)
         if kind == "some None":
@@ -351,12 +285,15 @@ class Player:
                 if program.hyperparameters:
                     self.save_hyperparameters()
                 self.width = width
+                self.lr, self.batch_size = 0.05, program.batch_size
                 if not program.late:
                     self.layers()
                 self.automatic_optimization = not program.manual
 
             def layers(self) -> None:
                 self.first = nn.Linear(3, self.width)
+                if program.backbone:
+                    self.backbone = self.first
                 self.norm = nn.BatchNorm1d(self.width) if program.norm else nn.Identity()
                 self.last = nn.Linear(self.width, 1)
 
@@ -374,7 +311,7 @@ class Player:
                 player.act(name)
                 loss = self.loss(batch)
                 if name != "predict_step":
-                    player.logs("module", name, self, loss)
+                    player.logs("module", name, self, loss, batch_idx)
                 return loss
 
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -390,7 +327,7 @@ class Player:
                 player.note("module.training_step", {"batch": batch, **indices})
                 act = player.act("training_step")
                 loss = self.loss(batch)
-                player.logs("module", "training_step", self, loss)
+                player.logs("module", "training_step", self, loss, indices["batch_idx"])
                 if program.manual:
                     player.step_by_hand(self, batch)
                     return None
@@ -431,10 +368,10 @@ class Player:
         program = self.program
         if program.optimizers == ("none",):
             return None
-        parameters = list(module.parameters())
+        parameters = [each for each in module.parameters() if each.requires_grad or not program.backbone]
         count = len(program.optimizers)
         made = [
-            self.optimizer(kind, parameters[place::count] if count > 1 else parameters)
+            self.optimizer(kind, parameters[place::count] if count > 1 else parameters, module.lr)
             for place, kind in enumerate(program.optimizers)
         ]
         if not program.schedulers:
@@ -451,7 +388,7 @@ class Player:
             found.append({"optimizer": optimizer, "lr_scheduler": {"scheduler": thing, **scheduler.settings}})
         return tuple(found) if count > 1 else found[0]
 
-    def optimizer(self, kind: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    def optimizer(self, kind: str, parameters: list[Any], rate: float) -> torch.optim.Optimizer:
         base: Any = {
             "sgd": torch.optim.SGD,
             "adam": torch.optim.Adam,
@@ -470,7 +407,7 @@ class Player:
         settings: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01} if kind == "sgd" else {}
         if kind == "lbfgs":
             settings["max_iter"] = 2
-        optimizer = Watched(parameters, lr=0.05, **settings)
+        optimizer = Watched(parameters, lr=rate, **settings)
         optimizer.register_step_post_hook(lambda *_: player.note("optimizer.updated"))
         return optimizer  # type: ignore[no-any-return]
 
@@ -511,7 +448,9 @@ class Player:
                 given["train_time_interval"] = timedelta(0)
             if kind == "LambdaCallback":
                 given = {hook: partial(self.lambda_hook, hook) for hook in given["hooks"]}
-            made.append(getattr(self.part("callbacks"), kind)(**given))
+            own = parts.MADE.get(kind)
+            make = partial(own, self) if own is not None else getattr(self.part("callbacks"), kind)
+            made.append(make(**given))
         return made
 
     def lambda_hook(self, hook: str, *args: Any, **kwargs: Any) -> None:
@@ -563,7 +502,7 @@ class Player:
             flags["order"] = "torch"
         if self.program.single_device:
             flags["strategy"] = self.part("strategies").SingleDeviceStrategy(self.program.single_device)
-        self.trainer = None
+        self.let_go()
         trainer = self.pl.Trainer(
             accelerator="cpu",
             devices=1,
@@ -578,6 +517,12 @@ class Player:
         )
         self.trainer = trainer
         return trainer
+
+    def let_go(self) -> None:
+        """End torch's profiler, which one of Lightning's else ends where it is collected, in another's midst."""
+        with contextlib.suppress(Exception):  # Lightning's asserts that it has events
+            self.trainer.profiler.teardown(None)
+        self.trainer = None
 
     def make_data(self) -> dict[str, Any]:
         if self.program.data != "data module":
@@ -601,19 +546,25 @@ class Player:
             return self.record
         for number, call in enumerate(self.program.calls):
             self.play_call(f"{number} {call}", call, data)
-        self.look_at_files()
+        look_at_files(self.record, self.root)
+        self.let_go()
         return self.record
 
     def play_call(self, label: str, call: str, data: dict[str, Any]) -> None:
         end: dict[str, Any] = {}
         self.record.events.append((f"call {label}", {}))
         try:
-            method, given = self.prepared(call, data)
-            if self.program.data == "arguments":
-                given.update(self.arguments(method))
-            end["returned"] = plain(getattr(self.trainer, method)(self.module, **given))
-            if method == "fit":
-                end["returned"] = None
+            if call in parts.SEARCHES:
+                end["found"] = parts.searched(self, call, data)
+                self.counts.clear()
+            else:
+                method, given = self.prepared(call, data)
+                if self.program.data == "arguments":
+                    given.update(self.arguments(method))
+                model = None if call.endswith("untold") else self.module
+                end["returned"] = plain(getattr(self.trainer, method)(model, **given))
+                if method == "fit":
+                    end["returned"] = None
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             end["raised"] = kinds(error)
             end["message"] = str(error)
@@ -638,9 +589,12 @@ class Player:
             ),
             "EarlyStopping": ("wait_count", "stopped_epoch", "best_score", "patience"),
             "LearningRateMonitor": ("lrs",),
+            "BatchSizeFinder": ("optimal_batch_size",),
         }.get(type(callback).__name__, ())
         root = str(self.root)
         found = {name: plain(getattr(callback, name), root) for name in names}
+        if type(callback).__name__ == "LearningRateFinder":
+            found["found"] = parts.rates(callback.optimal_lr)
         if "best_k_models" in found:
             found["best_k_models"] = {key.replace(root, "<root>"): v for key, v in found["best_k_models"].items()}
         return found
@@ -657,8 +611,16 @@ class Player:
         if call == "fit on":
             self.trainer.fit_loop.max_epochs = (self.program.flags["max_epochs"] or 0) + 1
             return "fit", dict(data)
-        if not call.startswith("resume"):
-            return call, dict(data)
+        if call == "predict" and self.program.returns is not None:
+            return call, {**data, "return_predictions": self.program.returns}
+        if not call.startswith("resume ") and call != "resume":
+            method, _, asked = call.replace("resumed by", "fit").partition(" ")
+            if asked == "path":
+                asked = str(self.root / "here.ckpt")
+                self.trainer.save_checkpoint(asked)
+            if asked == "missing":
+                asked = str(self.root / "nowhere.ckpt")
+            return method, {**data, **({"ckpt_path": asked} if asked not in ("", "untold") else {})}
         path: str = {"resume last": "last", "resume best": "best"}.get(call, "")
         if call == "resume mid":
             found = sorted(self.root.rglob("*step=*.ckpt"))
@@ -673,101 +635,6 @@ class Player:
         self.make_trainer(max_epochs=self.program.flags["max_epochs"] + 1)
         return "fit", {**data, "ckpt_path": path}
 
-    def look_at_files(self) -> None:
-        root = self.root
-        for path in sorted(root.rglob("*")):
-            if path.is_dir() and not path.is_symlink():
-                continue
-            name = str(path.relative_to(root))
-            self.record.files[name] = "link" if path.is_symlink() else "file"
-            if path.suffix == ".csv":
-                with path.open() as file:
-                    self.record.files[name] = [
-                        {k: number(v) for k, v in row.items() if v not in ("", None) and "DeviceStats" not in k}
-                        for row in csv.DictReader(file)
-                    ]
-            if path.suffix == ".ckpt" and path.is_file():
-                self.record.checkpoints[name] = checkpoint_facts(path)
-
-
-def checkpoint_facts(path: Path) -> dict[str, Any]:
-    held = torch.load(path, weights_only=False)
-    state = held.get("state_dict", {})
-    rates = [[group.get("lr") for group in part.get("param_groups", [])] for part in held.get("optimizer_states", [])]
-    return {
-        "keys": sorted(held.keys() - {"lockstep"}),
-        "epoch": held.get("epoch"),
-        "global_step": held.get("global_step"),
-        "weights": {key: plain(value) for key, value in state.items()},
-        "rates": rates,
-        "schedulers": [part.get("last_epoch") for part in held.get("lr_schedulers", [])],
-        "callbacks": sorted(re.sub(r"\{.*", "", key).split(".")[-1] for key in held.get("callbacks", {})),
-        "hyper_parameters": plain(held.get("hyper_parameters")),
-    }
-
-
-def number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-TOPICS = {
-    "log_every_n_steps": r"log_every_n_steps|logging interval",
-    "batch size": r"infer the `?batch_size|batch size.*(ambiguous|taken)",
-    "training_step returned None": r"returned `?None",
-    "scheduler without a metric": r"ReduceLROnPlateau conditioned|lr scheduler.s metric",
-    "no optimizer": r"configure_optimizers.*None|`?None`?.*configure_optimizers|no optimizer",
-    "early stopping without its metric": r"[Ee]arly ?stopping conditioned|EarlyStopping.*(not available|is not logged)",
-    "order of schedulers and optimizers": r"lr_scheduler.step\(\)` before",
-    "detached": r"does not require grad",
-    "max_epochs": r"max_epochs` was not set",
-}
-
-
-class Forgetful:
-    """Makes Lightning's caches of warnings, which live as long as the process, tell every program."""
-
-    @classmethod
-    @functools.cache
-    def install(cls) -> None:
-        cache: Any = importlib.import_module("lightning.fabric.utilities.rank_zero").WarningCache
-        cache.__contains__ = lambda *_: False
-
-
-@contextlib.contextmanager
-def quiet(record: Record) -> Iterator[None]:
-    """Warnings are kept, and nothing is printed; signal handlers, random states and levels are put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    names = ("lightning.pytorch", "lightning.fabric", "lightning", "lockstep")
-    levels = {name: logging.getLogger(name).level for name in names}
-    environment = dict(os.environ)
-    told, rank_module._warned = rank_module._warned, set()  # each program is told once
-    Forgetful.install()
-    states = torch.get_rng_state(), random.getstate()
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-        os.environ.update(environment)
-        rank_module._warned = told
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-    for warning in caught:
-        text = str(warning.message)
-        record.warned |= {topic for topic, pattern in TOPICS.items() if re.search(pattern, text)}
-
 
 def play(package: str, program: Program, root: Path) -> Record:
     """Run a program in a folder that is there and empty."""
@@ -775,18 +642,3 @@ def play(package: str, program: Program, root: Path) -> Record:
     with quiet(player.record):
         player.play()
     return player.record
-
-
-def same(theirs: Any, ours: Any) -> bool:
-    """Whether two plain values are equal; logged numbers may differ by the rounding of a sum in float32."""
-    if isinstance(theirs, bool) or isinstance(ours, bool):
-        return theirs is ours
-    if isinstance(theirs, (int, float)) and isinstance(ours, (int, float)):
-        if math.isnan(theirs) or math.isnan(ours):
-            return math.isnan(theirs) and math.isnan(ours)
-        return math.isclose(theirs, ours, rel_tol=2e-6, abs_tol=1e-9)
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        return theirs.keys() == ours.keys() and all(same(theirs[key], ours[key]) for key in theirs)
-    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
-        return len(theirs) == len(ours) and all(map(same, theirs, ours))
-    return bool(theirs == ours)

@@ -60,6 +60,7 @@ class Log:
     name: str
     owner: str
     settings: dict[str, Any]
+    every: int = 1  # in a hook of batches only in each so manieth, the first included
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class Program:
     environment: tuple[str, dict[str, str]] | None = None  # a class used by itself, and the variables in force
     pickles: bool = False  # parts of the Trainer are pickled after each call
     single_device: str = ""  # the device of a SingleDeviceStrategy that is given as an object
+    backbone: bool = False  # the first layer has another name, and the optimizer is given what is trainable alone
+    search: dict[str, Any] | None = None  # the arguments of a search by the Tuner, which is one of the calls
+    returns: bool | None = None  # ``return_predictions``
 
 
 LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})
@@ -276,14 +280,15 @@ def _callbacks(
     return tuple(found)
 
 
-def _some(r: random.Random, odds: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
+def some(r: random.Random, odds: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
+    """Some of the arguments, each by its odds, with one of its values."""
     return {name: r.choice(values) for name, values in choices.items() if r.random() < odds}
 
 
 def _callback(r: random.Random, kind: str) -> dict[str, Any]:
     if kind == "EarlyStopping":
         given = {"monitor": r.choice(("loss", "val", "loss_epoch", "missing") if r.random() < 0.4 else ("loss",))}
-        return given | _some(
+        return given | some(
             r,
             0.35,
             patience=(0, 1, 2),
@@ -296,7 +301,7 @@ def _callback(r: random.Random, kind: str) -> dict[str, Any]:
             log_rank_zero_only=(True,),
         )
     if kind == "ModelCheckpoint":
-        given = _some(
+        given = some(
             r,
             0.3,
             monitor=("loss", "val", "loss_epoch", "step"),
@@ -317,7 +322,7 @@ def _callback(r: random.Random, kind: str) -> dict[str, Any]:
             given[every] = r.choice((1, 2, 3))
         return given
     if kind == "LearningRateMonitor":
-        return _some(
+        return some(
             r,
             0.5,
             logging_interval=("step", "epoch"),
@@ -325,10 +330,10 @@ def _callback(r: random.Random, kind: str) -> dict[str, Any]:
             log_weight_decay=(True,),
         )
     if kind == "Timer":
-        return {"duration": r.choice(({"hours": 5}, {"seconds": 0}))} | _some(r, 0.5, interval=("step", "epoch"))
+        return {"duration": r.choice(({"hours": 5}, {"seconds": 0}))} | some(r, 0.5, interval=("step", "epoch"))
     if kind == "GradientAccumulationScheduler":
         return {"scheduling": r.choice(({0: 2}, {0: 1, 1: 3}, {1: 2}, {0: 3, 1: 1, 2: 2}))}
-    return {"swa_lrs": 0.02} | _some(
+    return {"swa_lrs": 0.02} | some(
         r, 0.5, swa_epoch_start=(1, 2, 0.5), annealing_epochs=(1, 2), annealing_strategy=("cos", "linear")
     )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.differential.compare import Verdict, compare, differences
+from tests.differential.further import program_of
 from tests.differential.known import PAGE, ROWS, Row
-from tests.differential.more import widen
-from tests.differential.play import Record
-from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Scheduler, draw
+from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Scheduler
+from tests.differential.record import Record
 
 lightning = pytest.importorskip("lightning")
 if lightning.__version__ != "2.6.6":
@@ -22,7 +22,7 @@ ALL = 400
 
 
 def different(seeds: range) -> list[str]:
-    verdicts = [compare(widen(draw(seed))) for seed in seeds]
+    verdicts = [compare(program_of(seed)) for seed in seeds]
     return [
         f"seed {verdict.program.seed}: {difference}" for verdict in verdicts for difference in verdict.unexplained[:3]
     ]
@@ -162,7 +162,7 @@ def test_a_comparison_finds_each_kind_of_difference() -> None:
         "rows": Record(rows=[]),
         "files": Record(files={}),
         "checkpoint": Record(checkpoints={"last.ckpt": {"epoch": 2}}),
-        "warnings": Record(warned={"max_epochs"}),
+        "warnings": Record(warned={("UserWarning", "`max_epochs` was not set")}),
     }
     for kind, change in changes.items():
         other = shown()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningDataModule
 from lockstep.callbacks import ModelCheckpoint
+from lockstep.ground import rank
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Recorder, Slope, numbers, on_ranks, quiet
@@ -273,6 +274,15 @@ def test_which_weights_are_judged(tmp_path: Path) -> None:
     assert loss(ckpt_path="last") == -1.0
     assert loss(ckpt_path="best") == 1.0
     assert loss(model=Falls(), ckpt_path=newest) == -1.0
+
+
+def test_which_of_several_callbacks_best_means_was_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_warned", set())
+    several = [ModelCheckpoint(tmp_path / name, every_n_epochs=every) for every, name in enumerate("ab", start=1)]
+    trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=several)
+    trainer.fit(Judged(), numbers(1), numbers(1))
+    with pytest.warns(UserWarning, match=r"2 ModelCheckpoint callbacks; the best checkpoint of the first"):
+        trainer.validate(Judged(), numbers(1), verbose=False, ckpt_path="best")
 
 
 def test_workers_that_persist_end_with_the_call() -> None:

@@ -313,6 +313,18 @@ def test_loggers_get_what_lightning_sends_at_lightnings_steps() -> None:
     assert recorder.sent[-1] == (8, {"v_epoch": 0.5, "late": 3.0, "epoch": 2})
 
 
+def test_the_step_at_which_a_fit_stopped_was_not_sent() -> None:
+    """A value that ended the fit was in no logger, unless the step was one of those that are."""
+
+    class Ends(Logs):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = batch_idx == 1
+
+    recorder = Recorder()
+    quiet(max_epochs=2, logger=recorder, log_every_n_steps=50).fit(Ends(), numbers(8))
+    assert recorder.sent == [(1, {"x": 2.0, "epoch": 0})]
+
+
 def test_a_value_of_a_single_step_is_sent_once() -> None:
     class Once(Slope):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

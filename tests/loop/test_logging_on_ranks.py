@@ -138,6 +138,24 @@ def test_the_last_steps_values_are_the_same_on_all_ranks_after_a_fit(ranks: Rank
     assert ranks(2).run(single_steps) == [{"own": 3.5, "total": 7.0}] * 2
 
 
+def stop_on_one(rank: int) -> list[Any]:
+    class Ends(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("own", batch.mean(), sync_dist=True)
+            self.trainer.should_stop = (self.global_rank, batch_idx) == (rank, 1)
+            return super().training_step(batch, batch_idx)
+
+    recorder = Recorder()
+    on_ranks(max_epochs=2, logger=recorder, log_every_n_steps=50).fit(Ends(), numbers(8))
+    return recorder.sent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_step_at_which_one_rank_stops_is_sent_with_the_values_of_all(ranks: RankPool, rank: int) -> None:
+    first, _ = ranks(2).run(stop_on_one, rank, timeout=30)
+    assert first == [(1, {"own": 3.5, "epoch": 0})]
+
+
 def gather() -> Any:
     class Gathers(Slope):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

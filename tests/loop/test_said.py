@@ -147,3 +147,18 @@ def test_returned_values_that_nobody_reads_are_named() -> None:
     assert len(heard(lambda: quiet().test(Of2019(), numbers(3)), "self.log('test_loss', value)")) == 1
     assert heard(lambda: quiet().validate(LogsLate(), numbers(3)), "validation_step") == []
     assert heard(lambda: quiet(callbacks=[Reads()]).validate(Of2019(), numbers(3)), "validation_step") == []
+
+
+# -- parts that do not learn as they seem to
+
+
+def test_a_part_in_eval_mode_stayed_in_it_without_a_word() -> None:
+    class Loaded(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout()).eval()  # as transformers gives it
+
+    said = heard(lambda: quiet(max_epochs=1).fit(Loaded(), numbers(1)), "eval mode")
+    assert len(said) == 1
+    assert "'body' and 2 more" in said[0]
+    assert not heard(lambda: quiet(max_epochs=1).fit(Slope(), numbers(1)), "eval mode")

@@ -13,6 +13,7 @@ from lockstep.callbacks import BatchSizeFinder, Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.tuner import Tuner
 from lockstep.tuner.batch_size import Search, search
+from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 from tests.tuner.pieces import Data, Net, contents, differences
 
@@ -111,6 +112,22 @@ def test_steps_go_through_the_data_again_where_it_is_short() -> None:
     module, data = Net(), Data(count=4)
     assert Tuner(quiet(max_epochs=1)).scale_batch_size(module, datamodule=data, steps_per_trial=3) == 4
     assert module.sizes == [2, 2, 2, 4, 4, 4]
+
+
+class Combined(Data):
+    def train_dataloader(self) -> Any:
+        loaders = [super(Combined, self).train_dataloader() for _ in range(2)]
+        return CombinedLoader(loaders, "max_size")
+
+
+class OfTwo(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+def test_a_search_over_combined_loaders_went_on_above_their_data() -> None:
+    found = Tuner(quiet(max_epochs=1)).scale_batch_size(OfTwo(), datamodule=Combined(count=6), steps_per_trial=1)
+    assert found == 8
 
 
 class Manual(Net):

@@ -19,6 +19,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers import CSVLogger
 from lockstep.tuner import Tuner
 from lockstep.tuner.lr_finder import LRFinder
+from lockstep.utilities.combined_loader import CombinedLoader
 from tests.loop.pieces import QUIET, Recorder, Slope, numbers, quiet
 from tests.tuner.pieces import Data, Net, contents, differences, samples
 
@@ -127,6 +128,16 @@ def test_a_step_without_a_loss_is_no_number_and_is_left_out(monkeypatch: pytest.
     assert finder.suggestion(0, 1) in finder.results["lr"]
 
 
+def test_a_batch_that_was_none_was_a_step_of_the_search() -> None:
+    def none_for_two(samples: list[Any]) -> Any:
+        return None if 2 in samples else torch.tensor(samples, dtype=torch.float64)
+
+    data = DataLoader([0, 1, 2, 3], batch_size=1, collate_fn=none_for_two)
+    finder = find(Slope(), data, num_training=6, update_attr=False, **FREE)
+    assert len(set(finder.results["lr"])) == len(finder.results["lr"]) == 6
+    assert not any(map(math.isnan, finder.results["loss"]))
+
+
 def test_too_few_results_suggest_nothing() -> None:
     module = Slope(lr=0.25)
     with pytest.warns(UserWarning, match="too few to suggest"):
@@ -197,6 +208,28 @@ def test_a_fit_after_it_is_the_fit_without_it() -> None:
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert result == other_result
     assert sent == other_sent
+
+
+def test_a_fit_after_a_search_over_combined_loaders_drew_another_order() -> None:
+    class OfTwo(Slope):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += batch["a"].tolist()
+            return super().training_step(batch["a"], batch_idx)
+
+    def order(searches: bool) -> list[float]:
+        shuffled = DataLoader(numbers(8).dataset, shuffle=True, generator=torch.Generator().manual_seed(3))
+        data, trainer, module = CombinedLoader({"a": shuffled}), quiet(max_epochs=1, order="torch"), OfTwo()
+        if searches:
+            Tuner(trainer).lr_find(module, data, num_training=5, update_attr=False)
+            module.seen.clear()
+        trainer.fit(module, data)
+        return module.seen
+
+    assert order(searches=True) == order(searches=False)
 
 
 class Saved(Net):
@@ -308,6 +341,18 @@ def test_the_fit_goes_on_with_the_rate_and_its_schedule() -> None:
     assert best is not None
     assert rates.seen == pytest.approx([best, best * 0.9, best * 0.81])
     assert module.lr == best
+
+
+class AtTheStart(Rates):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(pl_module.lr)
+
+
+def test_a_callback_before_the_finder_began_with_the_rate_of_before() -> None:
+    first, finder = AtTheStart(), LearningRateFinder(num_training_steps=30)
+    quiet(callbacks=[first, finder], max_epochs=1).fit(Net(), datamodule=Data())
+    assert finder.optimal_lr is not None
+    assert first.seen == pytest.approx([finder.optimal_lr.suggestion()] * 2)
 
 
 def test_in_mid_fit_the_optimizer_goes_on_with_the_rate() -> None:

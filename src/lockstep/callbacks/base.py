@@ -38,6 +38,8 @@ class Callback:
     log: Callable[..., None]
     log_dict: Callable[..., None]
 
+    _searches = False  # when a call begins: what it finds is what all others shall see
+
     # -- a run ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -22,7 +22,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
 from lockstep.loop.hooks import is_overridden
-from lockstep.loop.state import checkpoints_last
+from lockstep.loop.state import in_order
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
 
@@ -223,7 +223,7 @@ def make_callbacks(
             )
         if not there and asked is not False and not (config.fast_dev_run and kind is Checkpoint):
             callbacks.append(make())
-    return checkpoints_last(callbacks)
+    return in_order(callbacks)
 
 
 def choose_progress_bar() -> ProgressBar:

@@ -73,6 +73,9 @@ class ConsensusFlags:
             are on one host and ``group`` is a gloo group, messages otherwise. ``"alone"``: this process
             agrees with itself, whatever group there is.
 
+    Attributes:
+        up: the bits for which `is_up` holds, for those who look in every step.
+
     Raises:
         ValueError: if ``mode="shared"`` and the ranks have no memory in common, or ``every`` is below 1.
 
@@ -97,7 +100,7 @@ class ConsensusFlags:
         self._alone = mode == "alone" or comm.world_size(group) == 1
         self._names: list[str] = []
         self._wanted: set[int] = set()  # requested on this rank, not yet answered
-        self._up: set[int] = set()
+        self.up: set[int] = set()
         self._channel: _Channel = self._open(mode, every)
 
     def _open(self, mode: str | None, every: int | None) -> _Channel:
@@ -125,28 +128,28 @@ class ConsensusFlags:
 
     def request(self, bit: int) -> None:
         """This rank wants ``bit`` raised. Nothing else happens until the window is settled."""
-        if bit not in self._up:
+        if bit not in self.up:
             self._wanted.add(bit)
 
     def is_up(self, bit: int) -> bool:
         """Whether ``bit`` is raised: the same on all ranks between one boundary and the next."""
-        return bit in self._up
+        return bit in self.up
 
     def lower(self, bit: int) -> None:
         """Take ``bit`` down, on every rank at the same boundary: all requests until now are answered."""
-        self._up.discard(bit)
+        self.up.discard(bit)
         self._wanted.discard(bit)
         self._channel.void(bit)
 
     def now(self, bit: int) -> bool:
         """Whether any rank wants ``bit``, asked of all at once: a blocking collective, for ends of epochs."""
         if not self._alone:
-            mine = torch.tensor([bit in self._wanted or bit in self._up], dtype=torch.int32)
+            mine = torch.tensor([bit in self._wanted or bit in self.up], dtype=torch.int32)
             anyone = bool(comm.all_reduce(mine, "max", self._group).item())
         else:
-            anyone = bit in self._wanted or bit in self._up
+            anyone = bit in self._wanted or bit in self.up
         if anyone:
-            self._up.add(bit)
+            self.up.add(bit)
             self._wanted.discard(bit)
         return anyone
 
@@ -166,7 +169,7 @@ class ConsensusFlags:
         """
         raised = self._channel.settle(synced, self._wanted)
         if raised:
-            self._up.update(raised)
+            self.up.update(raised)
             self._wanted.difference_update(raised)
 
     @waits()

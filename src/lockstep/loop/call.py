@@ -167,7 +167,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     session.connect()
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
     session.results = LogCollector.of(strategy, module)
-    session.callbacks = _with_model_callbacks(session.base_callbacks, module)
+    session.callbacks = _with_model_callbacks(session)
     watched.enter_context(_callbacks_log(session.callbacks, module))
     check_module(session, fn)
     strategy.setup_environment()
@@ -297,13 +297,18 @@ def _check_manual(config: RunConfig) -> None:
         )
 
 
-def _with_model_callbacks(callbacks: list[Callback], module: LightningModule) -> list[Callback]:
+def _with_model_callbacks(session: Session) -> list[Callback]:
     """The Trainer's callbacks with the model's: one of the model's replaces the Trainer's of the same type."""
+    callbacks, module = session.base_callbacks, session.module
+    if not is_overridden("configure_callbacks", module, LightningModule):
+        return state.in_order(callbacks)
+    session.hooks = Hooks(session.trainer, module, callbacks, session.results)  # on_exception of what it raises
     own = module.configure_callbacks()
+    del session.hooks
     own = list(own) if isinstance(own, (list, tuple)) else [own]
     kinds = {type(callback) for callback in own}
     merged = [callback for callback in callbacks if type(callback) not in kinds] + own
-    return state.checkpoints_last(merged)
+    return state.in_order(merged)
 
 
 @contextmanager

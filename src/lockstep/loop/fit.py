@@ -249,6 +249,7 @@ class FitLoop:
                         session.state.stage = RunningStage.VALIDATING
                         self.validation.setup_data()
                         session.state.stage = RunningStage.TRAINING
+                    self._look_for_eval_mode()
                     session.hooks.call("on_train_start")
                     self._restore_randomness()
                     while self._done() is None:
@@ -320,6 +321,16 @@ class FitLoop:
             rank_zero_warn(
                 f"fit(ckpt_path={str(ckpt_path)!r}) goes on from step {progress.global_step}, after {progress.epoch} "
                 f"epochs, and there is nothing left to train: {reason}; raise that limit to go on."
+            )
+
+    def _look_for_eval_mode(self) -> None:
+        """Say which parts are in eval mode, and so will stay: models of other libraries come in it."""
+        parts = [name or type(part).__name__ for name, part in self.session.module.named_modules() if not part.training]
+        if parts:
+            others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+            rank_zero_warn(
+                f"Training starts, and {parts[0]!r}{others} is in eval mode, where dropout is off and BatchNorm takes "
+                "its running statistics: call `.train()` on what is to be trained."
             )
 
     def _look_for_nan(self, values: list[tuple[Entry, str, torch.Tensor]]) -> None:
@@ -451,7 +462,9 @@ class FitLoop:
                     if not left:
                         if self._time_limit is not None:
                             self._look_at_clock()
-                        if log_every and (progress.windows + 1) % log_every == 0:
+                        # the step at which a fit stops is logged, whichever it is; on all ranks alike
+                        stops = session.stop_flag in session.agreement.up if step.shared else session.should_stop
+                        if log_every and (stops or (progress.windows + 1) % log_every == 0):
                             self._log_step()
                     if validates and self._validation_due(not left):
                         self._validate(not left)

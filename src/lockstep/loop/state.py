@@ -454,6 +454,12 @@ def find(session: Session, asked: str | os.PathLike[str] | None, *, model_given:
         )
     path = getattr(callback, "best_model_path", "") if asked == "best" else _last(session)
     if path:
+        if asked == "best" and len(session.checkpoint_callbacks) > 1:
+            warn_once(
+                f'trainer.{fn}(ckpt_path="best"): this Trainer has {len(session.checkpoint_callbacks)} ModelCheckpoint '
+                f"callbacks; the best checkpoint of the first is taken, {path}. Give a path for another.",
+                key="the best of several",
+            )
         return str(path)
     if asked == "last" and fn is not None and fn.value == "fit":
         warn_once('trainer.fit(ckpt_path="last"): there is no checkpoint yet; the fit starts from the beginning.')
@@ -642,6 +648,11 @@ def _to(value: Any, device: torch.device) -> Any:
     return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
 
 
-def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks in their order, those that write checkpoints after all others, whose state they save."""
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+def in_order(callbacks: list[Callback]) -> list[Callback]:
+    """Callbacks in their order, but searches before all others, which begin with what was found, and those that write
+    checkpoints after all others, whose state they save."""
+
+    def place(callback: Callback) -> int:
+        return 2 if isinstance(callback, Checkpoint) else int(not getattr(callback, "_searches", False))
+
+    return sorted(callbacks, key=place)

@@ -779,7 +779,10 @@ class Step:
                     raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
                 rank_zero_warn(f"{message}{why}: it is not stepped.")
             else:
-                warn_once(f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.")
+                warn_once(
+                    f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.",
+                    category=RuntimeWarning,
+                )
 
 
 def _detached(output: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.callbacks.base import Callback
-from lockstep.data.combined import flatten
+from lockstep.data.combined import LENGTHS, unpack
 from lockstep.data.source import length_of
 from lockstep.ground.device import garbage_collection_cuda, is_oom_error
 from lockstep.ground.errors import MisconfigurationException
@@ -199,8 +199,10 @@ def _try(trainer: Trainer, snapshot: Snapshot, steps: int) -> int:
 
 
 def _samples(loaders: object) -> int:
-    lengths = [length_of(getattr(loader, "dataset", None)) for loader in flatten(loaders)[0]]
-    return max((int(length) for length in lengths if length is not None), default=0)
+    parts, _, mode = unpack(loaders, "max_size_cycle")
+    lengths = [length_of(getattr(loader, "dataset", None)) for loader in parts]
+    known = [length for length in lengths if length is not None]
+    return int(LENGTHS[mode](known)) if known else 0
 
 
 def _make_loaders_again(trainer: Trainer) -> None:
@@ -253,6 +255,7 @@ class BatchSizeFinder(Callback):
     """
 
     SUPPORTED_MODES = MODES
+    _searches = True
 
     def __init__(
         self,

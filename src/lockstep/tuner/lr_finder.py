@@ -163,6 +163,7 @@ class _Recorder(Callback):
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if trainer.global_step == self._before:
             return
+        self._before = trainer.global_step  # a batch that is None has no start
         window, self._window = self._window, []
         self._results["lr"].append(self._rate)
         step = len(self._results["lr"])
@@ -325,6 +326,7 @@ class LearningRateFinder(Callback):
     """
 
     SUPPORTED_MODES = MODES
+    _searches = True
 
     def __init__(
         self,

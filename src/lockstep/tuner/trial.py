@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
-from lockstep.data.combined import flatten
+from lockstep.data.combined import unpack
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import random_states, set_random_states
@@ -157,7 +157,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any] | tuple[Any, 
 def _generators(given: dict[str, Any]) -> Iterator[torch.Generator]:
     """The generators of loaders that the user made: a trial draws from them."""
     for loaders in given.values():
-        for loader in flatten(loaders)[0] if loaders is not None else ():
+        for loader in unpack(loaders, "")[0] if loaders is not None else ():
             for holder in (loader, getattr(loader, "sampler", None)):
                 generator = getattr(holder, "generator", None)
                 if isinstance(generator, torch.Generator):
