@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import plain_name
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 
 if TYPE_CHECKING:
@@ -52,8 +53,13 @@ def find_blocks(root: nn.Module) -> list[nn.Module]:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def blocks_by(policy: Policy, root: nn.Module) -> list[nn.Module]:
+def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Module]:
     """The layers below ``root`` that a policy chooses, inner ones first.
+
+    Args:
+        policy: classes, or a function.
+        root: the model.
+        alone: they must not share a parameter with layers outside of them.
 
     Raises:
         ValueError: it chooses none, or one that shares a parameter with layers outside of it.
@@ -67,7 +73,7 @@ def blocks_by(policy: Policy, root: nn.Module) -> list[nn.Module]:
     if not found:
         names = sorted({type(module).__name__ for module in root.modules() if module is not root})
         raise ValueError(f"it chooses no layer of {type(root).__name__}, which is made of {', '.join(names)}")
-    for block in found:
+    for block in found if alone else ():
         shared = _shared(root, block)
         if shared is not None:
             raise ValueError(
@@ -201,14 +207,6 @@ def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
     return odd
 
 
-def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Let the activations of blocks be computed again in the backward. Names of parameters stay as they are."""
-    from torch.distributed._composable import checkpoint
-
-    for block in blocks:
-        checkpoint(block)
-
-
 # -- while it trains -----------------------------------------------------------------------------------------
 
 
@@ -233,7 +231,7 @@ class ShardedModule:
             part.reshard()
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
-        self.parameters = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._syncs = True
         self._drops = False
         self._is_running = False
@@ -369,6 +367,17 @@ class ShardedModule:
                 gathered = getattr(param, "_unsharded_param", None)
                 if gathered is not None:
                     gathered.grad = None
+
+    def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that are whole now, and whole gradients that wait for a reduction."""
+        whole, waiting = [], []
+        for param in self._params.values():
+            parameter = getattr(param, "_unsharded_param", None)
+            if parameter is not None:
+                whole.append(parameter)
+            left = (param.unsharded_accumulated_grad, None if parameter is None else parameter.grad)
+            waiting += [gradient for gradient in left if gradient is not None]
+        return whole, waiting
 
     # -- what this rank alone holds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.module import LightningModule
+from lockstep.parallel.fully_shard import Policy
+from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import Collectives, ReplicaMap
 from lockstep.strategies.engine import Engine
@@ -331,9 +333,15 @@ class SingleDeviceStrategy(Strategy):
         accelerator: None; the Trainer's flag chooses it.
         checkpoint_io: what writes checkpoints.
         precision_plugin: the run's precision.
+        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+            repeated blocks), or classes of layers.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
 
     Raises:
-        MisconfigurationException: when a call begins, if the Trainer's flags choose another device.
+        MisconfigurationException: for arguments that do not go together; when a call begins, if the Trainer's flags
+            choose another device.
     """
 
     def __init__(
@@ -342,8 +350,13 @@ class SingleDeviceStrategy(Strategy):
         accelerator: object = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        *,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
     ) -> None:
         super().__init__()
+        self.recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._asked = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 
