@@ -438,7 +438,9 @@ class Attributes:
         return self.session.callback_metrics()
 
     def memory(self) -> MemoryUse:
-        """What this rank's memory is used for now, by kind; activations are those of the fit's first micro-batch.
+        """What this rank's memory is used for, by kind: now, or after a fit when that ended.
+
+        Activations are those of the fit's first micro-batch.
 
         Raises:
             MisconfigurationException: before the first call of the Trainer.

@@ -28,7 +28,7 @@ from lockstep.loop import state
 from lockstep.loop.feed import Loaders
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
 from lockstep.loop.logging import LogCollector, LoggedMetrics
-from lockstep.loop.memory import explained, of_setup
+from lockstep.loop.memory import explained, keep, of_setup
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
 from lockstep.loop.session import Session
@@ -385,6 +385,7 @@ def _failed(session: Session, error: BaseException) -> None:
 def _tear_down(session: Session, release: Callable[[], None]) -> None:
     release()
     state.finish_alone(session)
+    keep(session)
     session.strategy.teardown()
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more

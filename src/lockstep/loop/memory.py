@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
@@ -38,12 +39,14 @@ class OutOfMemory(torch.OutOfMemoryError, MemoryError):
 
 
 def memory_of(session: Session) -> MemoryUse:
-    """What this rank's memory is used for.
+    """What this rank's memory is used for; after a fit, what it was when that ended.
 
     Raises:
         MisconfigurationException: before the first call of the Trainer.
     """
     strategy = session.strategy
+    if session.state.stage is None and session.used is not None:
+        return session.used
     if strategy.module is None:
         raise MisconfigurationException(
             "trainer.memory(): no module has been set up; call it in or after trainer.fit() or an evaluation."
@@ -58,9 +61,13 @@ def countable(session: Session) -> Activations | None:
 
     So it is in compiled modules, and where one process drives several devices in threads.
     """
+
+    def gathered() -> list[Tensor]:
+        return session.strategy.held().get("gathered", [])
+
     dynamo = any(type(layer).__name__ == "OptimizedModule" for layer in session.module.modules())
     compiled = dynamo or session.module._compiler_ctx is not None or session.module._compiled_call_impl is not None
-    return None if compiled or session.strategy.drives_all_devices else Activations(session.module)
+    return None if compiled or session.strategy.drives_all_devices else Activations(session.module, gathered)
 
 
 class Windows(Protocol):
@@ -78,7 +85,8 @@ def watch_first_window(session: Session, step: Windows, told: Callable[[], None]
         step: of the fit, set up.
         told: called when the first window is over.
     """
-    session.activations, activations = None, countable(session)
+    session.used = session.activations = None
+    activations = countable(session)
     road, own = step.window, step.training_step
 
     def first(*args: Any) -> Iterator[None]:
@@ -185,6 +193,12 @@ def _message(session: Session, error: BaseException) -> str:
         lines.append("what would need less, on each rank:")
         lines += [f"  {way.text:<{width}}  {readable(way.saves):>10}" for way in ways]
     return "\n".join(lines)
+
+
+def keep(session: Session) -> None:
+    """A fit is over, and its buckets will be gone: keep what memory was used for."""
+    if session.fitting and session.activations is not None:
+        session.used = memory_of(session)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.progress import Elastic, Progress
 from lockstep.module import LightningModule
-from lockstep.parallel.memory import Activations
+from lockstep.parallel.memory import Activations, MemoryUse
 from lockstep.profilers.base import Profiler
 from lockstep.strategies.base import Strategy
 
@@ -116,6 +116,7 @@ class Session:
         stop_flag, interrupt_flag: bits of ``agreement``.
         instruments: where a profiler measures.
         activations: what a forward of this fit keeps, once the first one has been counted.
+        used: what memory was used for when the last fit ended.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
     """
 
@@ -144,6 +145,7 @@ class Session:
     signals: FitSignals | None = None
     instruments: Instruments | None = None
     activations: Activations | None = None
+    used: MemoryUse | None = None
     inner: Session | None = None
 
     module: LightningModule = field(init=False)

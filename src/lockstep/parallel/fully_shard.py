@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import plain_name
+from lockstep.ground.tree import tensors_in
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 
 if TYPE_CHECKING:
@@ -369,8 +370,9 @@ class ShardedModule:
                     gathered.grad = None
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that are whole now, and whole gradients that wait for a reduction."""
-        whole, waiting = [], []
+        """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
+        on_its_way = vars(self._module_state()._fsdp_param_groups[0].comm_ctx) if self._params else {}
+        whole, waiting = list(tensors_in(on_its_way, 3)), []
         for param in self._params.values():
             parameter = getattr(param, "_unsharded_param", None)
             if parameter is not None:
@@ -511,3 +513,25 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, limit, total.to(group[0].device))
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """``scaler.unscale_(optimizer)`` over shards, all ranks seeing what is not finite on any. Collective."""
+    groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = [part_with_gradient(p) for p in parameters if p.grad is not None]
+        scaler.unscale_(optimizer)
+    finally:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = parameters
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        found.copy_(comm.all_reduce(found, "max"))
+
+
+def part_with_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter and its gradient, in their memory."""
+    assert parameter.grad is not None
+    part = Parameter(local_part(parameter.detach()), requires_grad=False)
+    part.grad = local_part(parameter.grad)
+    return part

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.ground.parameters import plain_name
+from lockstep.ground.tree import tensors_in
 from lockstep.parallel.recompute import STATE
 
 KINDS = {
@@ -63,20 +64,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor]
-
-
-def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in list(value.values()):
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        yield from tensors_in(vars(value), depth - 1)
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
@@ -130,16 +117,20 @@ class Activations:
 
     Args:
         module: whose layers are told apart.
+        gathered: gives parameters that are gathered for a while, which count by themselves.
 
     Attributes:
         layers: bytes by layer, largest first, at the peak.
+        gathered: bytes of gathered parameters then.
         inputs: bytes of the inputs of each layer, in its first call.
         names: of the layers, by their ids.
         samples: of the micro-batch that was counted, where somebody has said so.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, gathered: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.layers: dict[str, int] = {}
+        self.gathered = 0
+        self._gathered = gathered
         self.inputs: dict[str, int] = {}
         self.samples: float | None = None
         self._module = module
@@ -189,7 +180,8 @@ class Activations:
     def look(self) -> None:
         """Take what is kept now for the peak, if it is more than before."""
         self._grows = False
-        own = {_key(part)[0] for tensor in self._others() for part in parts_of(tensor)}
+        gathered = dict(_key(part) for tensor in self._gathered() for part in parts_of(tensor))
+        own = {_key(part)[0] for tensor in self._others() for part in parts_of(tensor)} | gathered.keys()
         found: dict[str, int] = defaultdict(int)
         for key, (reference, layer) in list(self._kept.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -199,6 +191,7 @@ class Activations:
                 found[layer] += storage.nbytes()
         if sum(found.values()) > self.total:
             self.layers = dict(sorted(found.items(), key=lambda item: -item[1]))
+            self.gathered = sum(gathered.values())
 
     def _others(self) -> Iterator[Tensor]:
         yield from self._module.parameters()
@@ -280,7 +273,9 @@ class MemoryUse:
         """Of tensors by kind, as in `KINDS`, and of activations."""
         found, offloaded = bytes_by_kind({kind: list(held.get(kind, ())) for kind in KINDS}, device)
         layers = () if activations is None else tuple(activations.layers.items())
-        found["activations"] += sum(size for _, size in layers)
+        if activations is not None:
+            found["activations"] += activations.total
+            found["gathered"] = max(found["gathered"], activations.gathered)
         return cls(rank=rank, device=device, layers=layers, offloaded=offloaded, **found)
 
     @property

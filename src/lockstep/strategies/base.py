@@ -15,8 +15,10 @@ from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule
 from lockstep.parallel.fully_shard import Policy
+from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import Collectives, ReplicaMap
@@ -179,6 +181,22 @@ class Strategy(Engine):
         if grads:
             torch._foreach_mul_(grads, factor)
         return factor
+
+    # -- memory
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What this rank holds, by kind as in `lockstep.parallel.memory.KINDS`; may be asked for at any time."""
+        parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
+        return {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer_states": list(tensors_in([optimizer.state for optimizer in self.optimizers])),
+            "buffers": list(self.module.buffers()),
+        }
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """What is in use of "recomputation", "sharded optimizer", "sharded parameters" and "offload"."""
+        return frozenset(["recomputation"] if self._recomputation.is_on else [])
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -356,7 +374,7 @@ class SingleDeviceStrategy(Strategy):
         activation_checkpointing_save: Save = None,
     ) -> None:
         super().__init__()
-        self.recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._asked = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
+from lockstep.ground.tree import tensors_in
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.bucket import infos_of, plan_buckets
@@ -31,7 +32,6 @@ from lockstep.parallel.consistency import (
 )
 from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.late_parameters import LateTensors
-from lockstep.parallel.memory import tensors_in
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
@@ -164,7 +164,7 @@ class DDPStrategy(RankedStrategy):
             start_method,
             nccl,
         )
-        self.recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._shared_memory = shared_memory
         self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
         self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
@@ -502,7 +502,7 @@ class DDPStrategy(RankedStrategy):
         """The same, with the reducer's buckets, what a hook remembers, and of sharded optimizers this rank's part."""
         held = super().held()
         held["buckets"] = [] if self._reducer is None else self._reducer.memory()
-        held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state))
+        held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
         if self._sharded is not None:  # what stands for a gradient then has no memory
             held["gradients"] = [gradient for gradient in held["gradients"] if type(gradient) is Tensor]
         return held

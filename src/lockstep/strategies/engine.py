@@ -18,7 +18,6 @@ from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.fully_shard import Policy, is_sharded
 from lockstep.parallel.late_parameters import beside
-from lockstep.parallel.memory import tensors_in
 from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
 
@@ -139,7 +138,7 @@ class Engine:
         self._own_backward = own_backward
         self._begin_recomputation()
 
-    def recompute(
+    def _recompute(
         self,
         activation_checkpointing: Layers | Literal[False] | None,
         activation_checkpointing_policy: Policy | None,
@@ -216,20 +215,6 @@ class Engine:
         """The module's parameters by name, and those that the optimizers alone have (in a plain list, say)."""
         others: dict[str, Any] = {**beside(self.module, self.optimizers)}
         return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """What this rank holds, by kind as in `lockstep.parallel.memory.KINDS`; may be asked for at any time."""
-        parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
-        return {
-            "parameters": parameters,
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "optimizer_states": list(tensors_in([optimizer.state for optimizer in self.optimizers])),
-            "buffers": list(self.module.buffers()),
-        }
-
-    def saves_memory_by(self) -> frozenset[str]:
-        """What is in use of "recomputation", "sharded optimizer", "sharded parameters" and "offload"."""
-        return frozenset(["recomputation"] if self._recomputation.is_on else [])
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Name, value and gradient of each parameter, whole, however the engine holds them. Collective."""

@@ -168,7 +168,7 @@ class FSDPStrategy(RankedStrategy):
             _mixed_policy(mixed_precision)  # what it cannot be is said here
         self._policy = auto_wrap_policy
         layers = auto_wrap_policy if activation_checkpointing is True and auto_wrap_policy else activation_checkpointing
-        self.recompute(layers, activation_checkpointing_policy, activation_checkpointing_save)
+        self._recompute(layers, activation_checkpointing_policy, activation_checkpointing_save)
         self._accumulates_shards = _is_on("accumulate_shards", accumulate_shards, "")
         self._ignored = list(ignored_modules or ())
         self._built: ShardedInit | None = None
@@ -280,6 +280,8 @@ class FSDPStrategy(RankedStrategy):
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
+        from lockstep.parallel.fully_shard import unscale
+
         super().setup_optimizers(optimizers, configs)
         assert self._sharded is not None
         known = {id(parameter) for parameter in self.module.parameters()}
@@ -299,6 +301,8 @@ class FSDPStrategy(RankedStrategy):
             if norms.layers:  # those that the user made synchronized among them
                 self._norms = norms
                 self._buffers = self._buffers if self._own_buffers() else None
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_gradients = unscale
         if not self.module.automatic_optimization:
             self._ends_gathering = self._sharded.gather_anew()
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
@@ -326,6 +330,8 @@ class FSDPStrategy(RankedStrategy):
     def teardown(self) -> None:
         """Free whole parameters; the module stays sharded."""
         super().teardown()
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_gradients = None
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
         if self._ends_gathering is not None:
@@ -440,18 +446,13 @@ class FSDPStrategy(RankedStrategy):
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
-        from lockstep.parallel.fully_shard import clip_norm, local_part
+        from lockstep.parallel.fully_shard import clip_norm, part_with_gradient
 
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
             clip_norm(parameters, value)
             return
-        parts = []
-        for parameter in parameters:
-            part = nn.Parameter(local_part(parameter.detach()), requires_grad=False)
-            part.grad = local_part(parameter.grad)
-            parts.append(part)
-        clip_by_value(parts, value)
+        clip_by_value([part_with_gradient(parameter) for parameter in parameters], value)
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """The same of a shard, and of the whole parameter where it is gathered now."""
