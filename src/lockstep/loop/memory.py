@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
@@ -51,8 +54,11 @@ def memory_of(session: Session) -> MemoryUse:
         raise MisconfigurationException(
             "trainer.memory(): no module has been set up; call it in or after trainer.fit() or an evaluation."
         )
+    held = strategy.held()
+    if session.built is not None:
+        held["parameters"] = [*held["parameters"], *session.built]
     return MemoryUse.of(
-        strategy.held(), rank=strategy.world.rank, device=strategy.root_device.type, activations=session.activations
+        held, rank=strategy.world.rank, device=strategy.root_device.type, activations=session.activations
     )
 
 
@@ -179,6 +185,9 @@ def explained(session: Session, error: BaseException) -> OutOfMemory | None:
         return OutOfMemory(_message(session, error))
     except (MemoryError, RuntimeError):  # there is not even the memory for this
         return None
+    finally:
+        session.built = None
+        traceback.clear_frames(error.__traceback__)  # what the user's frames hold: telling needs memory, too
 
 
 def _message(session: Session, error: BaseException) -> str:
@@ -203,10 +212,12 @@ def keep(session: Session) -> None:
 
 @contextmanager
 def of_setup(session: Session) -> Iterator[None]:
-    """Around set-up, in which the strategy may not have got the module yet: it is that of the session."""
+    """Around set-up. Where a module is still being built, what it has so far is in nobody's hands yet."""
+    session.built = None
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if is_oom_error(error) and session.strategy.module is None:
+        if is_oom_error(error) and session.strategy.module is not session.module:
             session.strategy.module = session.module
+            session.built = [each for each in gc.get_objects() if isinstance(each, Parameter)]
         raise

@@ -117,6 +117,7 @@ class Session:
         instruments: where a profiler measures.
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
+        built: the parameters that there were when a set-up ran out of memory.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
     """
 
@@ -146,6 +147,7 @@ class Session:
     instruments: Instruments | None = None
     activations: Activations | None = None
     used: MemoryUse | None = None
+    built: list[Tensor] | None = None
     inner: Session | None = None
 
     module: LightningModule = field(init=False)

@@ -371,8 +371,8 @@ class ShardedModule:
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
-        on_its_way = vars(self._module_state()._fsdp_param_groups[0].comm_ctx) if self._params else {}
-        whole, waiting = list(tensors_in(on_its_way, 3)), []
+        groups = [group for part in self._parts for group in part._get_fsdp_state()._fsdp_param_groups]
+        whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
         for param in self._params.values():
             parameter = getattr(param, "_unsharded_param", None)
             if parameter is not None:
