@@ -29,10 +29,12 @@ from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
 from lockstep.loop.session import Session
 from lockstep.loop.state import collect, in_order
 from lockstep.module import LightningModule
+from lockstep.parallel.memory import MemoryUse
 from lockstep.precision.base import Precision
 from lockstep.profilers.base import Profiler
 from lockstep.strategies.base import Strategy
@@ -435,6 +437,21 @@ class Attributes:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Newest value of everything that was logged: of all ranks, or of this one until values are reduced."""
         return self.session.callback_metrics()
+
+    def memory(self) -> MemoryUse:
+        """What this rank's memory is used for, by kind: now, or after a fit when that ended.
+
+        Activations are those of the fit's first micro-batch.
+
+        Raises:
+            MisconfigurationException: before the first call of the Trainer.
+
+        Example::
+
+            trainer.fit(model, loader)
+            print(trainer.memory())
+        """
+        return memory_of(self.session)
 
     def reduced_metrics(self) -> dict[str, Tensor]:
         """:attr:`callback_metrics`, reduced over the ranks and the same on all of them: what a decision reads.

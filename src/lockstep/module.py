@@ -23,6 +23,7 @@ from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_onc
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import STEP_OUTPUT, LogOptions, LRSchedulerTypeUnion, OptimizerLRScheduler
 from lockstep.hooks import ModuleHooks
+from lockstep.parallel.recompute import STATE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -251,7 +252,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)
         results, kind = trainer.session.results, type(value)
         table = results.table
-        sized = batch_size is None or (type(batch_size) is int and batch_size > 0)
+        sized = not STATE.recomputing and (batch_size is None or (type(batch_size) is int and batch_size > 0))
         if sized and (kind is Tensor or kind is float) and table is not None and not results.muted:
             entry = table.get(name)
             quick = value.dtype if kind is Tensor else float  # type: ignore[union-attr]

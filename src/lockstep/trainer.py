@@ -233,7 +233,7 @@ class Trainer(Attributes):
         if placement.world.is_zero:
             check_root(config, flags["logger"], own_callbacks)
         apply_to_process(config, kind)
-        announce(config)
+        announce(config, self._precision.name, kind)
         self.session = Session(
             trainer=self,
             connect=self._begin_call,

@@ -136,8 +136,13 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
         fix_cublas_workspaces()
 
 
-def announce(config: RunConfig) -> None:
+def announce(config: RunConfig, precision: str, device_type: str) -> None:
     """Say what makes a run slow, in the process that the user has started."""
+    if precision == "16-mixed" and device_type == "cpu":
+        rank_zero_info(
+            'Trainer(precision="16-mixed") on a CPU is for trying a script that is meant for GPUs: "bf16-mixed" is '
+            "faster there, and needs no loss scale."
+        )
     if config.detect_anomaly:
         rank_zero_info(
             "Trainer(detect_anomaly=True): every backward is searched for NaN, which is slow; for debugging only."

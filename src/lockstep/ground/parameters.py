@@ -87,3 +87,15 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
             path, _, last = name.rpartition(".")
             setattr(module.get_submodule(path), last, parameter)
     return module
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter as a state dict has it.
+
+    torch's ``CheckpointWrapper`` adds to the names of ``named_parameters``, and not to those keys.
+
+    Example:
+        >>> plain_name("layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -12,9 +12,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 Types = type | tuple[type, ...]
 
@@ -193,3 +195,24 @@ def described(value: object) -> str:
         return f"the class {value.__module__}.{value.__qualname__}"
     cls = type(value)
     return "a " + f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+
+
+def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists, tuples, sets, and in the attributes of other objects."""
+    seen: set[int] = set()
+
+    def found(value: object, depth: int) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+            return
+        if not depth or id(value) in seen or isinstance(value, (str, bytes, type, ModuleType, nn.Module)):
+            return
+        items = list(value.values()) if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            items = list(value)
+        if items is not None:
+            seen.add(id(value))
+            for item in list(items.values()) if isinstance(items, dict) else items:
+                yield from found(item, depth - 1)
+
+    return found(value, depth)

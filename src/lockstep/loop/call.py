@@ -28,6 +28,7 @@ from lockstep.loop import state
 from lockstep.loop.feed import Loaders
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
 from lockstep.loop.logging import LogCollector, LoggedMetrics
+from lockstep.loop.memory import explained, keep, of_setup
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
 from lockstep.loop.session import Session
@@ -86,7 +87,8 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
     session.ckpt_path = asked.ckpt_path  # ModelCheckpoint does not delete the file that the run goes on from
     try:
         with _interruptible(session), ExitStack() as watched:
-            _set_up(session, asked, watched)
+            with of_setup(session):
+                _set_up(session, asked, watched)
             yield
             state.finish(session)
             if session.interruption is not None:
@@ -103,8 +105,10 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         name_ways_out(error)
         if signals is not None:
             signals.failing = True
-        status.failed(error)  # the others need not wait for what follows
-        reason = status.named(error)
+        told = explained(session, error)
+        shown = error if told is None else told.with_traceback(error.__traceback__)
+        status.failed(shown)  # the others need not wait for what follows
+        reason = status.named(shown)
         _failed(session, reason)
         if reason is not error:
             raise reason from error
@@ -386,6 +390,7 @@ def _failed(session: Session, error: BaseException) -> None:
 def _tear_down(session: Session, release: Callable[[], None]) -> None:
     release()
     state.finish_alone(session)
+    keep(session)
     session.strategy.teardown()
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more

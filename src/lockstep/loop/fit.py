@@ -23,6 +23,7 @@ from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
 from lockstep.loop.logging import Entry
+from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
@@ -285,6 +286,8 @@ class FitLoop:
         self.timing.start()
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.step.setup()
+        if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
+            watch_first_window(session, self.step, lambda: rank_zero_info(memory_of(session).line()))
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()

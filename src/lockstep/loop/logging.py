@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, warn_once
 from lockstep.loop.metrics import StatesByLoader, is_metric
+from lockstep.parallel.recompute import STATE
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -345,8 +346,8 @@ class LogCollector:
         if self._barebones:  # nothing is ever kept, so that `LightningModule.log` always comes here
             warn_once("self.log(...) keeps nothing under Trainer(barebones=True).", key="log in barebones mode")
             return
-        if self.muted and not is_metric(value):
-            return
+        if STATE.recomputing or (self.muted and not is_metric(value)):
+            return  # what a forward computes again was logged by the first one
         table = self.table
         entry = table.get(name) if table is not None else None
         if entry is None or entry.options != options:

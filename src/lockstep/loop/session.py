@@ -25,6 +25,7 @@ from lockstep.loop.hooks import Hooks
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.progress import Elastic, Progress
 from lockstep.module import LightningModule
+from lockstep.parallel.memory import Activations, MemoryUse
 from lockstep.profilers.base import Profiler
 from lockstep.strategies.base import Strategy
 
@@ -114,6 +115,9 @@ class Session:
         signals: those of the fit that runs; None in an evaluation and in a trial, which nobody goes on from.
         stop_flag, interrupt_flag: bits of ``agreement``.
         instruments: where a profiler measures.
+        activations: what a forward of this fit keeps, once the first one has been counted.
+        used: what memory was used for when the last fit ended.
+        built: the parameters that there were when a set-up ran out of memory.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
     """
 
@@ -141,6 +145,9 @@ class Session:
     is_padding: bool = False
     signals: FitSignals | None = None
     instruments: Instruments | None = None
+    activations: Activations | None = None
+    used: MemoryUse | None = None
+    built: list[Tensor] | None = None
     inner: Session | None = None
 
     module: LightningModule = field(init=False)

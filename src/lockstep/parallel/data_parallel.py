@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_leaves, tree_map
+from lockstep.parallel.recompute import Again
 
 # -- DataParallel --------------------------------------------------------------------------------------------
 
@@ -194,6 +195,8 @@ def _replica(module: nn.Module, device: torch.device, stand_in: Callable[[nn.Mod
             fill["_parameters"] = {key: moved(value, False) for key, value in original._parameters.items()}
             fill["_buffers"] = {key: moved(value, True) for key, value in original._buffers.items()}
             fill["_modules"] = {key: copied(value) for key, value in original._modules.items()}
+            if isinstance(fill.get("forward"), Again):
+                fill["forward"] = fill["forward"].of(replica)
         return made[id(original)]
 
     replica: nn.Module = copied(module)

@@ -16,6 +16,8 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground import comm
+from lockstep.ground.parameters import plain_name
+from lockstep.ground.tree import tensors_in
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 
 if TYPE_CHECKING:
@@ -52,8 +54,13 @@ def find_blocks(root: nn.Module) -> list[nn.Module]:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def blocks_by(policy: Policy, root: nn.Module) -> list[nn.Module]:
+def blocks_by(policy: Policy, root: nn.Module, alone: bool = True) -> list[nn.Module]:
     """The layers below ``root`` that a policy chooses, inner ones first.
+
+    Args:
+        policy: classes, or a function.
+        root: the model.
+        alone: they must not share a parameter with layers outside of them.
 
     Raises:
         ValueError: it chooses none, or one that shares a parameter with layers outside of it.
@@ -67,7 +74,7 @@ def blocks_by(policy: Policy, root: nn.Module) -> list[nn.Module]:
     if not found:
         names = sorted({type(module).__name__ for module in root.modules() if module is not root})
         raise ValueError(f"it chooses no layer of {type(root).__name__}, which is made of {', '.join(names)}")
-    for block in found:
+    for block in found if alone else ():
         shared = _shared(root, block)
         if shared is not None:
             raise ValueError(
@@ -200,14 +207,6 @@ def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
     return odd
 
 
-def recompute(blocks: Iterable[nn.Module]) -> None:
-    """Let the activations of blocks be computed again in the backward. Names of parameters stay as they are."""
-    from torch.distributed._composable import checkpoint
-
-    for block in blocks:
-        checkpoint(block)
-
-
 # -- while it trains -----------------------------------------------------------------------------------------
 
 
@@ -232,7 +231,7 @@ class ShardedModule:
             part.reshard()
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
-        self.parameters = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._split = [p for p in self.parameters.values() if id(p) not in self._params]
         self._syncs = True
         self._drops = False
@@ -376,6 +375,18 @@ class ShardedModule:
                 gathered = getattr(param, "_unsharded_param", None)
                 if gathered is not None:
                     gathered.grad = None
+
+    def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
+        groups = [group for part in self._parts for group in part._get_fsdp_state()._fsdp_param_groups]
+        whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
+        for param in self._params.values():
+            parameter = getattr(param, "_unsharded_param", None)
+            if parameter is not None:
+                whole.append(parameter)
+            left = (param.unsharded_accumulated_grad, None if parameter is None else parameter.grad)
+            waiting += [gradient for gradient in left if gradient is not None]
+        return whole, waiting
 
     # -- what this rank alone holds
 
@@ -529,3 +540,25 @@ def clip_norm(parameters: Iterable[Tensor], limit: float) -> None:
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, limit, total.to(group[0].device))
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """``scaler.unscale_(optimizer)`` over shards, all ranks seeing what is not finite on any. Collective."""
+    groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = [part_with_gradient(p) for p in parameters if p.grad is not None]
+        scaler.unscale_(optimizer)
+    finally:
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = parameters
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        found.copy_(comm.all_reduce(found, "max"))
+
+
+def part_with_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter and its gradient, in their memory."""
+    assert parameter.grad is not None
+    part = Parameter(local_part(parameter.detach()), requires_grad=False)
+    part.grad = local_part(parameter.grad)
+    return part

@@ -20,6 +20,7 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import MODULE_HOOKS
 from lockstep.ground.pages import common_pages, on_one_host
+from lockstep.ground.parameters import plain_name
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.consistency import check_alike, checksum, described
 from lockstep.parallel.shared_memory import timeout_of
@@ -304,7 +305,8 @@ class LateTensors:
 
     def parameters(self) -> dict[str, Tensor]:
         """The module's parameters by name, and those that the optimizers alone have."""
-        return {**dict(self._module.named_parameters()), **beside(self._module, self._optimizers)}
+        own = {plain_name(name): parameter for name, parameter in self._module.named_parameters()}
+        return {**own, **beside(self._module, self._optimizers)}
 
     def use_optimizers(self, optimizers: list[Any]) -> None:
         """Look at these optimizers from now on; take in what they have and the module has got since."""

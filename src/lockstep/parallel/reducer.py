@@ -225,6 +225,10 @@ class Reducer:
         """The bucket layout, by parameter names: part of a checkpoint."""
         return [list(bucket) for bucket in self._plan]
 
+    def memory(self) -> list[Tensor]:
+        """The buckets' buffers on this rank."""
+        return [bucket.flat for bucket in self._buckets]
+
     def replan(self, plan: Plan | None) -> None:
         """Take another layout, the same on every rank, between a `finish` and the next `prepare`.
 

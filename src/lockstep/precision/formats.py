@@ -71,12 +71,14 @@ class DefaultDtype(AbstractContextManager[None]):
 class MixedPrecision(Precision):
     """``bf16-mixed`` and ``16-mixed``: steps under ``torch.autocast``; the latter with a loss scale.
 
+    On a CPU ``16-mixed`` is for trying a script that is meant for GPUs: it is slow.
+
     Args:
         name: ``"bf16-mixed"`` or ``"16-mixed"``.
         device_type: where the steps run.
 
     Raises:
-        MisconfigurationException: ``16-mixed`` where there is no GPU.
+        MisconfigurationException: ``16-mixed`` where there is neither a CUDA device nor a CPU to run on.
     """
 
     def __init__(self, name: str, device_type: str = "cpu") -> None:
@@ -84,9 +86,9 @@ class MixedPrecision(Precision):
         self.name = name
         self.dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
         if name == "16-mixed":
-            if device_type != "cuda":
+            if device_type not in ("cuda", "cpu"):
                 raise MisconfigurationException(
-                    f"precision='16-mixed' on {device_type!r}: float16 is for CUDA devices; "
+                    f"precision='16-mixed' on {device_type!r}: float16 is for CUDA devices, and for trials on the CPU; "
                     "use precision='bf16-mixed', which has the range of float32, or '32-true'"
                 )
             self.scaler = LossScaler(device_type)

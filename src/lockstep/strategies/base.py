@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule
+from lockstep.parallel.fully_shard import Policy
+from lockstep.parallel.late_parameters import beside
+from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import Collectives, ReplicaMap
 from lockstep.strategies.engine import Engine
@@ -180,6 +184,22 @@ class Strategy(Engine):
             torch._foreach_mul_(grads, factor)
         return factor
 
+    # -- memory
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What this rank holds, by kind as in `lockstep.parallel.memory.KINDS`; may be asked for at any time."""
+        parameters: list[Tensor] = [*self.module.parameters(), *beside(self.module, self.optimizers).values()]
+        return {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer_states": list(tensors_in([optimizer.state for optimizer in self.optimizers])),
+            "buffers": list(self.module.buffers()),
+        }
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """What is in use of "recomputation", "sharded optimizer", "sharded parameters" and "offload"."""
+        return frozenset(["recomputation"] if self._recomputation.is_on else [])
+
     @property
     def traffic(self) -> tuple[int, int]:
         """Reductions of gradients in this fit so far, and the bytes that this rank gave to them."""
@@ -333,9 +353,15 @@ class SingleDeviceStrategy(Strategy):
         accelerator: None; the Trainer's flag chooses it.
         checkpoint_io: what writes checkpoints.
         precision_plugin: the run's precision.
+        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+            repeated blocks), or classes of layers.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
 
     Raises:
-        MisconfigurationException: when a call begins, if the Trainer's flags choose another device.
+        MisconfigurationException: for arguments that do not go together; when a call begins, if the Trainer's flags
+            choose another device.
     """
 
     def __init__(
@@ -344,8 +370,13 @@ class SingleDeviceStrategy(Strategy):
         accelerator: object = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        *,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
     ) -> None:
         super().__init__()
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._asked = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
+from lockstep.ground.tree import tensors_in
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.bucket import infos_of, plan_buckets
@@ -29,7 +30,9 @@ from lockstep.parallel.consistency import (
     sparse_names,
     sync_buffers,
 )
+from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.late_parameters import LateTensors
+from lockstep.parallel.recompute import Layers, Save
 from lockstep.parallel.reducer import MIB, Reducer
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.engine import EngineState
@@ -95,6 +98,11 @@ class DDPStrategy(RankedStrategy):
             parameter in which they differ. It costs a message a step.
         find_unused_parameters: accepted; unused parameters need no flag here.
         shard_optimizer: share out the optimizers' work and state: each rank updates its slice of every bucket (ZeRO).
+        activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
+            repeated blocks), or classes of layers.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
         **others: further arguments of torch's class: taken where they have no effect here, refused with the reason
             where they would.
 
@@ -130,6 +138,9 @@ class DDPStrategy(RankedStrategy):
         check_reduction: bool = False,
         find_unused_parameters: bool = False,
         shard_optimizer: bool = False,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
         **others: Any,
     ) -> None:
         known = inspect.signature(DDPStrategy).parameters
@@ -153,6 +164,7 @@ class DDPStrategy(RankedStrategy):
             start_method,
             nccl,
         )
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self._shared_memory = shared_memory
         self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
         self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
@@ -485,6 +497,19 @@ class DDPStrategy(RankedStrategy):
             self.check_present("strategy.whole_gradients()")
         with contextlib.nullcontext() if self._sharded is None else self._sharded.shards.whole_gradients():
             yield
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """The same, with the reducer's buckets, what a hook remembers, and of sharded optimizers this rank's part."""
+        held = super().held()
+        held["buckets"] = [] if self._reducer is None else self._reducer.memory()
+        held["hook_state"] = [] if self._hook is None else list(tensors_in(self._hook.state, 8))
+        if self._sharded is not None:  # what stands for a gradient then has no memory
+            held["gradients"] = [gradient for gradient in held["gradients"] if type(gradient) is Tensor]
+        return held
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """The same, with sharded optimizers."""
+        return super().saves_memory_by() | (frozenset(["sharded optimizer"]) if self._shard_optimizer else frozenset())
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter with its whole gradient, of which each rank may have its slices."""

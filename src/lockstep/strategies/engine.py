@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import clip_by_value
+from lockstep.ground.parameters import clip_by_value, plain_name
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
-from lockstep.parallel.fully_shard import is_split
+from lockstep.parallel.fully_shard import Policy, is_split
 from lockstep.parallel.late_parameters import beside
+from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
 
 
@@ -111,6 +112,7 @@ class Engine:
         self.sync_gradients = True
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
+        self._recomputation = Recomputation(type(self).__name__)
 
     @property
     def root_device(self) -> torch.device:
@@ -135,6 +137,27 @@ class Engine:
         converted: Any = self.precision.convert_module(module)
         self.module = converted.to(self.root_device)
         self._own_backward = own_backward
+        self._begin_recomputation()
+
+    def _recompute(
+        self,
+        activation_checkpointing: Layers | Literal[False] | None,
+        activation_checkpointing_policy: Policy | None,
+        activation_checkpointing_save: Save,
+    ) -> None:
+        """Take in a strategy's arguments of these names."""
+        asked = (activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        try:
+            self._recomputation = Recomputation(type(self).__name__, *asked)
+        except ValueError as error:
+            raise MisconfigurationException(f"{error}.") from None
+
+    def _begin_recomputation(self) -> None:
+        """Recompute the layers that the strategy was asked for, and those in torch's wrappers."""
+        try:
+            self._recomputation.begin(self.module)
+        except ValueError as error:
+            raise MisconfigurationException(f"{error}.") from None
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Take over what ``configure_optimizers`` made; training begins after this."""
@@ -142,6 +165,7 @@ class Engine:
 
     def teardown(self) -> None:
         """The run is over; ranks stay connected, and the optimizers can still be saved."""
+        self._recomputation.end()
 
     # -- one window
 
@@ -191,7 +215,7 @@ class Engine:
     def named_parameters(self) -> dict[str, Parameter]:
         """The module's parameters by name, and those that the optimizers alone have (in a plain list, say)."""
         others: dict[str, Any] = {**beside(self.module, self.optimizers)}
-        return {**dict(self.module.named_parameters()), **others}
+        return {**{plain_name(name): p for name, p in self.module.named_parameters()}, **others}
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Name, value and gradient of each parameter, whole, however the engine holds them. Collective."""

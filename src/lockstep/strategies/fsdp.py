@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.late_parameters import LateParameters, LateTensors
+from lockstep.parallel.recompute import Layers, Save
 from lockstep.parallel.reducer import Reducer
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
@@ -98,6 +99,8 @@ class FSDPStrategy(RankedStrategy):
             repeated blocks are found.
         activation_checkpointing: compute activations again in the backward: True (of the layers above), or classes.
         activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
+            policy function of ``torch.utils.checkpoint``.
         sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole from forward to backward; "NO_SHARD"
             is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
         state_dict_type: "full": a checkpoint is one file, as of any strategy.
@@ -129,7 +132,7 @@ class FSDPStrategy(RankedStrategy):
         cpu_offload: object = None,
         mixed_precision: object = None,
         auto_wrap_policy: Policy | None = None,
-        activation_checkpointing: bool | type[nn.Module] | Collection[type[nn.Module]] | None = None,
+        activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         sharding_strategy: object = "FULL_SHARD",
         state_dict_type: str = "full",
@@ -139,6 +142,7 @@ class FSDPStrategy(RankedStrategy):
         ignored_modules: Iterable[nn.Module] | None = None,
         backward_prefetch: object = "BACKWARD_PRE",
         nccl: Mapping[str, Any] | None = None,
+        activation_checkpointing_save: Save = None,
         **others: object,
     ) -> None:
         super().__init__(
@@ -163,7 +167,8 @@ class FSDPStrategy(RankedStrategy):
         if mixed_precision is not None:
             _mixed_policy(mixed_precision)  # what it cannot be is said here
         self._policy = auto_wrap_policy
-        self._recomputes = _recomputed(activation_checkpointing, activation_checkpointing_policy)
+        layers = auto_wrap_policy if activation_checkpointing is True and auto_wrap_policy else activation_checkpointing
+        self._recompute(layers, activation_checkpointing_policy, activation_checkpointing_save)
         self._accumulates_shards = _is_on("accumulate_shards", accumulate_shards, "")
         self._ignored = list(ignored_modules or ())
         self._built: ShardedInit | None = None
@@ -181,7 +186,7 @@ class FSDPStrategy(RankedStrategy):
         if self._mode != "NO_SHARD":
             return self
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
-        made.plugins, made._nccl = self.plugins, self._nccl
+        made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
         return made
 
     # -- set up
@@ -209,6 +214,7 @@ class FSDPStrategy(RankedStrategy):
         if not is_sharded(module):
             self.precision.convert_module(module)
             self._shard(module)
+        self._begin_recomputation()
         self._built = None
         self._sharded = ShardedModule(module)
         self._watch(module)
@@ -229,13 +235,10 @@ class FSDPStrategy(RankedStrategy):
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        from lockstep.parallel.fully_shard import blocks_by, find_blocks, find_odd, recompute, shard
+        from lockstep.parallel.fully_shard import blocks_by, find_blocks, find_odd, shard
 
         with _named("auto_wrap_policy", self._policy):
             blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
-        if self._recomputes is not None:
-            with _named("activation_checkpointing", self._recomputes):
-                recompute(blocks if self._recomputes is True else blocks_by(self._recomputes, module))
         left = {p for layer in self._ignored for p in layer.parameters()} | set(find_odd(module, blocks))
         whole = [parameter for parameter in module.parameters() if parameter in left]
         gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
@@ -280,6 +283,8 @@ class FSDPStrategy(RankedStrategy):
 
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
+        from lockstep.parallel.fully_shard import unscale
+
         super().setup_optimizers(optimizers, configs)
         assert self._sharded is not None
         known = {id(parameter) for parameter in self.module.parameters()}
@@ -299,9 +304,11 @@ class FSDPStrategy(RankedStrategy):
             if norms.layers:  # those that the user made synchronized among them
                 self._norms = norms
                 self._buffers = self._buffers if self._own_buffers() else None
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_gradients = unscale
         if not self.module.automatic_optimization:
             self._ends_gathering = self._sharded.gather_anew()
-        whole = [(n, p) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
+        whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
 
     @staticmethod
@@ -326,6 +333,8 @@ class FSDPStrategy(RankedStrategy):
     def teardown(self) -> None:
         """Free whole parameters; the module stays sharded."""
         super().teardown()
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_gradients = None
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
         if self._ends_gathering is not None:
@@ -440,18 +449,13 @@ class FSDPStrategy(RankedStrategy):
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
-        from lockstep.parallel.fully_shard import clip_norm, local_part
+        from lockstep.parallel.fully_shard import clip_norm, part_with_gradient
 
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
             clip_norm(parameters, value)
             return
-        parts = []
-        for parameter in parameters:
-            part = nn.Parameter(local_part(parameter.detach()), requires_grad=False)
-            part.grad = local_part(parameter.grad)
-            parts.append(part)
-        clip_by_value(parts, value)
+        clip_by_value([part_with_gradient(parameter) for parameter in parameters], value)
 
     def set_requires_grad(self, parameter: Tensor, needed: bool) -> None:
         """The same of a shard, and of the whole parameter where it is gathered now."""
@@ -468,7 +472,7 @@ class FSDPStrategy(RankedStrategy):
     def held_gradients(self) -> dict[str, Any]:
         """What backwards have left on this rank: of shards, of whole parameters, and its buffers."""
         assert self._sharded is not None
-        named = [(n, p.grad) for n, p in self.module.named_parameters() if n not in self._sharded.parameters]
+        named = [(n, p.grad) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         whole = {name: gradient.detach().cpu().clone() for name, gradient in named if gradient is not None}
         own = {} if self._buffers is None else self._buffers.held()
         return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
@@ -488,6 +492,25 @@ class FSDPStrategy(RankedStrategy):
         if self._sharded is not None:
             self._sharded.reshard()
         return super().named_parameters()
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's shards, whole parameters beside them, and those that are gathered now."""
+        shards, held = self._sharded, super().held()
+        if shards is None:
+            return held
+        sharded = list(shards.parameters.values())
+        gathered, waiting = shards.gathered()
+        known = {id(parameter) for parameter in (*sharded, *gathered)}
+        held["parameters"] = sharded + [p for p in held["parameters"] if id(p) not in known]
+        held["gradients"] = [p.grad for p in held["parameters"] if p.grad is not None] + waiting
+        held["buckets"] = [] if self._reducer is None else self._reducer.memory()
+        held["gathered"] = gathered
+        return held
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """The same, with sharded parameters, and where those are on the CPU."""
+        sharded = {"sharded parameters", "sharded optimizer", *(["offload"] if self._offloads else [])}
+        return super().saves_memory_by() | sharded
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter and gradient, gathered one by one."""
@@ -588,12 +611,3 @@ def _mixed_policy(given: object) -> Any:
         f"FSDPStrategy(mixed_precision={given!r:.100}): give a dtype (torch.bfloat16), or torch's MixedPrecision or "
         "MixedPrecisionPolicy."
     )
-
-
-def _recomputed(given: object, policy: object) -> Any:
-    """True (the blocks), classes, a policy function, or None."""
-    if policy is not None:
-        return policy
-    if given is None or given is False:
-        return None
-    return (given,) if isinstance(given, type) else given

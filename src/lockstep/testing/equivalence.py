@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.cluster.environments import ClusterEnvironment
+from lockstep.ground.parameters import plain_name
 from lockstep.ground.seed import isolate_rng
 from lockstep.module import LightningModule
 from lockstep.strategies.base import Strategy
@@ -390,7 +391,7 @@ class _Observer(Callback):
             return
         self._reduced = step
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = {name for name, p in pl_module.named_parameters() if id(p) in own}
+        names = {plain_name(name) for name, p in pl_module.named_parameters() if id(p) in own}
         gradients = self._whole(trainer)[1]
         self.take(_Observation(step, GRADIENT, {name: gradients[name] for name in gradients if name in names}))
 
@@ -410,7 +411,7 @@ class _Observer(Callback):
         """Values and gradients of the module's parameters, whole, however the engine holds them. Collective."""
         values: dict[str, Tensor | None] = {}
         gradients: dict[str, Tensor | None] = {}
-        of_module = dict(trainer.lightning_module.named_parameters())
+        of_module = {plain_name(name) for name, _ in trainer.lightning_module.named_parameters()}
         for name, value, gradient in trainer.strategy.whole_parameters():
             if name in of_module:
                 values[name] = value  # gradients may be whole only while they are looked at

@@ -103,6 +103,7 @@ class Scatter:
 
     Attributes:
         flats: the padded buffers, by bucket; `lockstep.parallel.bucket.Bucket.flat` is the front part of them.
+        spare: buffers for the others' slices that are kept between rounds.
     """
 
     divides = True
@@ -115,11 +116,11 @@ class Scatter:
         self._whole = whole
         self._rank, self._world = comm.rank(group), comm.world_size(group)
         self._under_way: list[_Exchange] = []
-        self._spare: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self.spare: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def buffers(self, sizes: list[Size]) -> list[Tensor]:
         """Tensors of this process, of a length that slices can share."""
-        self._spare.clear()
+        self.spare.clear()
         self.flats = [
             torch.zeros(padded(length, dtype.itemsize, self._world), dtype=dtype, device=device)
             for length, dtype, device in sizes
@@ -148,10 +149,10 @@ class Scatter:
         bucket.work.wait()
 
     def close(self) -> None:
-        self._spare.clear()
+        self.spare.clear()
 
     def _exchange(self, flat: Tensor) -> _Exchange:
-        spare = self._spare.setdefault((flat.numel(), flat.dtype, flat.device), [])
+        spare = self.spare.setdefault((flat.numel(), flat.dtype, flat.device), [])
         room = spare.pop() if spare else torch.empty_like(flat)
         exchange = _Exchange(flat.view(self._world, -1)[self._rank], room, spare, flat, self._world, self._group)
         self._under_way.append(exchange)

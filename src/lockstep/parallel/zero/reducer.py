@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
@@ -74,6 +74,11 @@ class ShardedReducer(Reducer):
             super()._fill_buckets(awake)
         assert isinstance(self._transport, (Scatter, SharedScatter))
         self.shards.lay_out(self._buckets, self._transport.flats)
+
+    def memory(self) -> list[Tensor]:
+        """The buckets' buffers on this rank, and those in which the others' slices come."""
+        spare = self._transport.spare.values() if isinstance(self._transport, Scatter) else ()
+        return [*super().memory(), *(room for rooms in spare for room in rooms)]
 
     def take_in(self, named_parameters: Iterable[tuple[str, Parameter]], sparse: Collection[str] = ()) -> None:
         """Reduce these parameters from now on, and shard optimizers that have some of them only now. A collective."""

@@ -1,0 +1,223 @@
+"""The memory of a run: what it is used for, and when it has run out, what would need less, each way with its bytes."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from lockstep.ground.device import is_oom_error
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.session import Session
+from lockstep.parallel.fully_shard import find_blocks
+from lockstep.parallel.memory import Activations, MemoryUse, readable
+
+ASKED = (
+    (re.compile(r"you tried to allocate (\d+) bytes"), 1),
+    (re.compile(r"[Tt]ried to allocate ([\d.]+) KiB"), 2**10),
+    (re.compile(r"[Tt]ried to allocate ([\d.]+) MiB"), 2**20),
+    (re.compile(r"[Tt]ried to allocate ([\d.]+) GiB"), 2**30),
+)
+"""How torch's allocators say what was asked of them, and the unit."""
+
+
+class OutOfMemory(torch.OutOfMemoryError, MemoryError):
+    """A device's memory, or the host's, is used up: the message says for what, and what would need less.
+
+    Its ``__cause__`` is what torch or Python raised. It is caught by whoever catches that, as
+    ``torch.OutOfMemoryError``, ``RuntimeError`` or ``MemoryError``.
+    """
+
+
+# -- what it is used for --------------------------------------------------------------------------------------
+
+
+def memory_of(session: Session) -> MemoryUse:
+    """What this rank's memory is used for; after a fit, what it was when that ended.
+
+    Raises:
+        MisconfigurationException: before the first call of the Trainer.
+    """
+    strategy = session.strategy
+    if session.state.stage is None and session.used is not None:
+        return session.used
+    if strategy.module is None:
+        raise MisconfigurationException(
+            "trainer.memory(): no module has been set up; call it in or after trainer.fit() or an evaluation."
+        )
+    held = strategy.held()
+    if session.built is not None:
+        held["parameters"] = [*held["parameters"], *session.built]
+    return MemoryUse.of(
+        held, rank=strategy.world.rank, device=strategy.root_device.type, activations=session.activations
+    )
+
+
+def countable(session: Session) -> Activations | None:
+    """What counts the activations of this session's module; None where they cannot be told from outside.
+
+    So it is in compiled modules, and where one process drives several devices in threads.
+    """
+
+    def gathered() -> list[Tensor]:
+        return session.strategy.held().get("gathered", [])
+
+    dynamo = any(type(layer).__name__ == "OptimizedModule" for layer in session.module.modules())
+    compiled = dynamo or session.module._compiler_ctx is not None or session.module._compiled_call_impl is not None
+    return None if compiled or session.strategy.drives_all_devices else Activations(session.module, gathered)
+
+
+class Windows(Protocol):
+    """What plays the windows of a fit: see `lockstep.loop.step.Step`."""
+
+    window: Callable[..., Iterator[None]]
+    training_step: Callable[..., Any]
+
+
+def watch_first_window(session: Session, step: Windows, told: Callable[[], None]) -> None:
+    """Count what the first forward of a fit keeps; later ones are as they are without this.
+
+    Args:
+        session: keeps what was counted.
+        step: of the fit, set up.
+        told: called when the first window is over.
+    """
+    session.used = session.activations = None
+    activations = countable(session)
+    road, own = step.window, step.training_step
+
+    def first(*args: Any) -> Iterator[None]:
+        step.window = road
+        yield from road(*args)
+        told()
+
+    @wraps(own)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        step.training_step = own
+        if activations is None or session.activations is not None:
+            return own(*args, **kwargs)
+        session.activations = activations
+        activations.samples = float(session.results.weight) or None
+        with activations.counting():
+            return own(*args, **kwargs)
+
+    step.window = first
+    if activations is not None:
+        step.training_step = counting
+
+
+# -- out of memory -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to need less memory.
+
+    Attributes:
+        text: what to do.
+        saves: bytes of this rank.
+    """
+
+    text: str
+    saves: int
+
+
+def ways_out(session: Session, used: MemoryUse) -> list[Way]:
+    """What would need less memory on this rank, cheapest first, without what is in use."""
+    strategy, training = session.strategy, session.fitting
+    in_use, ranks = strategy.saves_memory_by(), strategy.world.size
+    ways = [*_by_batch(session, used)]
+    if training and strategy.precision.name in ("32-true", "64-true") and used.activations:
+        ways.append(Way('Trainer(precision="bf16-mixed"): activations of half the size, about', used.activations // 2))
+    kept = _recomputable(session)
+    if training and "recomputation" not in in_use and kept > 0:
+        kind = type(strategy).__name__
+        ways.append(Way(f"{kind}(activation_checkpointing=True): repeated blocks are computed again", kept))
+    if training and ranks > 1 and not in_use & {"sharded optimizer", "sharded parameters"} and used.optimizer_states:
+        saves = used.optimizer_states * (ranks - 1) // ranks
+        ways.append(Way("DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states", saves))
+    if "sharded parameters" not in in_use:
+        number = max(ranks, 2)
+        more = "" if ranks > 1 else f", devices={number}"
+        states = used.model_states * (number - 1) // number
+        ways.append(Way(f'Trainer(strategy="fsdp"{more}): each rank has 1/{number} of the model', states))
+    if "offload" not in in_use and used.device != "cpu":
+        ways.append(Way('Trainer(strategy="fsdp_cpu_offload"): the model is on the CPU', used.model_states))
+    return [way for way in ways if way.saves > 0]
+
+
+def _by_batch(session: Session, used: MemoryUse) -> Iterator[Way]:
+    samples = None if session.activations is None else session.activations.samples
+    half = used.activations // 2
+    if samples is not None and samples >= 2:
+        yield Way(f"half the batch, {samples / 2:g} samples on a rank in place of {samples:g}", half)
+        if session.module.automatic_optimization:
+            now = session.config.accumulation(session.fit.progress.epoch)
+            yield Way(f"half the batch and Trainer(accumulate_grad_batches={2 * now}): the same samples a step", half)
+
+
+def _recomputable(session: Session) -> int:
+    """What the repeated blocks keep, less their inputs, and less the largest one, which a backward computes again."""
+    counted = session.activations
+    if counted is None:
+        return 0
+    blocks = {id(block) for block in find_blocks(session.module)}
+    names = [name for layer, name in counted.names.items() if layer in blocks]
+    of_blocks = [sum(n for layer, n in counted.layers.items() if f"{layer}.".startswith(f"{b}.")) for b in names]
+    inputs = sum(counted.inputs.get(name, 0) for name in names)
+    return sum(of_blocks) - max(of_blocks, default=0) - inputs
+
+
+def explained(session: Session, error: BaseException) -> OutOfMemory | None:
+    """The error to raise in the place of one that says that memory is used up; None for all others."""
+    if isinstance(error, OutOfMemory) or not is_oom_error(error) or session.strategy.module is None:
+        return None
+    try:
+        return OutOfMemory(_message(session, error))
+    except (MemoryError, RuntimeError):  # there is not even the memory for this
+        return None
+    finally:
+        session.built = None
+        traceback.clear_frames(error.__traceback__)  # what the user's frames hold: telling needs memory, too
+
+
+def _message(session: Session, error: BaseException) -> str:
+    used, strategy = memory_of(session), session.strategy
+    asked = next((float(m[1]) * unit for form, unit in ASKED if (m := form.search(str(error)))), None)
+    wanted = "" if asked is None else f" {readable(asked)} more were asked for."
+    where = f"rank {strategy.world.rank} of {strategy.world.size}"
+    lines = [f"{where} has no memory left on its device ({used.device}).{wanted}", str(used)]
+    ways = ways_out(session, used)
+    if ways:
+        width = max(len(way.text) for way in ways)
+        lines.append("what would need less, on each rank:")
+        lines += [f"  {way.text:<{width}}  {readable(way.saves):>10}" for way in ways]
+    return "\n".join(lines)
+
+
+def keep(session: Session) -> None:
+    """A fit is over, and its buckets will be gone: keep what memory was used for."""
+    if session.fitting and session.activations is not None:
+        session.used = memory_of(session)
+
+
+@contextmanager
+def of_setup(session: Session) -> Iterator[None]:
+    """Around set-up. Where a module is still being built, what it has so far is in nobody's hands yet."""
+    session.built = None
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_oom_error(error) and session.strategy.module is not session.module:
+            session.strategy.module = session.module
+            session.built = [each for each in gc.get_objects() if isinstance(each, Parameter)]
+        raise

@@ -1,0 +1,382 @@
+"""What a run's memory is used for: by the allocator's count, by formula, and in the error when it has run out."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as global_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep import LightningModule
+from lockstep.ground.device import is_oom_error
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.memory import OutOfMemory
+from lockstep.parallel.hooks import PowerSGDState, power_sgd
+from lockstep.parallel.memory import Activations, MemoryUse, readable
+from lockstep.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from lockstep.testing import RankPool
+from tests.equivalence.models import rows
+from tests.loop.pieces import Slope, numbers, quiet
+
+
+class Allocated(TorchDispatchMode):
+    """An independent count: the storages that operators have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in (getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(out)):
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self.made[reference.cdata] = reference
+        return out
+
+    def live(self) -> int:
+        gc.collect()  # what has been laid out anew may lie in cycles
+        alive = (torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self.made.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+class Net(LightningModule):
+    """A transformer small enough for every day."""
+
+    def __init__(self, counts: Allocated | None = None) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 32)
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.counts, self.live = counts, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.into(batch[0].to(self.into.weight.dtype)).unsqueeze(1).expand(-1, 48, -1)
+        loss: Tensor = self.encoder(x).square().mean()
+        if self.counts is not None:
+            self.live = self.counts.live()  # what a step holds at most, but for what its backward makes in passing
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+STRATEGIES: dict[str, Any] = {
+    "single": SingleDeviceStrategy,
+    "ddp": lambda **given: DDPStrategy(shared_memory=False, **given),
+    "ddp, no views": lambda **given: DDPStrategy(shared_memory=False, gradient_as_bucket_view=False, **given),
+    "ddp, sharded optimizer": lambda **given: DDPStrategy(shared_memory=False, shard_optimizer=True, **given),
+    "fsdp": FSDPStrategy,
+    "fsdp, gradients": lambda **given: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", **given),
+}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "all kept": {},
+    "recomputed": {"activation_checkpointing": True},
+    "all but matmuls": {"activation_checkpointing": True, "activation_checkpointing_save": "matmuls"},
+}
+
+
+def counted(strategy: str, precision: str, given: dict[str, Any]) -> tuple[int, MemoryUse]:
+    torch.manual_seed(0)
+    with Allocated() as counts:
+        module = Net(counts)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        made = STRATEGIES[strategy](**given)
+        trainer = quiet(strategy=made, devices=world, max_steps=3, precision=precision)
+        trainer.fit(module, rows(64)(8))
+        return module.live, trainer.memory()
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_the_total_is_what_is_allocated(precision: str, recomputed: str) -> None:
+    live, used = counted("single", precision, RECOMPUTED[recomputed])
+    assert used.total == pytest.approx(live, rel=0.05)
+    assert used.activations > 0.05 * live
+
+
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+def test_the_total_is_what_is_allocated_on_each_rank(ranks: RankPool, strategy: str, recomputed: str) -> None:
+    for live, used in ranks(2).run(counted, strategy, "32-true", RECOMPUTED[recomputed]):
+        assert used.total == pytest.approx(live, rel=0.05), f"{live}\n{used}"
+
+
+# -- model states by formula -----------------------------------------------------------------------------------
+
+
+class Plain(LightningModule):
+    """Sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 131), nn.Tanh(), nn.Linear(131, 57), nn.Linear(57, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0].float()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def states(strategy: str) -> MemoryUse:
+    trainer = quiet(strategy=STRATEGIES[strategy](), devices=dist.get_world_size(), max_steps=2)
+    trainer.fit(Plain(), rows(32)(4))
+    return trainer.memory()
+
+
+SHAPES = [tuple(parameter.shape) for parameter in Plain().parameters()]
+ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
+STEPS = 4 * len(SHAPES)  # Adam counts steps by parameter
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ddp_holds_the_model_on_each_rank(ranks: RankPool, world: int) -> None:
+    """4 bytes for a parameter, 4 for its gradient, 8 for Adam's two means; beside it the buckets' ends."""
+    for used in ranks(world).run(states, "ddp"):
+        assert (used.parameters, used.gradients) == (4 * ELEMENTS, 4 * ELEMENTS)
+        assert used.optimizer_states == 8 * ELEMENTS + STEPS
+        assert 0 <= used.buckets <= (0 if world == 1 else 256 + 64 * len(SHAPES))
+        assert used.model_states == used.parameters + used.gradients + used.optimizer_states + used.buckets
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_sharded_optimizer_holds_its_part_of_the_states(ranks: RankPool, world: int) -> None:
+    """Over TCP the other ranks' slices of gradients come into a buffer of the same size, which is kept."""
+    found = ranks(world).run(states, "ddp, sharded optimizer")
+    padding = 256 * world + 64 * len(SHAPES)
+    for used in found:
+        assert 4 * ELEMENTS <= used.parameters <= 4 * ELEMENTS + padding
+        assert 8 * ELEMENTS <= used.gradients + used.buckets <= 8 * ELEMENTS + 2 * padding
+        assert used.optimizer_states <= 8 * ELEMENTS / world + 2 * padding + STEPS
+    assert sum(used.optimizer_states for used in found) >= 8 * ELEMENTS
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp, gradients"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fsdp_holds_its_part_of_the_model(ranks: RankPool, world: int, strategy: str) -> None:
+    """Rows of a parameter that do not divide are filled up: each rank has memory for as many as the first."""
+    part = sum(math.ceil(shape[0] / world) * math.prod(shape[1:]) for shape in SHAPES)
+    found = ranks(world).run(states, strategy)
+    for used in found:
+        assert (used.parameters, used.gradients) == (4 * part, 4 * part)
+        assert used.optimizer_states <= 8 * part + STEPS
+        assert used.buckets == 0
+    assert sum(used.optimizer_states for used in found) == 8 * ELEMENTS + world * STEPS
+
+
+def remembered() -> MemoryUse:
+    state = PowerSGDState(1, start=2)
+    trainer = quiet(strategy=DDPStrategy(ddp_comm_hook=power_sgd, ddp_comm_state=state), devices=2, max_steps=4)
+    trainer.fit(Plain(), rows(32)(4))
+    return trainer.memory()
+
+
+def test_what_a_communication_hook_remembers_counts(ranks: RankPool) -> None:
+    """PowerSGD keeps its error, as large as the gradients of matrices."""
+    for used in ranks(2).run(remembered):
+        assert used.hook_state >= 4 * (131 * 6 + 131 * 57)
+
+
+# -- what is told, and when --------------------------------------------------------------------------------------
+
+
+def test_the_first_step_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lockstep"):
+        quiet(max_epochs=2).fit(Net(), rows(16)(8))
+    (line,) = [record.message for record in caplog.records if "memory of" in record.message]
+    assert line.startswith("memory of rank 0: ")
+    assert "activations" in line
+    assert "most in encoder.layers.0" in line
+
+
+class Looks(Slope):
+    """Whether somebody counts in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.counting.append(bool(hooks) or bool(global_hooks._global_forward_hooks))
+        return super().training_step(batch, batch_idx)
+
+
+def test_only_the_first_forward_is_counted() -> None:
+    module = Looks()
+    quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, numbers(6))
+    assert module.counting == [True, False, False, False, False, False]
+
+
+def test_nothing_is_counted_where_nothing_is_to_cost_time() -> None:
+    module = Looks()
+    trainer = quiet(max_epochs=1, log_every_n_steps=0)
+    trainer.fit(module, numbers(3))
+    assert not any(module.counting)
+    assert trainer.memory().activations == 0
+
+
+class Transforms(Slope):
+    """`torch.func` refuses hooks on what autograd keeps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        slope = torch.func.grad(lambda w: (w * batch).sin().mean())(self.w)
+        return super().training_step(batch, batch_idx) + 0.0 * slope
+
+
+def test_transforms_of_torch_func_work_in_a_step_that_is_counted() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Transforms(), numbers(3))
+    assert trainer.memory().activations > 0
+    assert torch.autograd.graph.disable_saved_tensors_hooks.__module__ == "torch.autograd.graph"
+
+
+class ByHand(Net):
+    """Two backwards in a step: the memory of the first is free again in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+def test_the_peak_counts_under_manual_optimization() -> None:
+    found = []
+    for module in (Net(), ByHand()):
+        trainer = quiet(max_steps=2)
+        trainer.fit(module, rows(16)(8))
+        found.append(trainer.memory().activations)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_before_a_call_there_is_nothing_to_count() -> None:
+    with pytest.raises(MisconfigurationException, match=r"trainer.memory\(\): no module has been set up"):
+        quiet().memory()
+
+
+def test_a_table_can_be_read() -> None:
+    net = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    activations = Activations(net)
+    with activations.counting():
+        net(torch.ones(1024, 256, requires_grad=True))
+    used = MemoryUse.of({"parameters": list(net.parameters())}, activations=activations)
+    assert str(used).splitlines() == [
+        "memory of rank 0 (cpu)",
+        "  parameters    258.0 KiB",
+        "  activations     2.0 MiB",
+        "    0             1.0 MiB",
+        "    1             1.0 MiB",
+        "  total           2.3 MiB",
+    ]
+    assert readable(1536) == "1.5 KiB"
+
+
+# -- out of memory -----------------------------------------------------------------------------------------------
+
+
+class Hungry(Net):
+    """Asks for more than there is, in its second step or in set-up."""
+
+    def __init__(self, when: str = "step", error: BaseException | None = None) -> None:
+        super().__init__()
+        self.when, self.error = when, error
+
+    def configure_model(self) -> None:
+        if self.when == "set-up":
+            self.eat()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.when == "step" and batch_idx:
+            self.eat()
+        return super().training_step(batch, batch_idx)
+
+    def eat(self) -> None:
+        if self.error is not None:
+            raise self.error
+        torch.empty(2**46)
+
+
+def told(module: LightningModule, **flags: Any) -> OutOfMemory:
+    with pytest.raises(OutOfMemory) as caught:
+        quiet(max_steps=3, **flags).fit(module, rows(32)(8))
+    return caught.value
+
+
+ERRORS = (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError(), torch.OutOfMemoryError("CUDA"))
+
+
+@pytest.mark.parametrize("when", ["step", "set-up"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_is_caught_as_what_it_was(error: Exception, when: str) -> None:
+    found = told(Hungry(when, error))
+    assert isinstance(found, (type(error)))
+    assert isinstance(found, (RuntimeError, torch.OutOfMemoryError))
+    assert found.__cause__ is error
+    assert is_oom_error(found)
+
+
+def test_the_error_says_what_memory_was_used_for_and_what_would_need_less() -> None:
+    text = str(told(Hungry()))
+    assert "rank 0 of 1 has no memory left on its device (cpu). 256.0 TiB more were asked for." in text
+    assert "optimizer states" in text
+    assert "encoder.layers.0" in text
+    for way in (
+        "half the batch, 4 samples on a rank in place of 8",
+        "Trainer(accumulate_grad_batches=2): the same samples a step",
+        'Trainer(precision="bf16-mixed")',
+        "SingleDeviceStrategy(activation_checkpointing=True)",
+        'Trainer(strategy="fsdp", devices=2): each rank has 1/2 of the model',
+    ):
+        assert way in text
+
+
+def test_what_is_in_use_is_no_way_out() -> None:
+    text = str(told(Hungry(), strategy=SingleDeviceStrategy(activation_checkpointing=True), precision="bf16-mixed"))
+    assert "activation_checkpointing" not in text
+    assert "bf16-mixed" not in text
+    assert "half the batch" in text
+
+
+def on_two_ranks(strategy: str) -> str:
+    return str(told(Hungry(), strategy=STRATEGIES[strategy](), devices=2))
+
+
+def test_ways_out_on_several_ranks(ranks: RankPool) -> None:
+    pool = ranks(2)
+    plain, sharded, fsdp = (pool.run(on_two_ranks, s)[1] for s in ("ddp", "ddp, sharded optimizer", "fsdp"))
+    assert "rank 1 of 2" in plain
+    assert "shard_optimizer=True" in plain
+    assert 'strategy="fsdp"): each rank has 1/2' in plain
+    assert "shard_optimizer=True" not in sharded
+    assert "shard_optimizer" not in fsdp
+    assert 'strategy="fsdp"' not in fsdp
+
+
+def test_what_recomputation_saves_is_what_was_told() -> None:
+    text = str(told(Hungry()))
+    (line,) = [line for line in text.splitlines() if "activation_checkpointing" in line]
+    number, unit = line.split()[-2:]
+    plain, recomputed = (counted("single", "32-true", RECOMPUTED[name])[1] for name in ("all kept", "recomputed"))
+    largest = (plain.activations - recomputed.activations) / 3  # a backward has one block's at a time
+    expected = plain.activations - recomputed.activations - largest
+    assert float(number) * {"KiB": 2**10, "MiB": 2**20}[unit] == pytest.approx(expected, rel=0.1)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    error = RuntimeError("shapes do not match")
+    with pytest.raises(RuntimeError, match="shapes do not match") as caught:
+        quiet(max_steps=3).fit(Hungry("step", error), rows(32)(8))
+    assert caught.value is error

@@ -1,0 +1,99 @@
+"""A model of three times the memory that each rank may have: FSDP trains it, ddp says what it would need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''
+import resource
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import LightningModule, Trainer
+from lockstep.parallel import sharded_init
+
+WIDTH, BLOCKS = 1250, 160
+WHOLE = 4 * WIDTH * WIDTH * BLOCKS
+sharded_init.BUDGET = 2**24  # what stays whole while the model is built
+
+
+class Block(nn.Module):
+    """Its weights are frozen, as those of a large model whose scales are tuned."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.inner(x) * self.scale
+
+
+class Large(LightningModule):
+    def configure_model(self):
+        used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + WHOLE // 3, resource.RLIM_INFINITY))
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def on_train_end(self):
+        moved = (self.blocks[0].scale.full_tensor() - 1).abs().max()
+        self.print("moved", float(moved) > 0)
+        print(self.trainer.memory(), flush=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([block.scale for block in self.blocks])
+
+
+trainer = Trainer(
+    accelerator="cpu",
+    devices=4,
+    strategy=sys.argv[1],
+    max_steps=2,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Large(), DataLoader(TensorDataset(torch.randn(16, WIDTH)), batch_size=2))
+'''
+
+
+def run(tmp_path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "large.py"
+    script.write_text(SCRIPT)
+    # glibc keeps what it has once had from the system, unless it is told otherwise
+    given = ["MALLOC_TRIM_THRESHOLD_=0", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_ARENA_MAX=1"]
+    command = ["env", *given, sys.executable, str(script), strategy]
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_fsdp_trains_what_no_rank_could_hold(tmp_path: Path) -> None:
+    done = run(tmp_path, "fsdp")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "moved True" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_ddp_says_what_it_would_need(tmp_path: Path) -> None:
+    done = run(tmp_path, "ddp")
+    assert done.returncode != 0
+    assert "has no memory left on its device (cpu)" in done.stderr
+    assert "parameters" in done.stderr
+    assert 'Trainer(strategy="fsdp"): each rank has 1/4 of the model' in done.stderr
