@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
@@ -68,19 +70,39 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
     """
     module = session.module
     strict = module.strict_loading
-    try:
-        if session.strategy.places_first:
-            session.strategy.load(EngineState(saved))
-        else:
-            module.load_state_dict(saved, strict=strict)
-    except RuntimeError as error:
-        difference = _first_difference(module.state_dict(), saved, strict)
-        if difference is None:
-            raise
-        raise MisconfigurationException(
-            f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
-            f"than this {type(module).__name__}: {difference}."
-        ) from error
+    cause: RuntimeError | None = None
+    difference = _first_difference(module.state_dict(), saved, strict) if _takes_names_as_they_are(module) else None
+    if difference is None:
+        try:
+            if session.strategy.places_first:
+                session.strategy.load(EngineState(saved))
+            else:
+                module.load_state_dict(saved, strict=strict)
+            return
+        except RuntimeError as error:
+            difference, cause = _first_difference(module.state_dict(), saved, strict), error
+            if difference is None:
+                raise
+    raise MisconfigurationException(
+        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
+        f"than this {type(module).__name__}: {difference}."
+    ) from cause
+
+
+def _takes_names_as_they_are(module: nn.Module) -> bool:
+    """Whether loading compares names and shapes and nothing else, so that it can be known before values change."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    for layer in module.modules():
+        by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
+            return False
+        hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
+            return False
+        if any(is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values())):
+            return False
+    return True
 
 
 def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) -> str | None:
@@ -88,13 +110,20 @@ def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) 
     way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
     for name, value in own.items():
         if name not in saved:
-            if strict:
+            if strict and not name.endswith("num_batches_tracked"):  # which torch forgives old checkpoints
                 return f"the checkpoint has no {name!r}; {way_out}"
-        elif getattr(value, "shape", None) != getattr(saved[name], "shape", None):
+        elif getattr(value, "shape", None) != getattr(saved[name], "shape", None) and not _as_of_old(
+            value, saved[name]
+        ):
             shapes = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
             return f"{name!r} has the shape {shapes}; make the module with the arguments that it had"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
+
+
+def _as_of_old(own: Any, saved: Any) -> bool:
+    """Whether torch takes the one for the other: a vector of one element for a scalar."""
+    return getattr(own, "shape", None) == () and getattr(saved, "shape", None) == (1,)
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
@@ -257,7 +286,14 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
         "pytorch-lightning_version": LAYOUT,
         "state_dict": engine.module,
         "loops": progress.lightning_loops(),
-        OWN: {"progress": progress.state_dict()},
+        OWN: {
+            "progress": progress.state_dict(),
+            "writer": {
+                "strategy": type(strategy).__name__,
+                "world": session.world_size,
+                "torch": str(torch.__version__),
+            },
+        },
     }
     if not weights_only:
         checkpoint["callbacks"] = {
@@ -368,7 +404,7 @@ def save(
     storage_options: object = None,
     also: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank.
+    """Write a checkpoint of the run. Collective; rank 0 writes, or all do, and an error is an error on every rank.
 
     Args:
         also: adds to it; called on every rank.

@@ -437,15 +437,63 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def cut_like(own: object, value: Any) -> Any:
-    """This rank's part of a whole tensor, as ``own`` is cut; what is not cut, or has another shape, as it is."""
+    """This rank's part of a tensor, as ``own`` is cut; what has another shape as it is.
+
+    Collective where ``value`` is in parts already, and those are others.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if isinstance(value, DTensor):
+        if isinstance(own, DTensor) and own.device_mesh == value.device_mesh:
+            return value if own.placements == value.placements else value.redistribute(own.device_mesh, own.placements)
+        value = value.full_tensor()
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != own.shape:
         return value
     # every rank has read the whole: nothing is sent
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def place_like(module: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    """What makes, for a tensor of a checkpoint in parts, the tensor into which it is read.
+
+    A tensor of the state dict (``model.NAME``) is cut as the module's; another one as a parameter of its shape; and
+    what has no like is cut along its first dimension.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    own = module.state_dict()
+    cut = [value for value in own.values() if isinstance(value, DTensor)]
+    by_shape = {value.shape: value for value in reversed(cut)}
+
+    def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        like = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
+        if not isinstance(like, Tensor) or like.shape != shape:
+            like = by_shape.get(shape)
+        if like is None and cut and len(shape):
+            mesh = cut[0].device_mesh
+            return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
+        if isinstance(like, DTensor):
+            return _empty_part(shape, dtype, like.device_mesh, like.placements, like)
+        return torch.empty(shape, dtype=dtype)
+
+    return place
+
+
+def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, beside: Any) -> Tensor:
+    """A DTensor without values, of which this rank's part is where that of ``beside`` is."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    # not DTensor.from_local, which would bring a part that is offloaded to the mesh's devices
+    made: Any = DTensor
+    tensor: Tensor = made(part, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
+    return tensor
 
 
 def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
