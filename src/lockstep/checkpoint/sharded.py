@@ -495,12 +495,11 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
 
 
 def _index(folder: Path) -> Index | None:
-    """The index; None for a folder that Lightning has written."""
-    if not (folder / INDEX).is_file() and (folder / META).is_file():
-        known = format.load(folder / META, "cpu").get(OWN)
-        if not (isinstance(known, dict) and "format" in known):
-            return None
-    return Index.read(folder)
+    """The index; None for a folder that lockstep has not written."""
+    if (folder / INDEX).is_file():
+        return Index.read(folder)
+    known = format.load(folder / META, "cpu").get(OWN) if (folder / META).is_file() else None
+    return Index.read(folder) if isinstance(known, dict) and "format" in known else None
 
 
 class _Reading:

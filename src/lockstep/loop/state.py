@@ -31,7 +31,7 @@ from lockstep.loop.logging import merged
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
-from lockstep.module import check_weights
+from lockstep.module import LightningModule, check_weights
 from lockstep.strategies.engine import EngineState
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
     module = session.module
     strict = module.strict_loading
     cause: RuntimeError | None = None
-    difference = _first_difference(module.state_dict(), saved, strict) if _takes_names_as_they_are(module) else None
+    difference = _first_difference(module, saved, certain=True) if _takes_names_as_they_are(module) else None
     if difference is None:
         try:
             if session.strategy.places_first:
@@ -80,7 +80,7 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
                 module.load_state_dict(saved, strict=strict)
             return
         except RuntimeError as error:
-            difference, cause = _first_difference(module.state_dict(), saved, strict), error
+            difference, cause = _first_difference(module, saved), error
             if difference is None:
                 raise
     raise MisconfigurationException(
@@ -105,25 +105,28 @@ def _takes_names_as_they_are(module: nn.Module) -> bool:
     return True
 
 
-def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) -> str | None:
-    """The first tensor that does not match, and what to do about it."""
+def _first_difference(module: LightningModule, saved: dict[str, Any], certain: bool = False) -> str | None:
+    """The first tensor that does not match, and what to do about it.
+
+    Args:
+        module: with a flag ``strict_loading``.
+        saved: a state dict.
+        certain: leave out what torch may forgive.
+    """
+    own, strict = module.state_dict(), module.strict_loading
     way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
     for name, value in own.items():
         if name not in saved:
-            if strict and not name.endswith("num_batches_tracked"):  # which torch forgives old checkpoints
+            if strict and not (certain and name.endswith("num_batches_tracked")):  # which old checkpoints do not have
                 return f"the checkpoint has no {name!r}; {way_out}"
-        elif getattr(value, "shape", None) != getattr(saved[name], "shape", None) and not _as_of_old(
-            value, saved[name]
-        ):
-            shapes = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
-            return f"{name!r} has the shape {shapes}; make the module with the arguments that it had"
+            continue
+        shapes = [getattr(each, "shape", None) for each in (saved[name], value)]
+        of_old = certain and shapes == [(1,), ()]  # a scalar as a vector
+        if shapes[0] != shapes[1] and not of_old:
+            said = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
+            return f"{name!r} has the shape {said}; make the module with the arguments that it had"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
-
-
-def _as_of_old(own: Any, saved: Any) -> bool:
-    """Whether torch takes the one for the other: a vector of one element for a scalar."""
-    return getattr(own, "shape", None) == () and getattr(saved, "shape", None) == (1,)
 
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], kind: str | None, load: Callable[[], object]) -> None:
@@ -318,6 +321,12 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
             checkpoint[type(datamodule).__qualname__] = saved
     session.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
+
+
+def _writer(session: Session) -> dict[str, Any]:
+    """Who writes a checkpoint."""
+    strategy = type(session.strategy).__name__
+    return {"strategy": strategy, "world": session.world_size, "torch": str(torch.__version__)}
 
 
 def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
