@@ -70,18 +70,22 @@ class Parts:
     Attributes:
         tensors: by names that are dicts in dicts.
         meta: the rest.
-        rank: what this rank alone needs; None where the checkpoint has nothing of the kind.
+        ranks: what a rank alone needs, of the ranks for which this one writes; nothing in weights alone.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    rank: dict[str, Any] | None = None
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def split(checkpoint: Mapping[str, Any], rank: int) -> Parts:
+def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> Parts:
     """Take a checkpoint's dict apart; nothing is copied.
 
     Tensors of the module's and the optimizers' states go by themselves, and DTensors wherever they are.
+
+    Args:
+        checkpoint: as of `lockstep.loop.state.collect`, or as it was read.
+        rank: the one that writes, for itself; None: one process writes for all.
     """
     parts = Parts()
     structure, rest = {}, {}
@@ -94,8 +98,9 @@ def split(checkpoint: Mapping[str, Any], rank: int) -> Parts:
             rest[key] = value
     own = dict(rest.get(OWN, {}))
     if "ranks" in own:
-        parts.rank = own["ranks"][rank]
-        own["ranks"] = len(own["ranks"])
+        each = own["ranks"]
+        parts.ranks = dict(enumerate(each)) if rank is None else {rank: each[rank]}
+        own["ranks"] = len(each)
     rest[OWN] = own
     parts.meta = _taken(rest, ("other",), parts.tensors, whole=False)
     parts.meta[OWN][STRUCTURE] = structure
@@ -359,8 +364,7 @@ class _Writing:
         """On each rank: refuse what cannot be read back, and say what is here."""
         if self.rank == 0:
             self.parts.meta = format.marked(self.parts.meta)
-        if self.parts.rank is not None:
-            self.parts.rank = format.marked(self.parts.rank)
+        self.parts.ranks = {rank: format.marked(part) for rank, part in self.parts.ranks.items()}
         return self.planner.create_local_plan()
 
     def begin(self, plans: list[Any]) -> list[tuple[str, Any]]:
@@ -383,8 +387,8 @@ class _Writing:
         writer = Writer(folder)
         written = writer.write_data(self.planner.finish_plan(mine), self.planner)
         written.wait()
-        if self.parts.rank is not None:
-            self._write(folder / f"rank_{self.rank}.pt", self.parts.rank, writer.digests)
+        for rank, part in self.parts.ranks.items():
+            self._write(folder / f"rank_{rank}.pt", part, writer.digests)
         return written.value(), writer.digests
 
     @staticmethod
@@ -457,6 +461,19 @@ def load(
     tensors = made.tensors(place)
     if device is not None:
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return made.whole(tensors, range(made.ranks))
+
+
+def outline(path: PathLike) -> dict[str, Any]:
+    """A checkpoint whose tensors have shapes and no values, after checking that it is whole; errors as of `load`."""
+    if not is_sharded(path):
+        return format.load(path, "meta")
+    folder = storage.local(path)
+    index = _index(folder)
+    if index is not None:
+        check_files(folder, index)
+    made = _Reading(folder, None, "cpu")
+    tensors = made.shapes()
     return made.whole(tensors, range(made.ranks))
 
 
@@ -540,6 +557,13 @@ class _Reading:
                 f"The checkpoint {str(self.folder)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
             ) from error
         return made
+
+    def shapes(self) -> dict[str, Tensor]:
+        """The tensors of the files, without values."""
+        from lockstep.checkpoint import dcp
+
+        known = dcp.tensors_in(self.metadata).items()
+        return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in known}
 
     def whole(self, tensors: Mapping[str, Tensor], mine: Any) -> dict[str, Any]:
         """The checkpoint's dict, with what these ranks have left; others are empty."""
