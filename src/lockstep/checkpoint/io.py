@@ -246,6 +246,9 @@ class AsyncCheckpointIO(CheckpointIO):
             self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
         self._raise_error()
         write = partial(self.checkpoint_io.save_checkpoint, snapshot(checkpoint), path, storage_options=storage_options)
+        self._write_later(write, path)
+
+    def _write_later(self, write: Callable[[], Any], path: PathLike) -> None:
         self._append(partial(_explaining, write, path), is_save=True)
 
     def load_checkpoint(
@@ -347,7 +350,7 @@ def _explaining(write: Callable[[], Any], path: PathLike) -> None:
         write()
     except BaseException as error:
         if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"AsyncCheckpointIO was writing {str(path)!r}, in the background.")
+            error.add_note(f"The checkpoint {str(path)!r} was being written in the background.")
         raise
 
 
@@ -409,7 +412,7 @@ class CheckpointWriter:
         if self.before_touching is not None:
             self.before_touching()
         self.io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        if self._given_io is not None:
+        if self._given_io is not None or self.io.writes_later:
             self._saved.add(str(path))
         if self.after_saving is not None and "optimizer_states" in checkpoint:
             self.io.then(partial(self.after_saving, str(path)))

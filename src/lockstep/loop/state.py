@@ -100,7 +100,8 @@ def _takes_names_as_they_are(module: nn.Module) -> bool:
         hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
             return False
-        if any(is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values())):
+        tensors = (*layer._parameters.values(), *layer._buffers.values())
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
             return False
     return True
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path, snapshot
-from lockstep.checkpoint.sharded_io import ShardedCheckpointIO
+from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
@@ -107,6 +107,7 @@ class FSDPStrategy(RankedStrategy):
         device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
         accumulate_shards: reduce after each backward, and add up the shards. False: whole gradients wait on each rank
             until the window's end, beside ``.grad``, and are reduced once.
+        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
         ignored_modules: modules whose parameters stay whole on each rank.
         backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
         nccl: NCCL's variables, as of ``DDPStrategy``.
@@ -139,6 +140,7 @@ class FSDPStrategy(RankedStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
         accumulate_shards: bool = True,
+        async_save: bool = False,
         ignored_modules: Iterable[nn.Module] | None = None,
         backward_prefetch: object = "BACKWARD_PRE",
         nccl: Mapping[str, Any] | None = None,
@@ -150,7 +152,7 @@ class FSDPStrategy(RankedStrategy):
         _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
         _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
-        self._save_shards(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")) == "SHARDED")
+        self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
         if device_mesh is not None and "HYBRID" not in self._mode:
             raise MisconfigurationException(
                 f"FSDPStrategy(device_mesh=..., sharding_strategy={self._mode!r}): a mesh of replicas and shards is "
@@ -175,9 +177,14 @@ class FSDPStrategy(RankedStrategy):
         self._zero_weight = self._has_begun = False
         self._ends_gathering: Callable[[], None] | None = None
 
-    def _save_shards(self, in_parts: bool) -> None:
+    def _save_by(self, state_dict_type: str, async_save: bool) -> None:
         """Choose what writes checkpoints."""
-        if not in_parts:
+        if state_dict_type == "FULL":
+            if async_save:
+                raise MisconfigurationException(
+                    'FSDPStrategy(async_save=True, state_dict_type="full"): give state_dict_type="sharded"; one file '
+                    "is written in the background by Trainer(plugins=[AsyncCheckpointIO()])."
+                )
             return
         if self._mode == "NO_SHARD":
             raise MisconfigurationException(
@@ -185,7 +192,7 @@ class FSDPStrategy(RankedStrategy):
                 'leave state_dict_type at "full".'
             )
         self.saves_shards = True
-        self.checkpoints = CheckpointWriter(ShardedCheckpointIO())
+        self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if async_save else ShardedCheckpointIO())
 
     def resolved(self) -> Strategy:
         """Itself; without sharding it is DDP."""
