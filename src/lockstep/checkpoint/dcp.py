@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 PIECE = 1 << 22
 """Bytes that are hashed while they are written, at a time."""
+
+SYNCED = 1 << 25
+"""Bytes after which the disk is asked to take what it has been given, while the next are hashed."""
 
 METADATA = ".metadata"
 """DCP's own file: which bytes of which file are which part of which tensor."""
@@ -42,7 +45,8 @@ class Digest:
 class HashedFile(io.RawIOBase):
     """A new file that hashes what is written to it, while the disk takes it.
 
-    Large pieces are written by a second thread, and hashed by this one: both let go of the interpreter's lock.
+    Large pieces are written by a second thread, and hashed by this one: both let go of the interpreter's lock. A third
+    waits for the disk.
 
     Args:
         path: of the file.
@@ -52,8 +56,9 @@ class HashedFile(io.RawIOBase):
         super().__init__()
         self._file = open(path, "wb")  # noqa: SIM115, closed by close()
         self._hash = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, "lockstep-write")
-        self._length = 0
+        self._threads = ThreadPoolExecutor(2, "lockstep-write")
+        self._length = self._synced = 0
+        self._sync: Future[None] | None = None
 
     def writable(self) -> bool:
         return True
@@ -66,12 +71,14 @@ class HashedFile(io.RawIOBase):
             self._file.write(view)
             return len(view)
         pieces = [view[start : start + PIECE] for start in range(0, len(view), PIECE)]
-        written = self._thread.submit(lambda: [self._file.write(piece) for piece in pieces])
+        written = self._threads.submit(lambda: [self._file.write(piece) for piece in pieces])
         try:
             for piece in pieces:
                 self._hash.update(piece)
         finally:
             written.result()  # torch takes the memory back when this returns
+        if self._length - self._synced >= SYNCED and (self._sync is None or self._sync.done()):
+            self._synced, self._sync = self._length, self._threads.submit(os.fsync, self._file.fileno())
         return len(view)
 
     def tell(self) -> int:
@@ -84,10 +91,12 @@ class HashedFile(io.RawIOBase):
         """Put the bytes on the disk."""
         if not self.closed:
             try:
+                if self._sync is not None:
+                    self._sync.result()
                 self._file.flush()
                 os.fsync(self._file.fileno())
             finally:
-                self._thread.shutdown()
+                self._threads.shutdown()
                 self._file.close()
                 super().close()
 
