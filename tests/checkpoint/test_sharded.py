@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -548,3 +549,34 @@ def test_no_rank_holds_more_than_its_shards(ranks: RankPool, tmp_path: Path) -> 
     for saving, loading in ranks(4).run(largest, str(tmp_path), timeout=60):
         assert saving <= shard
         assert 0 < loading <= shard
+
+
+# -- others' folders, others' readers ------------------------------------------------------------------------
+
+
+def test_a_folder_of_torchs_own_gives_its_weights(tmp_path: Path) -> None:
+    module = Adam()
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.save({"model": module.state_dict(), "note": "x"}, checkpoint_id=tmp_path / "own")
+    loaded = Adam.load_from_checkpoint(tmp_path / "own")
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def by_lightning(folder: str) -> dict[str, Any]:
+    from argparse import Namespace
+
+    from lightning.fabric.utilities.consolidate_checkpoint import _process_cli_args
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+    config = _process_cli_args(Namespace(checkpoint_folder=folder, output_file=None))
+    return dict(_format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder)))
+
+
+def test_lightning_makes_one_file_of_a_folder(ranks: RankPool, sample: Path) -> None:
+    if find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    (found,) = ranks(1).run(by_lightning, str(sample), group=False)
+    expected = sharded.load(sample)
+    assert found["global_step"] == 2
+    assert all(torch.equal(found["state_dict"][name], value) for name, value in expected["state_dict"].items())

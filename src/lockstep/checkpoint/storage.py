@@ -148,8 +148,8 @@ class NewFolder:
 
     def commit(self) -> None:
         """Give the folder its name. Its files are on the disk already."""
+        _sync_folder(self.path)
         try:
-            os.fsync(self._descriptor)
             _take_place(self.path, self._target)
             _sync_folder(self._target.parent)
         except OSError as error:
