@@ -74,10 +74,10 @@ def trains_on(folder: str) -> Any:
 
 
 def test_training_goes_on_and_the_folder_has_the_moments_state(ranks: RankPool, tmp_path: Path) -> None:
-    for early, waited, _, live in ranks(2).run(trains_on, str(tmp_path), timeout=60):
+    for early, waited, _, moment in ranks(2).run(trains_on, str(tmp_path), timeout=60):
         assert not early, "it was there before its bytes were let through"
         assert waited, "a second save waits for the first"
-        check_same(sharded.load(tmp_path / "two.ckpt"), live)
+        check_same(sharded.load(tmp_path / "two.ckpt"), moment)
     assert sharded.load(tmp_path / "two.ckpt")["global_step"] == 2
     assert sharded.load(tmp_path / "four.ckpt")["global_step"] == 4
     assert sorted(os.listdir(tmp_path)) == ["four.ckpt", "two.ckpt"]

@@ -358,7 +358,8 @@ class Uploads:
             if not (path and callback.dirpath and storage.lies_in(path, callback.dirpath)):
                 continue
             if Path(path).is_dir():
-                warn_once(f"log_model={self.when!r}: checkpoints in parts are not uploaded: {path!r} is a folder.")
+                said = f"log_model={self.when!r}: checkpoints in parts are not uploaded: {path!r} is a folder."
+                warn_once(said, key="a checkpoint in parts is not uploaded")
             if not Path(path).is_file():
                 continue
             changed = Path(path).stat().st_mtime

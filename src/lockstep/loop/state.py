@@ -32,6 +32,7 @@ from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule, check_weights
+from lockstep.parallel.fully_shard import whole_gradients
 from lockstep.strategies.engine import EngineState
 
 if TYPE_CHECKING:
@@ -605,7 +606,10 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
             session.published.callback[name] = torch.as_tensor(value)
         ranks = own["ranks"]
         if len(ranks) == session.world_size:
-            fit.resumed = ranks[session.strategy.world.rank]
+            fit.resumed = ranks[strategy.world.rank]
+            if "sharded" in fit.resumed and not strategy.cuts_parameters:
+                shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}
+                fit.resumed = whole_gradients(ranks, strategy.world.rank, shapes)
         else:
             mine = ranks[session.strategy.world.rank :: session.world_size]
             kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none

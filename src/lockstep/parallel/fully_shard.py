@@ -4,7 +4,7 @@ what is whole again for clipping and checkpoints."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -405,6 +405,37 @@ class ShardedModule:
                 gathered.grad = whole.to(gathered.device)
             else:
                 param.unsharded_accumulated_grad = whole.to(gathered.device)
+
+
+def whole_gradients(parts: Sequence[Mapping[str, Any]], rank: int, shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
+    """What a rank holds of gradients where it has whole parameters, of what ranks with shards held.
+
+    Shards are of means over the ranks, and each rank gets the whole of them: their mean is the same.
+
+    Args:
+        parts: of all ranks, with what `ShardedModule.held` gave as ``"sharded"``.
+        rank: the one that asks.
+        shapes: of the whole parameters.
+
+    Raises:
+        ValueError: shards are not cut along the first dimension.
+    """
+    mine = parts[rank]
+    gradients = dict(mine.get("gradients", {}))
+    for name in mine["sharded"].get("shards", {}):
+        shards: list[Tensor] = []
+        for part in parts:  # where the model has copies, those of the first are enough
+            if sum(shard.shape[0] for shard in shards) < shapes[name][0]:
+                shards.append(part["sharded"]["shards"][name])
+        gradients[name] = torch.cat(shards)
+        if gradients[name].shape != shapes[name]:
+            raise ValueError(
+                f"the gradient of {name!r} is in shards of shapes {[tuple(shard.shape) for shard in shards]}, and the "
+                f"parameter has the shape {tuple(shapes[name])}: go on with the strategy that wrote it"
+            )
+    for name, whole in mine["sharded"].get("waiting", {}).items():
+        gradients[name] = whole.to(gradients[name].dtype) + gradients[name] if name in gradients else whole
+    return {**{key: value for key, value in mine.items() if key != "sharded"}, "gradients": gradients}
 
 
 def _owners(param: Any) -> list[nn.Module]:

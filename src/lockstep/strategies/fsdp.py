@@ -489,10 +489,14 @@ class FSDPStrategy(RankedStrategy):
         return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
-        """Put back what `held_gradients` gave."""
+        """Put back what `held_gradients` gave, or an engine whose ranks have whole gradients."""
         assert self._sharded is not None
-        super().hold_gradients(saved)
-        self._sharded.hold(saved.get("sharded", {}))
+        there = saved.get("gradients", {})
+        whole = {name: value for name, value in there.items() if name not in self._sharded.parameters}
+        super().hold_gradients({**saved, "gradients": whole})
+        others = {name: value for name, value in there.items() if name in self._sharded.parameters}
+        # those of another engine wait for the next reduction, as they did there
+        self._sharded.hold({"waiting": others, **saved.get("sharded", {})})
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
 
