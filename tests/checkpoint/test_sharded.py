@@ -278,6 +278,31 @@ def test_the_folder_runs_no_code(sample: Path, tmp_path: Path) -> None:
         sharded.load(copy)
 
 
+def test_a_dict_is_taken_apart_and_put_together_again() -> None:
+    weights = nn.BatchNorm1d(2).state_dict()
+    around: dict[str, Any] = {"list": [1, ("a", None)], "tensor": torch.ones(2)}
+    around["itself"] = around
+    checkpoint = {
+        "state_dict": weights,
+        "optimizer_states": [{"state": {0: {"t": torch.ones(1), "n": 3}}}],
+        "x": around,
+    }
+    parts = sharded.split(checkpoint)
+    assert list(parts.tensors) == ["model", "optimizer_0"]
+    assert parts.meta["x"] is around, "what has no DTensor is not copied"
+    found = sharded.join({**parts.meta, "x": 1}, named(parts.tensors), None)
+    assert list(found["state_dict"]) == list(weights)
+    assert found["state_dict"]._metadata == weights._metadata  # type: ignore[attr-defined]
+    assert found["optimizer_states"] == checkpoint["optimizer_states"]
+
+
+def named(tensors: dict[str, Any], before: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        found |= named(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return found
+
+
 # -- damaged -------------------------------------------------------------------------------------------------
 
 

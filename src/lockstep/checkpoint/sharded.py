@@ -17,6 +17,7 @@ import errno
 import hashlib
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,8 +103,8 @@ def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> Parts:
         parts.ranks = dict(enumerate(each)) if rank is None else {rank: each[rank]}
         own["ranks"] = len(each)
     rest[OWN] = own
-    parts.meta = _taken(rest, ("other",), parts.tensors, whole=False)
-    parts.meta[OWN][STRUCTURE] = structure
+    rest = _taken(rest, ("other",), parts.tensors, whole=False)
+    parts.meta = {**rest, OWN: {**rest[OWN], STRUCTURE: structure}}
     return parts
 
 
@@ -115,8 +116,18 @@ def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
     return {**state, "state": each} if "state" in state else state
 
 
-def _taken(value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool) -> Any:
-    """`value` with marks for its tensors, which go to `tensors`; ``whole``: those that are no DTensors, too."""
+def _taken(
+    value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
+) -> Any:
+    """`value` with marks for its tensors, which go to `tensors`; what has none is not copied.
+
+    Args:
+        value: a tree of dicts, lists and tuples; classes derived from them are left to who writes the rest.
+        path: to it.
+        tensors: dicts in dicts.
+        whole: take those, too, that are no DTensors.
+        inside: ids of the containers around it, for one that holds itself.
+    """
     if isinstance(value, Tensor):
         if not (whole or hasattr(value, "to_local")):
             return value
@@ -125,12 +136,16 @@ def _taken(value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bo
             inner = inner.setdefault(name, {})
         inner[path[-1]] = value
         return {MARK: ".".join(path)}
-    if isinstance(value, dict):
-        made = {key: _taken(item, (*path, str(key)), tensors, whole) for key, item in value.items()}
-        return {**made, **_versions(value)}
-    if type(value) in (list, tuple):
-        return type(value)(_taken(item, (*path, str(at)), tensors, whole) for at, item in enumerate(value))
-    return value
+    if type(value) not in (dict, OrderedDict, list, tuple) or id(value) in inside:
+        return value
+    entries = list(value.items() if isinstance(value, dict) else enumerate(value))
+    deeper = (*inside, id(value))
+    made = [_taken(item, (*path, str(key)), tensors, whole, deeper) for key, item in entries]
+    if all(new is item for new, (_, item) in zip(made, entries, strict=True)):
+        return value
+    if not isinstance(value, dict):
+        return type(value)(made)
+    return {**{key: new for new, (key, _) in zip(made, entries, strict=True)}, **_versions(value)}
 
 
 VERSIONS = "lockstep versions"
@@ -161,8 +176,6 @@ def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[value[MARK]]
         made: Any = {key: _put_back(item, tensors) for key, item in value.items() if key != VERSIONS}
         if VERSIONS in value:
-            from collections import OrderedDict
-
             made = OrderedDict(made)
             made._metadata = OrderedDict(value[VERSIONS])
         return made
