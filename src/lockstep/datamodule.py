@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from typing_extensions import Self
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
-from lockstep.checkpoint.format import load as load_checkpoint
+from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import HyperparametersMixin
@@ -127,7 +127,7 @@ class LightningDataModule(HyperparametersMixin):
         """A data module with the hyperparameters that a checkpoint holds for it, and its state.
 
         Args:
-            checkpoint_path: a checkpoint file.
+            checkpoint_path: a checkpoint, file or folder.
             map_location: as in `torch.load`.
             hparams_file: a YAML file whose hyperparameters stand in for the checkpoint's.
             weights_only: False lets the file run code when it is loaded; only for files you trust.

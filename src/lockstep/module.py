@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import Self, Unpack
 
 from lockstep.checkpoint.arguments import init_arguments, make, restricted_classmethod, where_there_is_a_device
-from lockstep.checkpoint.format import load as load_checkpoint
+from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import HyperparametersMixin
 from lockstep.ground.rank import rank_zero_deprecation, rank_zero_warn, warn_once
@@ -423,7 +423,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """Make a module from a checkpoint: its hyperparameters, overridden by ``kwargs``, and its weights.
 
         Args:
-            checkpoint_path: file written by lockstep or by Lightning 2.x, or one that is open for reading bytes.
+            checkpoint_path: file or folder written by lockstep or by Lightning 2.x, or a file that is open for reading
+                bytes.
             map_location: where its tensors go, as in ``torch.load``; the module goes with them. By default where they
                 were, or to the CPU where there is no such device.
             hparams_file: YAML or CSV file of hyperparameters in place of the checkpoint's.

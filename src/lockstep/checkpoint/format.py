@@ -59,17 +59,31 @@ def save(checkpoint: dict[str, Any], path: storage.PathLike) -> None:
             message names its key. No file has been touched then.
         OSError: the file could not be written; the earlier one is whole.
     """
-    content = readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
+    content = marked(checkpoint)
     with storage.replacing(path) as file:
-        writer = _HashingWriter(file)
-        try:
-            torch.save(content, cast("IO[bytes]", writer))  # it only writes and flushes
-        except RuntimeError:
-            if writer.error is None:
-                raise
-        if writer.error is not None:  # torch reports a failed write by a position in its own source
-            raise writer.error
-        writer.seal()
+        write(content, file)
+
+
+def marked(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """`checkpoint` with the version of the format, in a form that can be read back; see `readable`."""
+    return readable({**checkpoint, KEY: {**checkpoint.get(KEY, {}), "format": FORMAT}})
+
+
+def write(content: dict[str, Any], file: IO[bytes]) -> None:
+    """Write to an open file what `marked` has given, with the hash at its end.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    writer = _HashingWriter(file)
+    try:
+        torch.save(content, cast("IO[bytes]", writer))  # it only writes and flushes
+    except RuntimeError:
+        if writer.error is None:
+            raise
+    if writer.error is not None:  # torch reports a failed write by a position in its own source
+        raise writer.error
+    writer.seal()
 
 
 class _HashingWriter:

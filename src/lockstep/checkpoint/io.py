@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, storage
+from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.storage import PathLike
 from lockstep.ground.errors import MisconfigurationException
 
@@ -137,6 +137,9 @@ class CheckpointIO(ABC):
         """Do something when all that has been saved so far is there: at once, but where files are written later."""
         action()
 
+    def wait(self) -> None:  # noqa: B027, optional
+        """Return when all that has been saved so far is there."""
+
     def teardown(self) -> None:  # noqa: B027, optional
         """Bring what has begun to its end, and let go of what is held; :meth:`save_checkpoint` may come again."""
 
@@ -154,27 +157,30 @@ class TorchCheckpointIO(CheckpointIO):
             MisconfigurationException: ``torch.load(weights_only=True)`` could not read something in it.
             OSError: the file could not be written; the earlier one is whole.
         """
+        self._check_options(storage_options)
+        format.save(checkpoint, path)
+
+    def _check_options(self, storage_options: object) -> None:
         if storage_options is not None:
             raise TypeError(
                 f"save_checkpoint(storage_options={storage_options!r:.100}): {type(self).__name__} has no options; "
                 "leave them out, or give Trainer(plugins=...) a CheckpointIO of your own that knows them."
             )
-        format.save(checkpoint, path)
 
     def load_checkpoint(
         self, path: storage.PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file of lockstep, or of Lightning 2.x.
+        """Read a file of lockstep, or of Lightning 2.x, or a folder of parts, whole.
 
         Raises:
-            CorruptCheckpoint: the file is truncated or altered, or no checkpoint at all.
+            CorruptCheckpoint: it is truncated or altered, or no checkpoint at all.
             MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: there is no such checkpoint.
         """
-        return format.load(path, map_location=map_location, weights_only=weights_only)
+        return sharded.load(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: storage.PathLike) -> None:
-        """Delete a file or link; nothing happens if there is none."""
+        """Delete a file, a link or a folder of parts; nothing happens if there is none."""
         storage.remove(path)
 
 
@@ -240,14 +246,16 @@ class AsyncCheckpointIO(CheckpointIO):
             self._changed.wait_for(lambda: sum(is_save for _, is_save in self._queue) < COPIES)
         self._raise_error()
         write = partial(self.checkpoint_io.save_checkpoint, snapshot(checkpoint), path, storage_options=storage_options)
+        self._write_later(write, path)
+
+    def _write_later(self, write: Callable[[], Any], path: PathLike) -> None:
         self._append(partial(_explaining, write, path), is_save=True)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint, when all that was to be written is there."""
-        self._wait()
-        self._raise_error()
+        self.wait()
         if weights_only is None:
             return self.checkpoint_io.load_checkpoint(path, map_location=map_location)
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
@@ -259,6 +267,15 @@ class AsyncCheckpointIO(CheckpointIO):
     def then(self, action: Callable[[], Any]) -> None:
         """Do something when all that was saved before is there; not at all if something could not be saved."""
         self._append(partial(self.checkpoint_io.then, action), is_save=False)
+
+    def wait(self) -> None:
+        """Return when everything is written.
+
+        Raises:
+            Exception: something could not be.
+        """
+        self._wait()
+        self._raise_error()
 
     def teardown(self) -> None:
         """Wait until everything is written.
@@ -333,7 +350,7 @@ def _explaining(write: Callable[[], Any], path: PathLike) -> None:
         write()
     except BaseException as error:
         if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"AsyncCheckpointIO was writing {str(path)!r}, in the background.")
+            error.add_note(f"The checkpoint {str(path)!r} was being written in the background.")
         raise
 
 
@@ -346,15 +363,18 @@ Path = str | os.PathLike[str]
 class CheckpointWriter:
     """The checkpoints of one run, by way of a CheckpointIO.
 
+    Args:
+        default_io: the one to use where the user gives none.
+
     Attributes:
         before_touching: raises if the run's checkpoints are no longer its own.
         after_saving: told of each checkpoint that a fit can go on from, when it is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, default_io: CheckpointIO | None = None) -> None:
         self.before_touching: Callable[[], object] | None = None
         self.after_saving: Callable[[str], object] | None = None
-        self._default_io = TorchCheckpointIO()
+        self._default_io = TorchCheckpointIO() if default_io is None else default_io
         self._given_io: CheckpointIO | None = None
         self._is_open = False
         self._saved: set[str] = set()
@@ -384,15 +404,15 @@ class CheckpointWriter:
         """
         if sharded and not getattr(self.io, "writes_shards", False):
             raise MisconfigurationException(
-                f"{type(self.io).__name__} writes whole checkpoints, and here each rank has a part of the model: give "
-                "Trainer(plugins=[...]) a CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on "
-                "every rank."
+                f"{type(self.io).__name__} writes whole checkpoints, and here each rank has a part of the model: leave "
+                "it out (FSDPStrategy(async_save=True) writes in the background), or give Trainer(plugins=[...]) a "
+                "CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on every rank."
             )
         self._is_open = True
         if self.before_touching is not None:
             self.before_touching()
         self.io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        if self._given_io is not None:
+        if self._given_io is not None or self.io.writes_later:
             self._saved.add(str(path))
         if self.after_saving is not None and "optimizer_states" in checkpoint:
             self.io.then(partial(self.after_saving, str(path)))

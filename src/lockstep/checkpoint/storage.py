@@ -1,11 +1,14 @@
-"""Files that are whole or not there: written beside, flushed to the disk, renamed; local or by URL."""
+"""Files and folders that are whole or not there: written beside, flushed to the disk, renamed; files also by URL."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import importlib
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -17,6 +20,8 @@ PathLike = str | os.PathLike[str]
 
 #: what the name of a file ends in while it is being written
 UNFINISHED = ".part"
+#: the file that a folder has which is written, replaced and removed as one thing
+INDEX = "index.json"
 
 
 def is_remote(path: PathLike) -> bool:
@@ -25,7 +30,8 @@ def is_remote(path: PathLike) -> bool:
     return "://" in name and not name.startswith("file://")
 
 
-def _local(path: PathLike) -> Path:
+def local(path: PathLike) -> Path:
+    """`path` on this machine."""
     return Path(os.fspath(path).removeprefix("file://")).expanduser()
 
 
@@ -38,7 +44,7 @@ def _remote(path: PathLike) -> tuple[Any, str]:
 
 def absolute(path: PathLike) -> str:
     """`path` from the root of the file system, without links in it; URLs as they are."""
-    return os.fspath(path) if is_remote(path) else os.path.realpath(_local(path))
+    return os.fspath(path) if is_remote(path) else os.path.realpath(local(path))
 
 
 def _stem(target: Path) -> str:
@@ -73,7 +79,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
         with _replacing_remote(path) as file:
             yield file
         return
-    target = _local(path)
+    target = local(path)
     beside = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +89,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(beside, target)
+            _take_place(beside, target)
         _sync_folder(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -110,7 +116,127 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
         raise
 
 
-def _lock(file: IO[bytes]) -> None:
+class NewFolder:
+    """A folder to fill, which becomes `target` by :meth:`commit`; until then what is there stays whole.
+
+    What a killed process left half-written is removed by the next success under the same name. Folders above it are
+    made.
+
+    Raises:
+        OSError: the folder cannot be made, or a folder of another kind has the name.
+
+    Attributes:
+        path: where to write.
+    """
+
+    def __init__(self, target: PathLike) -> None:
+        self._target = local(target)
+        if self._target.is_dir() and not is_index_folder(self._target) and any(self._target.iterdir()):
+            raise IsADirectoryError(
+                errno.EISDIR, f"{str(target)!r} is a folder that is no checkpoint: choose another name, or move it away"
+            )
+        beside = _beside(self._target)
+        # ranks of several nodes see the folder, and process ids are those of a node
+        self.path = beside.with_name(f"{beside.name.removesuffix(UNFINISHED)}-{secrets.token_hex(4)}{UNFINISHED}")
+        try:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except OSError as error:
+            raise _explained(error, self._target) from error
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        _lock(self._descriptor)
+
+    def commit(self) -> None:
+        """Give the folder its name. Its files are on the disk already."""
+        _sync_folder(self.path)
+        try:
+            _take_place(self.path, self._target)
+            _sync_folder(self._target.parent)
+        except OSError as error:
+            raise _explained(error, self._target) from error
+        self._unlock()
+        _remove_leftovers(self._target)
+
+    def discard(self) -> None:
+        """Remove what was written, unless it has its name."""
+        if self._descriptor >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def is_index_folder(path: PathLike) -> bool:
+    """Whether `path` is a local folder that is written, replaced and removed as one thing: it has an index."""
+    return not is_remote(path) and (local(path) / INDEX).is_file()
+
+
+_RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+"""What a rename fails of where another writer has put something in the place, or taken it away."""
+
+
+def _take_place(beside: Path, target: Path) -> None:
+    """Gives a finished file, link or folder its name; what had it is gone then, unless it is a folder without index."""
+    for tries_left in range(9, -1, -1):
+        is_folder = target.is_dir() and not target.is_symlink()
+        if is_folder:
+            swaps = is_index_folder(target)
+        else:
+            swaps = os.path.lexists(target) and beside.is_dir() and not beside.is_symlink()
+        try:
+            if swaps:
+                _remove_tree(_exchange(beside, target))
+            else:
+                os.replace(beside, target)
+            return
+        except OSError as error:
+            if error.errno not in _RACES or not tries_left or not os.path.lexists(beside):
+                raise
+
+
+def _exchange(beside: Path, target: Path) -> Path:
+    """Lets two names change places, and gives the one that what was at `target` has then.
+
+    Where the system cannot do that in one step, nothing has the name `target` for a moment.
+    """
+    swap = _renameat2()
+    if swap is not None:
+        at_cwd, exchange = -100, 2
+        if swap(at_cwd, os.fsencode(beside), at_cwd, os.fsencode(target), exchange) == 0:
+            return beside
+        number = ctypes.get_errno()
+        if number not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), str(target))
+    aside = beside.with_name(f"{_stem(target)}{secrets.token_hex(4)}{UNFINISHED}")
+    os.rename(target, aside)
+    try:
+        os.rename(beside, target)
+    except BaseException:
+        os.rename(aside, target)
+        raise
+    return aside
+
+
+@functools.cache
+def _renameat2() -> Any:
+    """Linux's function that can exchange two names; None elsewhere."""
+    with contextlib.suppress(OSError, AttributeError):
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+        return function
+    return None
+
+
+def _remove_tree(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _lock(file: IO[bytes] | int) -> None:
     """Marks `file` as being written by a running process; the mark ends with the process."""
     with contextlib.suppress(ImportError, OSError):  # no fcntl, or a file system without locks
         import fcntl
@@ -119,7 +245,7 @@ def _lock(file: IO[bytes]) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Removes what killed processes left of files and links that were to become `target`."""
+    """Removes what killed processes left of what was to become `target`, or had been it."""
     stem = _stem(target)
     for name in os.listdir(target.parent):
         if not (name.startswith(stem) and name.endswith(UNFINISHED)):
@@ -131,9 +257,12 @@ def _remove_leftovers(target: Path) -> None:
                 continue
             import fcntl
 
-            with open(leftover, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
+            descriptor = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_tree(leftover)
+            finally:
+                os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -175,7 +304,7 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
         yield path
         return
     if not is_remote(path):
-        with open(_local(path), "rb") as file:
+        with open(local(path), "rb") as file:
             yield file
         return
     system, name = _remote(path)
@@ -190,7 +319,7 @@ def exists(path: PathLike) -> bool:
     if is_remote(path):
         system, name = _remote(path)
         return bool(system.exists(name))
-    return _local(path).exists()
+    return local(path).exists()
 
 
 def size(path: PathLike) -> int:
@@ -198,7 +327,7 @@ def size(path: PathLike) -> int:
     if is_remote(path):
         system, name = _remote(path)
         return int(system.size(name))
-    return _local(path).stat().st_size
+    return local(path).stat().st_size
 
 
 def modified(path: PathLike) -> float:
@@ -206,7 +335,7 @@ def modified(path: PathLike) -> float:
     if is_remote(path):
         system, inside = _remote(path)
         return float(system.modified(inside).timestamp())
-    return _local(path).stat().st_mtime
+    return local(path).stat().st_mtime
 
 
 def names(folder: PathLike) -> list[str]:
@@ -216,18 +345,25 @@ def names(folder: PathLike) -> list[str]:
         entries = system.ls(name, detail=False) if system.isdir(name) else []
         found = [os.path.basename(entry.rstrip("/")) for entry in entries]
     else:
-        found = os.listdir(_local(folder)) if _local(folder).is_dir() else []
+        found = os.listdir(local(folder)) if local(folder).is_dir() else []
     return sorted(name for name in found if not name.endswith(UNFINISHED))
 
 
 def remove(path: PathLike) -> None:
-    """Deletes the file or link at `path`; nothing happens if there is none."""
+    """Deletes the file, the link, or the folder with an index at `path`; nothing happens if there is none."""
     with contextlib.suppress(FileNotFoundError):
         if is_remote(path):
             system, name = _remote(path)
             system.rm(name)
+            return
+        here = local(path)
+        if not here.is_symlink() and is_index_folder(here):
+            # in one step, so that a killed process leaves no half of it under its name
+            hidden = here.with_name(f"{_stem(here)}{secrets.token_hex(4)}{UNFINISHED}")
+            os.rename(here, hidden)
+            _remove_tree(hidden)
         else:
-            _local(path).unlink()
+            here.unlink()
 
 
 def lies_in(path: PathLike, folder: PathLike) -> bool:
@@ -235,24 +371,24 @@ def lies_in(path: PathLike, folder: PathLike) -> bool:
     if is_remote(path) or is_remote(folder):
         parts, outer = str(path).split("/"), str(folder).rstrip("/").split("/")
         return len(parts) > len(outer) and parts[: len(outer)] == outer and not {"..", ".", ""} & {*parts[len(outer) :]}
-    local = _local(path)
-    if local.name in ("", ".."):
+    here = local(path)
+    if here.name in ("", ".."):
         return False
-    return Path(os.path.realpath(folder)) in (Path(os.path.realpath(local.parent)) / local.name).parents
+    return Path(os.path.realpath(folder)) in (Path(os.path.realpath(here.parent)) / here.name).parents
 
 
 def link(path: PathLike, target: PathLike) -> None:
-    """Makes `path` a relative symbolic link to the local file `target`, in place of what had that name.
+    """Makes `path` a relative symbolic link to the local file or folder `target`, in place of what had that name.
 
     What a killed process left under way is removed, as by :func:`replacing`.
     """
-    name, destination = _local(path).absolute(), _local(target).absolute()
+    name, destination = local(path).absolute(), local(target).absolute()
     beside, leads_to = _beside(name), os.path.relpath(destination, name.parent)
     while True:
         beside.unlink(missing_ok=True)
         beside.symlink_to(leads_to)
         try:
-            os.replace(beside, name)
+            _take_place(beside, name)
         except FileNotFoundError:  # another writer of the same name took it for a leftover
             continue
         break
@@ -267,7 +403,7 @@ def check_writable(folder: PathLike) -> None:
     """
     if is_remote(folder):
         return
-    wanted = _local(folder).absolute()
+    wanted = local(folder).absolute()
     ancestor = wanted
     while not ancestor.exists() and ancestor != ancestor.parent:
         ancestor = ancestor.parent

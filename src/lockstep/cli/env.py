@@ -26,7 +26,7 @@ started (`srun lockstep env`) to see what a rank sees.
 # by the names of the distributions; a test compares them with the extras of pyproject.toml
 OPTIONAL = (
     *("alembic", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "psutil", "pyyaml", "rich"),
-    *("sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
+    *("safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
 )
 BESIDE = ("lightning", "pytorch-lightning", "numpy", "mlflow")
 """Distributions that are no extras, and that are told of where they are installed."""

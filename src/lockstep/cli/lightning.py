@@ -16,7 +16,7 @@ from typing import Any, Union
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
-from lockstep.checkpoint.format import load as load_checkpoint
+from lockstep.checkpoint.sharded import load as load_checkpoint
 from lockstep.cli.parser import (
     ArgsType,
     LightningArgumentParser,

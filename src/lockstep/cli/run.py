@@ -40,12 +40,13 @@ usage: lockstep COMMAND ...
 
   run        start a script on all devices of one node or several
   migrate    show, or make, the changes that a script for Lightning needs
+  checkpoint show what a checkpoint holds, convert it, or compare two
   env        show versions, devices, the cluster that was found, and the variables in force
   --version  show the version
 
 `lockstep COMMAND --help` tells more.
 """
-COMMANDS = ("run", "migrate", "env")
+COMMANDS = ("run", "migrate", "checkpoint", "env")
 """``run`` is in this file; each of the others is a function in the file of its name."""
 MASTER_PORT = 29400
 

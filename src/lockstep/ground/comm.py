@@ -224,6 +224,29 @@ def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
 
 
 @waits()
+def gather_objects(obj: object, group: Group = None) -> list[Any]:
+    """Every rank's ``obj``, by rank, on the group's first rank; an empty list on the others."""
+    world = world_size(group)
+    if world == 1:
+        return [obj]
+    objects: list[Any] | None = [None] * world if rank(group) == 0 else None
+    with _on_gpu(group):
+        dist.gather_object(obj, objects, _global_rank(0, group), group)
+    return objects or []
+
+
+@waits()
+def scatter_objects(objects: list[Any], group: Group = None) -> Any:
+    """From the group's first rank an object for each; what the others pass is ignored."""
+    if world_size(group) == 1:
+        return objects[0]
+    box: list[Any] = [None]
+    with _on_gpu(group):
+        dist.scatter_object_list(box, objects if rank(group) == 0 else None, _global_rank(0, group), group)
+    return box[0]
+
+
+@waits()
 def broadcast_tensors(
     tensors: Iterable[Tensor], src: int = 0, group: Group = None, *, piece: int | None = None
 ) -> None:

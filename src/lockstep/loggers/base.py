@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from lockstep.checkpoint import storage
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_only
+from lockstep.ground.rank import rank_zero_only, warn_once
 
 # -- the base class ------------------------------------------------------------------------------------------
 
@@ -355,7 +355,12 @@ class Uploads:
         found = []
         for path, score in scores.items():
             # a path may come from a checkpoint, which anybody may have made: what lies elsewhere is not sent away
-            if not (path and callback.dirpath and Path(path).is_file() and storage.lies_in(path, callback.dirpath)):
+            if not (path and callback.dirpath and storage.lies_in(path, callback.dirpath)):
+                continue
+            if Path(path).is_dir():
+                said = f"log_model={self.when!r}: checkpoints in parts are not uploaded: {path!r} is a folder."
+                warn_once(said, key="a checkpoint in parts is not uploaded")
+            if not Path(path).is_file():
                 continue
             changed = Path(path).stat().st_mtime
             if self._done.get(path, float("-inf")) < changed:

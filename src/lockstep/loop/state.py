@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
@@ -29,7 +31,8 @@ from lockstep.loop.logging import merged
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
-from lockstep.module import check_weights
+from lockstep.module import LightningModule, check_weights
+from lockstep.parallel.fully_shard import whole_gradients
 from lockstep.strategies.engine import EngineState
 
 if TYPE_CHECKING:
@@ -68,31 +71,62 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
     """
     module = session.module
     strict = module.strict_loading
-    try:
-        if session.strategy.places_first:
-            session.strategy.load(EngineState(saved))
-        else:
-            module.load_state_dict(saved, strict=strict)
-    except RuntimeError as error:
-        difference = _first_difference(module.state_dict(), saved, strict)
-        if difference is None:
-            raise
-        raise MisconfigurationException(
-            f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
-            f"than this {type(module).__name__}: {difference}."
-        ) from error
+    cause: RuntimeError | None = None
+    difference = _first_difference(module, saved, certain=True) if _takes_names_as_they_are(module) else None
+    if difference is None:
+        try:
+            if session.strategy.places_first:
+                session.strategy.load(EngineState(saved))
+            else:
+                module.load_state_dict(saved, strict=strict)
+            return
+        except RuntimeError as error:
+            difference, cause = _first_difference(module, saved), error
+            if difference is None:
+                raise
+    raise MisconfigurationException(
+        f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
+        f"than this {type(module).__name__}: {difference}."
+    ) from cause
 
 
-def _first_difference(own: dict[str, Any], saved: dict[str, Any], strict: bool) -> str | None:
-    """The first tensor that does not match, and what to do about it."""
+def _takes_names_as_they_are(module: nn.Module) -> bool:
+    """Whether loading compares names and shapes and nothing else, so that it can be known before values change."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    for layer in module.modules():
+        by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
+            return False
+        hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
+            return False
+        tensors = (*layer._parameters.values(), *layer._buffers.values())
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
+            return False
+    return True
+
+
+def _first_difference(module: LightningModule, saved: dict[str, Any], certain: bool = False) -> str | None:
+    """The first tensor that does not match, and what to do about it.
+
+    Args:
+        module: with a flag ``strict_loading``.
+        saved: a state dict.
+        certain: leave out what torch may forgive.
+    """
+    own, strict = module.state_dict(), module.strict_loading
     way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
     for name, value in own.items():
         if name not in saved:
-            if strict:
+            if strict and not (certain and name.endswith("num_batches_tracked")):  # which old checkpoints do not have
                 return f"the checkpoint has no {name!r}; {way_out}"
-        elif getattr(value, "shape", None) != getattr(saved[name], "shape", None):
-            shapes = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
-            return f"{name!r} has the shape {shapes}; make the module with the arguments that it had"
+            continue
+        shapes = [getattr(each, "shape", None) for each in (saved[name], value)]
+        of_old = certain and shapes == [(1,), ()]  # a scalar as a vector
+        if shapes[0] != shapes[1] and not of_old:
+            said = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
+            return f"{name!r} has the shape {said}; make the module with the arguments that it had"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
 
@@ -257,7 +291,14 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
         "pytorch-lightning_version": LAYOUT,
         "state_dict": engine.module,
         "loops": progress.lightning_loops(),
-        OWN: {"progress": progress.state_dict()},
+        OWN: {
+            "progress": progress.state_dict(),
+            "writer": {
+                "strategy": type(strategy).__name__,
+                "world": session.world_size,
+                "torch": str(torch.__version__),
+            },
+        },
     }
     if not weights_only:
         checkpoint["callbacks"] = {
@@ -282,6 +323,12 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
             checkpoint[type(datamodule).__qualname__] = saved
     session.hooks.call("on_save_checkpoint", checkpoint)
     return checkpoint
+
+
+def _writer(session: Session) -> dict[str, Any]:
+    """Who writes a checkpoint."""
+    strategy = type(session.strategy).__name__
+    return {"strategy": strategy, "world": session.world_size, "torch": str(torch.__version__)}
 
 
 def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
@@ -368,7 +415,7 @@ def save(
     storage_options: object = None,
     also: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Write a checkpoint of the run. Collective; rank 0 writes, and an error there is an error on every rank.
+    """Write a checkpoint of the run. Collective; rank 0 writes, or all do, and an error is an error on every rank.
 
     Args:
         also: adds to it; called on every rank.
@@ -565,7 +612,10 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
             session.published.callback[name] = torch.as_tensor(value)
         ranks = own["ranks"]
         if len(ranks) == session.world_size:
-            fit.resumed = ranks[session.strategy.world.rank]
+            fit.resumed = ranks[strategy.world.rank]
+            if "sharded" in fit.resumed and not strategy.cuts_parameters:
+                shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}
+                fit.resumed = whole_gradients(ranks, strategy.world.rank, shapes)
         else:
             mine = ranks[session.strategy.world.rank :: session.world_size]
             kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -434,6 +434,37 @@ def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> No
         own._used.add(key)
 
 
+def whole_gradients(parts: Sequence[Mapping[str, Any]], rank: int, shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
+    """What a rank holds of gradients where it has whole parameters, of what ranks with shards held.
+
+    Shards are of means over the ranks, and each rank gets the whole of them: their mean is the same.
+
+    Args:
+        parts: of all ranks, with what `ShardedModule.held` gave as ``"sharded"``.
+        rank: the one that asks.
+        shapes: of the whole parameters.
+
+    Raises:
+        ValueError: shards are not cut along the first dimension.
+    """
+    mine = parts[rank]
+    gradients = dict(mine.get("gradients", {}))
+    for name in mine["sharded"].get("shards", {}):
+        shards: list[Tensor] = []
+        for part in parts:  # where the model has copies, those of the first are enough
+            if sum(shard.shape[0] for shard in shards) < shapes[name][0]:
+                shards.append(part["sharded"]["shards"][name])
+        gradients[name] = torch.cat(shards)
+        if gradients[name].shape != shapes[name]:
+            raise ValueError(
+                f"the gradient of {name!r} is in shards of shapes {[tuple(shard.shape) for shard in shards]}, and the "
+                f"parameter has the shape {tuple(shapes[name])}: go on with the strategy that wrote it"
+            )
+    for name, whole in mine["sharded"].get("waiting", {}).items():
+        gradients[name] = whole.to(gradients[name].dtype) + gradients[name] if name in gradients else whole
+    return {**{key: value for key, value in mine.items() if key != "sharded"}, "gradients": gradients}
+
+
 def _owners(param: Any) -> list[nn.Module]:
     info = param._module_info
     return [info.module, *info.shared_modules]
@@ -475,15 +506,63 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def cut_like(own: object, value: Any) -> Any:
-    """This rank's part of a whole tensor, as ``own`` is cut; what is not cut, or has another shape, as it is."""
+    """This rank's part of a tensor, as ``own`` is cut; what has another shape as it is.
+
+    Collective where ``value`` is in parts already, and those are others.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if isinstance(value, DTensor):
+        if isinstance(own, DTensor) and own.device_mesh == value.device_mesh:
+            return value if own.placements == value.placements else value.redistribute(own.device_mesh, own.placements)
+        value = value.full_tensor()
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != own.shape:
         return value
     # every rank has read the whole: nothing is sent
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def place_like(module: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    """What makes, for a tensor of a checkpoint in parts, the tensor into which it is read.
+
+    A tensor of the state dict (``model.NAME``) is cut as the module's; another one as a parameter of its shape; and
+    what has no like is cut along its first dimension.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    own = module.state_dict()
+    cut = [value for value in own.values() if isinstance(value, DTensor)]
+    by_shape = {value.shape: value for value in reversed(cut)}
+
+    def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        like = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
+        if not isinstance(like, Tensor) or like.shape != shape:
+            like = by_shape.get(shape)
+        if like is None and cut and len(shape):
+            mesh = cut[0].device_mesh
+            return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
+        if isinstance(like, DTensor):
+            return _empty_part(shape, dtype, like.device_mesh, like.placements, like)
+        return torch.empty(shape, dtype=dtype)
+
+    return place
+
+
+def _empty_part(shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Any, beside: Any) -> Tensor:
+    """A DTensor without values, of which this rank's part is where that of ``beside`` is."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    part = torch.empty(size, dtype=dtype, device=local_part(beside).device)
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
+    # not DTensor.from_local, which would bring a part that is offloaded to the mesh's devices
+    made: Any = DTensor
+    tensor: Tensor = made(part, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
+    return tensor
 
 
 def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:

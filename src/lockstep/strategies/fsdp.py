@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path, snapshot
+from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
@@ -103,10 +105,12 @@ class FSDPStrategy(RankedStrategy):
             policy function of ``torch.utils.checkpoint``.
         sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters whole from forward to backward; "NO_SHARD"
             is ``DDPStrategy``; "HYBRID_SHARD" shards within a node and replicates over nodes. Or torch's enum.
-        state_dict_type: "full": a checkpoint is one file, as of any strategy.
+        state_dict_type: "full": a checkpoint is one file, as of any strategy, gathered by rank 0. "sharded": a folder
+            that all ranks write, each its part. Either is read by any strategy on any number of ranks.
         device_mesh: for "HYBRID_SHARD": (replicas, ranks of a replica), or a mesh of two dimensions.
         accumulate_shards: reduce after each backward, and add up the shards. False: whole gradients wait on each rank
             until the window's end, beside ``.grad``, and are reduced once.
+        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
         ignored_modules: modules whose parameters stay whole on each rank.
         backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
         nccl: NCCL's variables, as of ``DDPStrategy``.
@@ -139,6 +143,7 @@ class FSDPStrategy(RankedStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
         accumulate_shards: bool = True,
+        async_save: bool = False,
         ignored_modules: Iterable[nn.Module] | None = None,
         backward_prefetch: object = "BACKWARD_PRE",
         nccl: Mapping[str, Any] | None = None,
@@ -151,11 +156,7 @@ class FSDPStrategy(RankedStrategy):
         _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
         _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
-        if state_dict_type != "full":
-            raise MisconfigurationException(
-                f"FSDPStrategy(state_dict_type={state_dict_type!r}): checkpoints of several files are not built; leave "
-                'it at "full": one file, gathered one parameter at a time.'
-            )
+        self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
         if device_mesh is not None and "HYBRID" not in self._mode:
             raise MisconfigurationException(
                 f"FSDPStrategy(device_mesh=..., sharding_strategy={self._mode!r}): a mesh of replicas and shards is "
@@ -180,6 +181,23 @@ class FSDPStrategy(RankedStrategy):
         self._norms: SynchronizedNorms | None = None
         self._zero_weight = self._has_begun = False
         self._ends_gathering: Callable[[], None] | None = None
+
+    def _save_by(self, state_dict_type: str, async_save: bool) -> None:
+        """Choose what writes checkpoints."""
+        if state_dict_type == "FULL":
+            if async_save:
+                raise MisconfigurationException(
+                    'FSDPStrategy(async_save=True, state_dict_type="full"): give state_dict_type="sharded"; one file '
+                    "is written in the background by Trainer(plugins=[AsyncCheckpointIO()])."
+                )
+            return
+        if self._mode == "NO_SHARD":
+            raise MisconfigurationException(
+                'FSDPStrategy(state_dict_type="sharded", sharding_strategy="NO_SHARD"): each rank has the whole model; '
+                'leave state_dict_type at "full".'
+            )
+        self.saves_shards = True
+        self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if async_save else ShardedCheckpointIO())
 
     def resolved(self) -> Strategy:
         """Itself; without sharding it is DDP."""
@@ -478,10 +496,14 @@ class FSDPStrategy(RankedStrategy):
         return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
-        """Put back what `held_gradients` gave."""
+        """Put back what `held_gradients` gave, or an engine whose ranks have whole gradients."""
         assert self._sharded is not None
-        super().hold_gradients(saved)
-        self._sharded.hold(saved.get("sharded", {}))
+        there = saved.get("gradients", {})
+        whole = {name: value for name, value in there.items() if name not in self._sharded.parameters}
+        super().hold_gradients({**saved, "gradients": whole})
+        others = {name: value for name, value in there.items() if name in self._sharded.parameters}
+        # those of another engine wait for the next reduction, as they did there
+        self._sharded.hold({"waiting": others, **saved.get("sharded", {})})
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
 
@@ -521,7 +543,10 @@ class FSDPStrategy(RankedStrategy):
             yield name, whole_of(parameter.detach()), gradient
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
+        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them.
+
+        Where it saves shards, each rank gives its own.
+        """
         from lockstep.parallel.fully_shard import gathered, optimizer_state
 
         if alone and self.world.size > 1:
@@ -530,14 +555,25 @@ class FSDPStrategy(RankedStrategy):
                 "others are not asked when one has failed. Save while all are well, by "
                 "ModelCheckpoint(every_n_train_steps=...)."
             )
+        if self.saves_shards:
+            return super().save(alone, weights_only)
         keep = self.world.is_zero
         module = gathered(self.module.state_dict(), keep)
         if weights_only:
             return EngineState(module)
         return EngineState(module, [optimizer_state(each, keep) for each in self.optimizers], {})
 
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint on every rank: a file whole, of a folder of parts this rank's. Collective."""
+        from lockstep.parallel.fully_shard import place_like
+
+        if not sharded.is_sharded(filepath):
+            return super().load_checkpoint(filepath, weights_only)
+        self.checkpoints.io.wait()
+        return sharded.load_parts(filepath, place_like(self.module), weights_only)
+
     def load(self, state: EngineState) -> None:
-        """Take this rank's shards of whole tensors."""
+        """Take this rank's shards of whole tensors, or of those that were read in shards."""
         from lockstep.parallel.fully_shard import cut_like, load_optimizer_state
 
         if state.module is not None:

@@ -155,7 +155,7 @@ class KillAt(Callback):
             torch.save = _save_half_and_die  # type: ignore[assignment]
         else:
             self._say(trainer)
-            os.replace = _die_before_rename
+            os.replace = os.rename = _die_before_rename
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._killer is not None:

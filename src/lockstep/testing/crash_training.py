@@ -48,6 +48,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     },
     "int8": {"ddp_comm_hook": int8, "ddp_comm_state": Int8State},
     "fsdp": {},
+    "fsdp_in_parts": {"state_dict_type": "sharded"},
+    "fsdp_async": {"state_dict_type": "sharded", "async_save": True},
     "power_sgd": {"ddp_comm_hook": power_sgd, "ddp_comm_state": lambda: PowerSGDState(rank=2, start=2)},
 }
 """Names of strategies, and arguments of `DDPStrategy` or `FSDPStrategy`; a hook's state is made anew."""
@@ -283,7 +285,7 @@ def seen(folder: Path, ranks: int) -> dict[int, list[int]]:
 def _strategy(name: str, options: dict[str, Any]) -> Strategy | str:
     if name == "single":
         return "auto"
-    return FSDPStrategy(**options) if name == "fsdp" else DDPStrategy(**options)
+    return FSDPStrategy(**options) if name.startswith("fsdp") else DDPStrategy(**options)
 
 
 def train(folder: Path, setting: Setting, kill: Kill | None) -> None:

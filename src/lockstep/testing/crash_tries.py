@@ -118,7 +118,9 @@ def _be_rank(rank: int, ranks: int, port: int, words: list[str]) -> None:
 # -- tries -----------------------------------------------------------------------------------------------------
 
 
-def draw(seed: int, number: int, strategies: Sequence[str], data: Sequence[str]) -> tuple[Setting, list[Kill]]:
+def draw(
+    seed: int, number: int, strategies: Sequence[str], data: Sequence[str], moments: Sequence[Moment] = MOMENTS
+) -> tuple[Setting, list[Kill]]:
     """The setting and the deaths of one try: three, of which one in four comes before there is a checkpoint."""
     by = random.Random(f"{seed}-{number}")
     # all pairs of strategy and data in turn, so that a few hundred kills meet each of them
@@ -127,11 +129,11 @@ def draw(seed: int, number: int, strategies: Sequence[str], data: Sequence[str])
     setting = Setting(strategy, kind, by.choice([0, 0, 2]), by.choice([1, 2]))
     first = by.randint(0, EVERY - 1) if by.random() < 0.5 else by.randint(EVERY, setting.steps // 2)
     steps = sorted([first, *(by.randint(EVERY + 1, setting.steps - 1) for _ in range(2))])
-    return setting, [_death(by, setting, step) for step in steps]
+    return setting, [_death(by, setting, step, moments) for step in steps]
 
 
-def _death(by: random.Random, setting: Setting, step: int) -> Kill:
-    moment: Moment = by.choice(MOMENTS)
+def _death(by: random.Random, setting: Setting, step: int, moments: Sequence[Moment]) -> Kill:
+    moment: Moment = by.choice(moments)
     epochs_end = setting.steps // EPOCHS
     if moment == "validation" and step > setting.steps - epochs_end:
         step = setting.steps  # the last one
@@ -223,6 +225,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="the number of one try, to repeat it")
     parser.add_argument("--strategy", nargs="+", choices=tuple(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    parser.add_argument("--moment", nargs="+", choices=sorted(set(MOMENTS)), default=MOMENTS, help="when they fall")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no try after so long")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -231,7 +234,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-crash-") as folder:
         tries, number, until = Tries(Path(folder)), args.only or 0, time.monotonic() + args.seconds
         while tries.kills < args.kills and time.monotonic() < until:
-            tries.play(number, *draw(args.seed, number, args.strategy, args.data))
+            tries.play(number, *draw(args.seed, number, args.strategy, args.data, args.moment))
             number += 1
             if args.only is not None:
                 break

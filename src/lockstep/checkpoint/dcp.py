@@ -1,0 +1,257 @@
+"""Files of torch's distributed checkpoint (DCP): hashed while they are written, and read without running code."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.serialization import get_crc32_options, set_crc32_options
+
+PIECE = 1 << 22
+"""Bytes that are hashed while they are written, at a time."""
+
+SYNCED = 1 << 25
+"""Bytes after which the disk is asked to take what it has been given, while the next are hashed."""
+
+METADATA = ".metadata"
+"""DCP's own file: which bytes of which file are which part of which tensor."""
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Digest:
+    """What a file is, for who reads it later."""
+
+    bytes: int
+    sha256: str
+
+
+class HashedFile(io.RawIOBase):
+    """A new file that hashes what is written to it, while the disk takes it.
+
+    Large pieces are written by a second thread, and hashed by this one: both let go of the interpreter's lock. A third
+    waits for the disk.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._file = open(path, "wb")  # noqa: SIM115, closed by close()
+        self._hash = hashlib.sha256()
+        self._threads = ThreadPoolExecutor(2, "lockstep-write")
+        self._length = self._synced = 0
+        self._sync: Future[None] | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._length += len(view)
+        if len(view) < PIECE // 4:
+            self._hash.update(view)
+            self._file.write(view)
+            return len(view)
+        pieces = [view[start : start + PIECE] for start in range(0, len(view), PIECE)]
+        written = self._threads.submit(lambda: [self._file.write(piece) for piece in pieces])
+        try:
+            for piece in pieces:
+                self._hash.update(piece)
+        finally:
+            written.result()  # torch takes the memory back when this returns
+        if self._length - self._synced >= SYNCED and (self._sync is None or self._sync.done()):
+            self._synced, self._sync = self._length, self._threads.submit(os.fsync, self._file.fileno())
+        return len(view)
+
+    def tell(self) -> int:
+        return self._length
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Put the bytes on the disk."""
+        if not self.closed:
+            try:
+                if self._sync is not None:
+                    self._sync.result()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._threads.shutdown()
+                self._file.close()
+                super().close()
+
+    def digest(self) -> Digest:
+        """Of all that was written."""
+        return Digest(self._length, self._hash.hexdigest())
+
+
+class _Files(FileSystem):
+    """Files whose digests are kept by name."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with HashedFile(path) as file:
+            yield file
+        self.digests[Path(path).name] = file.digest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class Writer(FileSystemWriter):
+    """DCP's files in a folder.
+
+    Attributes:
+        digests: of the files that this process has written, by name.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder, sync_files=False)  # each is synced when it is closed
+        self.fs = _Files()
+        self.digests = self.fs.digests
+
+    def storage_meta(self) -> StorageMeta:
+        """Nothing: the folder has another name when it is whole."""
+        return StorageMeta()
+
+
+class Planner(DefaultSavePlanner):
+    """Plans which rank writes what, and finds this rank's values.
+
+    Args:
+        state: dicts of tensors. A DTensor is written by its ranks, each its part; any other tensor by rank 0.
+        is_zero: this is rank 0.
+
+    Attributes:
+        local: the values that this rank may have to write, by name: its parts of DTensors, on rank 0 other tensors.
+    """
+
+    def __init__(self, state: Mapping[str, Any], is_zero: bool) -> None:
+        super().__init__()
+        self.set_up_planner(dict(state), is_coordinator=is_zero)
+        self.local: dict[str, Tensor] = {}
+        for name, value in self.state_dict.items():
+            part = value.to_local() if hasattr(value, "to_local") else value if is_zero else None
+            if part is not None:
+                self.local[name] = part.detach()
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write; torch's planner lets all write what all have."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.type is WriteItemType.SHARD or self.is_coordinator]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """This rank's part of a tensor."""
+        return self.local[index.fqn]
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """Inside, torch puts no CRC-32 into what it saves, which takes longer than the SHA-256 of the file."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device"),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+}
+
+
+class _Plain(pickle.Unpickler):
+    """Knows what DCP's metadata consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+
+
+def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
+    """What a folder's files hold.
+
+    Raises:
+        pickle.UnpicklingError: and others, for a file that is no such thing.
+    """
+    with open(Path(folder) / METADATA, "rb") as file:
+        found = _Plain(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return found
+
+
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors that the files hold, by name; what else there is would have to be unpickled."""
+    found = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
+
+
+def files_of(metadata: Metadata) -> dict[str, list[str]]:
+    """The files in which each tensor's parts lie."""
+    found: dict[str, set[str]] = {}
+    for index, place in metadata.storage_data.items():
+        found.setdefault(index.fqn, set()).add(place.relative_path)
+    return {name: sorted(files) for name, files in found.items()}
+
+
+def read(folder: str | os.PathLike[str], metadata: Metadata, into: Mapping[str, Tensor]) -> None:
+    """Read tensors, or this rank's parts of DTensors. No other rank is asked.
+
+    Args:
+        folder: with DCP's files.
+        metadata: of the folder.
+        into: by name; each of the shape that the files have.
+    """
+    planner, reader = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), _Reader(folder)
+    planner.set_up_planner(cast("dict[str, Any]", dict(into)), metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    with torch.no_grad():
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _Reader(FileSystemReader):
+    """DCP's files, of which nothing is unpickled but tensors."""

@@ -1,0 +1,593 @@
+"""A checkpoint in parts: a folder in DCP's format that all ranks write, each its part, with an index and hashes.
+
+In the folder are
+
+    ``__R_0.distcp``, ``.metadata``   the tensors of module and optimizers, as `torch.distributed.checkpoint` has them
+    ``meta.pt``                       the rest of the checkpoint's dict (Lightning's name)
+    ``rank_R.pt``                     what rank R alone needs to go on: random states, data position, held gradients
+    ``index.json``                    every file with its size and SHA-256, every tensor with its shape and dtype
+
+so that `torch.distributed.checkpoint.load({"model": module.state_dict()}, checkpoint_id=folder)` reads the weights.
+A tensor of the state dict is ``model.NAME`` there, and one of an optimizer ``optimizer_I.state.NUMBER.NAME``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import format, storage
+from lockstep.checkpoint.storage import INDEX, PathLike
+from lockstep.ground import comm
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+
+    from lockstep.checkpoint.dcp import Digest, Planner
+
+VERSION = 1
+"""Of the folder's layout, in the index."""
+META = "meta.pt"
+METADATA = ".metadata"
+OWN = format.KEY
+STRUCTURE = "structure"
+"""The key in our part of ``meta.pt`` with the dicts in which the tensors of module and optimizers were."""
+MARK = "lockstep tensor"
+"""The one key of a dict that stands in ``meta.pt`` for a tensor; its value is the tensor's name."""
+WAY_OUT = "resume from an earlier checkpoint, or fetch the folder again"
+
+T = TypeVar("T")
+R = TypeVar("R")
+Place = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Makes the tensor into which this rank's part of a tensor of that name, shape and dtype is read."""
+
+
+def is_sharded(path: PathLike | IO[bytes]) -> bool:
+    """Whether there is a checkpoint in parts at `path`: lockstep's or Lightning's, whole or damaged."""
+    if not isinstance(path, (str, os.PathLike)) or storage.is_remote(path):
+        return False
+    folder = storage.local(path)
+    return (folder / INDEX).is_file() or (folder / METADATA).is_file()
+
+
+# -- from a dict to parts, and back --------------------------------------------------------------------------
+
+
+@dataclass
+class Parts:
+    """A checkpoint's dict as the folder has it.
+
+    Attributes:
+        tensors: by names that are dicts in dicts.
+        meta: the rest.
+        ranks: what a rank alone needs, of the ranks for which this one writes; nothing in weights alone.
+    """
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def split(checkpoint: Mapping[str, Any], rank: int | None = None) -> Parts:
+    """Take a checkpoint's dict apart; nothing is copied.
+
+    Tensors of the module's and the optimizers' states go by themselves, and DTensors wherever they are.
+
+    Args:
+        checkpoint: as of `lockstep.loop.state.collect`, or as it was read.
+        rank: the one that writes, for itself; None: one process writes for all.
+    """
+    parts = Parts()
+    structure, rest = {}, {}
+    for key, value in checkpoint.items():
+        if key == "state_dict":
+            structure[key] = _taken(value, ("model",), parts.tensors, whole=True)
+        elif key == "optimizer_states":
+            structure[key] = [_optimizer(state, number, parts.tensors) for number, state in enumerate(value)]
+        else:
+            rest[key] = value
+    own = dict(rest.get(OWN, {}))
+    if "ranks" in own:
+        each = own["ranks"]
+        parts.ranks = dict(enumerate(each)) if rank is None else {rank: each[rank]}
+        own["ranks"] = len(each)
+    rest[OWN] = own
+    rest = _taken(rest, ("other",), parts.tensors, whole=False)
+    parts.meta = {**rest, OWN: {**rest[OWN], STRUCTURE: structure}}
+    return parts
+
+
+def _optimizer(state: Any, number: int, tensors: dict[str, Any]) -> Any:
+    """An optimizer's state dict with marks in the place of tensors."""
+    if not isinstance(state, dict):
+        return state
+    each = _taken(state.get("state", {}), (f"optimizer_{number}", "state"), tensors, whole=True)
+    return {**state, "state": each} if "state" in state else state
+
+
+def _taken(
+    value: Any, path: tuple[str, ...], tensors: dict[str, Any], whole: bool, inside: tuple[int, ...] = ()
+) -> Any:
+    """`value` with marks for its tensors, which go to `tensors`; what has none is not copied.
+
+    Args:
+        value: a tree of dicts, lists and tuples; classes derived from them are left to who writes the rest.
+        path: to it.
+        tensors: dicts in dicts.
+        whole: take those, too, that are no DTensors.
+        inside: ids of the containers around it, for one that holds itself.
+    """
+    if isinstance(value, Tensor):
+        if not (whole or hasattr(value, "to_local")):
+            return value
+        inner = tensors
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = value
+        return {MARK: ".".join(path)}
+    if type(value) not in (dict, OrderedDict, list, tuple) or id(value) in inside:
+        return value
+    entries = list(value.items() if isinstance(value, dict) else enumerate(value))
+    deeper = (*inside, id(value))
+    made = [_taken(item, (*path, str(key)), tensors, whole, deeper) for key, item in entries]
+    if all(new is item for new, (_, item) in zip(made, entries, strict=True)):
+        return value
+    if not isinstance(value, dict):
+        return type(value)(made)
+    return {**{key: new for new, (key, _) in zip(made, entries, strict=True)}, **_versions(value)}
+
+
+VERSIONS = "lockstep versions"
+"""The key for what a state dict knows of its modules' versions, which torch keeps beside its items."""
+
+
+def _versions(value: dict[Any, Any]) -> dict[str, Any]:
+    found = getattr(value, "_metadata", None)
+    return {} if found is None else {VERSIONS: {name: dict(entry) for name, entry in found.items()}}
+
+
+def join(meta: Mapping[str, Any], tensors: Mapping[str, Tensor], ranks: list[Any] | None) -> dict[str, Any]:
+    """The checkpoint's dict of its parts."""
+    own = dict(meta.get(OWN, {}))
+    structure = own.pop(STRUCTURE, None)
+    if ranks is not None:
+        own["ranks"] = ranks
+    checkpoint: dict[str, Any] = _put_back({**meta, OWN: own}, tensors)
+    if structure is None:  # not of lockstep's
+        weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
+        return {**checkpoint, "state_dict": weights}
+    return {**checkpoint, **_put_back(structure, tensors)}
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if len(value) == 1 and MARK in value:
+            return tensors[value[MARK]]
+        made: Any = {key: _put_back(item, tensors) for key, item in value.items() if key != VERSIONS}
+        if VERSIONS in value:
+            made = OrderedDict(made)
+            made._metadata = OrderedDict(value[VERSIONS])
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_put_back(item, tensors) for item in value)
+    return value
+
+
+# -- the index -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Index:
+    """What ``index.json`` says.
+
+    Attributes:
+        files: by name, with what they are as they were written.
+        tensors: by name: shape, dtype, and the files in which it lies.
+        about: the run: who wrote it, epoch and step.
+    """
+
+    files: dict[str, dict[str, Any]]
+    tensors: dict[str, dict[str, Any]]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> bytes:
+        """The file, a line for each file and tensor; it ends with a hash of the rest."""
+        content: dict[str, Any] = {"format": "lockstep checkpoint in parts", "version": VERSION, **asdict(self)}
+        lines = []
+        for key, value in {**content, "sha256": _hash_of(content)}.items():
+            inner = (
+                ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+                if (isinstance(value, dict))
+                else ""
+            )
+            lines.append(f"{json.dumps(key)}: " + (f"{{\n{inner}\n }}" if inner else json.dumps(value)))
+        return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """That of a folder.
+
+        Raises:
+            CorruptCheckpoint: it is not there, or not as it was written, or of a later lockstep.
+        """
+        name = str(folder / INDEX)
+        try:
+            content: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+            said = content.pop("sha256")
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"The checkpoint {str(folder)!r} has lost its {INDEX}: {WAY_OUT}.") from None
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CorruptCheckpoint(f"{name!r} is damaged ({format.first_line(error)}): {WAY_OUT}.") from error
+        if said != _hash_of(content):
+            raise CorruptCheckpoint(
+                f"{name!r} is not as it was written (its content does not match the hash in it): {WAY_OUT}."
+            )
+        if content.get("version") != VERSION:
+            raise CorruptCheckpoint(
+                f"{name!r} has version {content.get('version')!r}, and this lockstep reads version {VERSION}: read it "
+                "with the lockstep that wrote it."
+            )
+        return cls(content["files"], content["tensors"], content["about"])
+
+
+def _hash_of(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_files(folder: Path, index: Index, names: list[str] | None = None) -> None:
+    """Compare files with the index, those that are too short first.
+
+    Args:
+        names: of those that are read to the end; None: all.
+
+    Raises:
+        CorruptCheckpoint: with the file.
+    """
+    for name, known in index.files.items():
+        file = folder / name
+        if not file.is_file():
+            raise CorruptCheckpoint(f"The checkpoint {str(folder)!r} lacks its file {name}: {WAY_OUT}.")
+        size = file.stat().st_size
+        if size != known["bytes"]:
+            raise CorruptCheckpoint(
+                f"{str(file)!r} is {'cut short' if size < known['bytes'] else 'too long'}: it has {size} bytes of "
+                f"{known['bytes']}: {WAY_OUT}."
+            )
+    for name in index.files if names is None else names:
+        if sha256_of(folder / name) != index.files[name]["sha256"]:
+            raise CorruptCheckpoint(
+                f"{str(folder / name)!r} is not as it was written (its bytes do not match the hash in {INDEX}): "
+                f"{WAY_OUT}."
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 22))
+    with open(path, "rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(buffer[:got])
+    return digest.hexdigest()
+
+
+def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[str]:
+    """The files that a rank checks: each is checked by one, the largest first to who has the least."""
+    loads, mine = [0] * world, []
+    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
+        least = loads.index(min(loads))
+        loads[least] += files[name]["bytes"]
+        if least == rank:
+            mine.append(name)
+    return mine
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+class OnRank(RuntimeError):
+    """Another rank could not do its part."""
+
+
+def _together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group) -> R:
+    """Act on each rank; rank 0 concludes from what all gave, and each gets its answer. An error is one on all ranks."""
+    error: Exception | None = None
+    given: T | None = None
+    try:
+        given = act()
+    except Exception as failed:
+        error = failed
+    all_given = comm.gather_objects((given, None if error is None else format.first_line(error)), group)
+    answers: list[tuple[R | None, str | None]] = []
+    if comm.rank(group) == 0:
+        said = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(all_given) if text is not None]
+        try:
+            if not said:
+                answers = [(answer, None) for answer in conclude([each for each, _ in all_given])]
+        except Exception as failed:
+            error, said = failed, [f"rank 0: {format.first_line(failed)}"]
+        if said:
+            answers = [(None, said[0])] * comm.world_size(group)
+    answer, text = comm.scatter_objects(answers, group)
+    if error is not None:
+        raise error
+    if text is not None:
+        raise OnRank(text)
+    return cast("R", answer)
+
+
+def plan(parts: Parts, rank: int) -> Planner:
+    """What this rank may have to write, as it is now."""
+    from lockstep.checkpoint.dcp import Planner  # late: torch's part of it takes 0.7 s to import
+
+    return Planner(parts.tensors, rank == 0)
+
+
+def write(parts: Parts, planner: Planner, path: PathLike, group: comm.Group = None) -> None:
+    """Write a checkpoint in parts: whole or not at all. Collective.
+
+    Args:
+        parts: this rank's; of its tensors only names and shapes are looked at.
+        planner: with the values.
+        path: of the folder, which all ranks see; an earlier checkpoint there stays until this one is whole.
+        group: by which the ranks agree.
+
+    Raises:
+        MisconfigurationException: for a URL, or for what no checkpoint can hold.
+        OSError: the folder cannot be written.
+        OnRank: another rank failed.
+    """
+    from lockstep.checkpoint import dcp
+
+    if storage.is_remote(path):
+        raise MisconfigurationException(
+            f"{os.fspath(path)!r}: a checkpoint in parts is written to a folder that all ranks see, not to a URL. Save "
+            'to such a folder, or choose state_dict_type="full": one file, which rank 0 can write there.'
+        )
+    writing = _Writing(parts, planner, path, comm.rank(group))
+    try:
+        folder, mine = _together(writing.prepare, writing.begin, group)
+        with dcp.without_crc32():
+            _together(lambda: writing.put(Path(folder), mine), writing.finish, group)
+    except OnRank as error:
+        raise OnRank(f"the checkpoint {os.fspath(path)!r} could not be written: {error}") from None
+    finally:
+        if writing.folder is not None:
+            writing.folder.discard()
+
+
+class _Writing:
+    """One checkpoint on its way to the disk; see `write`."""
+
+    def __init__(self, parts: Parts, planner: Planner, path: PathLike, rank: int) -> None:
+        self.parts, self.planner, self.path, self.rank = parts, planner, path, rank
+        self.folder: storage.NewFolder | None = None
+
+    def prepare(self) -> Any:
+        """On each rank: refuse what cannot be read back, and say what is here."""
+        if self.rank == 0:
+            self.parts.meta = format.marked(self.parts.meta)
+        self.parts.ranks = {rank: format.marked(part) for rank, part in self.parts.ranks.items()}
+        return self.planner.create_local_plan()
+
+    def begin(self, plans: list[Any]) -> list[tuple[str, Any]]:
+        """On rank 0: make the folder, and share out the work."""
+        from lockstep.checkpoint.dcp import Writer
+
+        plans, self.metadata = self.planner.create_global_plan(plans)
+        self.folder = storage.NewFolder(self.path)
+        self.writer = Writer(self.folder.path)
+        return [(str(self.folder.path), each) for each in self.writer.prepare_global_plan(plans)]
+
+    def put(self, folder: Path, mine: Any) -> tuple[Any, dict[str, Digest]]:
+        """On each rank: write what is its part."""
+        from lockstep.checkpoint.dcp import Writer
+
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                errno.ENOENT, f"rank 0 has made {str(folder)!r}, which is not here: save to a folder that all nodes see"
+            )
+        writer = Writer(folder)
+        written = writer.write_data(self.planner.finish_plan(mine), self.planner)
+        written.wait()
+        for rank, part in self.parts.ranks.items():
+            self._write(folder / f"rank_{rank}.pt", part, writer.digests)
+        return written.value(), writer.digests
+
+    @staticmethod
+    def _write(path: Path, content: dict[str, Any], digests: dict[str, Digest]) -> None:
+        from lockstep.checkpoint.dcp import HashedFile
+
+        with HashedFile(path) as file:
+            format.write(content, cast("IO[bytes]", file))
+        digests[path.name] = file.digest()
+
+    def finish(self, results: list[tuple[Any, dict[str, Digest]]]) -> list[None]:
+        """On rank 0: write what is of all ranks, and give the folder its name."""
+        from lockstep.checkpoint import dcp
+
+        assert self.folder is not None
+        digests = self.writer.digests
+        for _, each in results:
+            digests.update(each)
+        self.writer.finish(self.metadata, [written for written, _ in results])
+        self._write(self.folder.path / META, self.parts.meta, digests)
+        lies_in = dcp.files_of(self.metadata)
+        tensors = {
+            name: {
+                "shape": list(entry.size),
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "files": lies_in[name],
+            }
+            for name, entry in dcp.tensors_in(self.metadata).items()
+        }
+        meta = self.parts.meta
+        about = {**meta[OWN].get("writer", {}), "epoch": meta.get("epoch"), "global_step": meta.get("global_step")}
+        index = Index({name: asdict(digests[name]) for name in sorted(digests)}, tensors, about)
+        with storage.replacing(self.folder.path / INDEX) as file:
+            file.write(index.dump())
+        self.folder.commit()
+        return [None] * len(results)
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def load(
+    path: PathLike | IO[bytes], map_location: MAP_LOCATION = None, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint of lockstep, or of Lightning 2.x, whole: a file, or a folder of parts.
+
+    Args:
+        path: a file, a folder, a URL of a file, or a file that is open.
+        map_location: where its tensors go, as in ``torch.load``. Tensors of a folder come to the CPU unless it is a
+            device.
+        weights_only: as of `lockstep.checkpoint.format.load`; nothing in a folder's tensors can be code.
+
+    Raises:
+        CorruptCheckpoint: it is truncated or altered, or no checkpoint at all.
+        MisconfigurationException: it holds objects of other classes: it needs ``weights_only=False``.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    if not is_sharded(path):
+        return format.load(path, map_location, weights_only)
+    folder = storage.local(cast("PathLike", path))
+    index = _index(folder)
+    if index is not None:
+        check_files(folder, index)
+    device = map_location if isinstance(map_location, (str, torch.device)) else None
+
+    def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    made = _Reading(folder, weights_only, map_location)
+    tensors = made.tensors(place)
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return made.whole(tensors, range(made.ranks))
+
+
+def outline(path: PathLike) -> dict[str, Any]:
+    """A checkpoint whose tensors have shapes and no values, after checking that it is whole; errors as of `load`."""
+    if not is_sharded(path):
+        return format.load(path, "meta")
+    folder = storage.local(path)
+    index = _index(folder)
+    if index is not None:
+        check_files(folder, index)
+    made = _Reading(folder, None, "cpu")
+    tensors = made.shapes()
+    return made.whole(tensors, range(made.ranks))
+
+
+def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a folder of parts, on each rank what it needs of it. Collective.
+
+    Each file is hashed by one rank, and a damaged one is an error on all.
+
+    Args:
+        path: of the folder.
+        place: what to read a tensor into: a DTensor where ranks have parts.
+        weights_only: of the rest.
+
+    Returns:
+        as of `load`, with the tensors that `place` has made. Of what each rank alone needs there is this rank's, or,
+        written by another number of ranks, this rank's share.
+
+    Raises:
+        CorruptCheckpoint: it is truncated or altered.
+        OnRank: another rank has found that.
+    """
+    folder, rank, world = storage.local(path), comm.rank(), comm.world_size()
+
+    def check() -> None:
+        index = _index(folder)
+        if index is not None:
+            check_files(folder, index, _share(index.files, rank, world))
+
+    try:
+        _together(check, lambda given: [None] * len(given), None)
+    except OnRank as error:
+        raise CorruptCheckpoint(str(error)) from None
+    made = _Reading(folder, weights_only, "cpu")
+    mine = [rank] if made.ranks == world else sorted({0, *range(rank, made.ranks, world)})
+    return made.whole(made.tensors(place), mine)
+
+
+def _index(folder: Path) -> Index | None:
+    """The index; None for a folder that lockstep has not written."""
+    if (folder / INDEX).is_file():
+        return Index.read(folder)
+    known = format.load(folder / META, "cpu").get(OWN) if (folder / META).is_file() else None
+    return Index.read(folder) if isinstance(known, dict) and "format" in known else None
+
+
+class _Reading:
+    """A folder whose files are whole.
+
+    Attributes:
+        ranks: how many have left something of their own.
+    """
+
+    def __init__(self, folder: Path, weights_only: bool | None, map_location: MAP_LOCATION) -> None:
+        from lockstep.checkpoint import dcp
+
+        self.folder, self.map_location = folder, map_location
+        try:
+            self.metadata = dcp.read_metadata(folder)
+        except Exception as error:  # what a damaged pickle makes of pickle has no one kind
+            raise CorruptCheckpoint(
+                f"{str(folder / METADATA)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
+            ) from error
+        has_meta = (folder / META).is_file()  # else somebody has called torch.distributed.checkpoint.save
+        self.meta = format.load(folder / META, map_location, weights_only) if has_meta else {}
+        kept = self.meta.get(OWN, {}).get("ranks", 0)
+        self.ranks = kept if isinstance(kept, int) else 0
+        self._has_ranks = "ranks" in self.meta.get(OWN, {})
+
+    def tensors(self, place: Place) -> dict[str, Tensor]:
+        """The tensors of the files, read into what `place` makes."""
+        from lockstep.checkpoint import dcp
+
+        known = dcp.tensors_in(self.metadata)
+        made = {name: place(name, entry.size, entry.properties.dtype) for name, entry in known.items()}
+        try:
+            dcp.read(self.folder, self.metadata, made)
+        except OSError:
+            raise
+        except Exception as error:  # torch's, of files that no hash guards
+            raise CorruptCheckpoint(
+                f"The checkpoint {str(self.folder)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
+            ) from error
+        return made
+
+    def shapes(self) -> dict[str, Tensor]:
+        """The tensors of the files, without values."""
+        from lockstep.checkpoint import dcp
+
+        known = dcp.tensors_in(self.metadata).items()
+        return {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in known}
+
+    def whole(self, tensors: Mapping[str, Tensor], mine: Any) -> dict[str, Any]:
+        """The checkpoint's dict, with what these ranks have left; others are empty."""
+        ranks: list[Any] = [{} for _ in range(self.ranks)]
+        for rank in mine:
+            part = format.load(self.folder / f"rank_{rank}.pt", "cpu")
+            part.pop(OWN, None)
+            ranks[rank] = part
+        try:
+            return join(self.meta, tensors, ranks if self._has_ranks else None)
+        except KeyError as error:
+            raise CorruptCheckpoint(
+                f"The checkpoint {str(self.folder)!r} has no tensor {error.args[0]!r}, which {META} names: {WAY_OUT}."
+            ) from error

@@ -1,0 +1,114 @@
+"""The seam to checkpoints in parts, which all ranks write: at once, or while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.format import first_line
+from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO, snapshot
+from lockstep.checkpoint.storage import PathLike
+from lockstep.ground import comm
+
+
+class ShardedCheckpointIO(TorchCheckpointIO):
+    """Folders in the format of torch's distributed checkpoint; see ``checkpoint/sharded.py``. What is read is whole."""
+
+    writes_shards = True
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Write a folder. Collective.
+
+        Raises:
+            TypeError: ``storage_options`` are given: here is nothing that they could choose.
+            MisconfigurationException: ``path`` is a URL, or a checkpoint cannot hold something.
+            OSError: the folder could not be written; the earlier one is whole.
+        """
+        self._check_options(storage_options)
+        rank = comm.rank()
+        parts = sharded.split(checkpoint, rank)
+        sharded.write(parts, sharded.plan(parts, rank), path)
+
+
+class AsyncShardedCheckpointIO(AsyncCheckpointIO):
+    """Writes folders in a thread of each rank; training waits only while each rank copies its part to the CPU.
+
+    The threads agree by a process group of their own. The copies lie in memory that is used again by each save (pinned
+    where the parts are on a GPU), so that a save waits for the one before it. What could not be written is raised by
+    the next save, load, or end of a call, on all ranks; the earlier checkpoint is whole then.
+    """
+
+    writes_shards = True
+
+    def __init__(self) -> None:
+        super().__init__(ShardedCheckpointIO())
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._group: comm.Group = None
+        self._copies: dict[str, Tensor] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Copy this rank's part, and have it written later. Collective.
+
+        Raises:
+            Exception: an earlier one could not be written; this one is not begun then.
+        """
+        if storage_options is not None:
+            self.checkpoint_io.save_checkpoint({}, path, storage_options)  # which refuses them
+        self._agree()
+        if self._group is None and comm.world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        rank = comm.rank()
+        parts = sharded.split(checkpoint, rank)
+        planner = sharded.plan(parts, rank)
+        planner.local = self._copied(planner.local)
+        parts.meta = snapshot(parts.meta)
+        parts.ranks = {each: snapshot(part) for each, part in parts.ranks.items()}
+        self._write_later(partial(sharded.write, parts, planner, path, self._group), path)
+
+    def _agree(self) -> None:
+        """Wait for what is under way; an error there is one on all ranks."""
+        error: Exception | None = None
+        try:
+            self.wait()
+        except Exception as failed:
+            error = failed
+        said = comm.all_gather_object(None if error is None else first_line(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise sharded.OnRank(f"rank {rank}: {text}")
+
+    def _copied(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's values on the CPU, in the memory of the last copies where they are alike."""
+        kept, copies = self._copies, {}
+        for name, value in local.items():
+            copy = kept.get(name)
+            if copy is None or (copy.shape, copy.dtype, copy.stride()) != (value.shape, value.dtype, value.stride()):
+                copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            copies[name] = copy.copy_(value, non_blocking=value.is_cuda)
+        if any(value.is_cuda for value in local.values()):
+            torch.cuda.synchronize()
+        self._copies = copies
+        return copies
+
+    def teardown(self) -> None:
+        """Wait until everything is written; let go of copies and process group."""
+        try:
+            super().teardown()
+        finally:
+            group, self._group, self._copies = self._group, None, {}
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_group", "_copies")  # of one process
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
