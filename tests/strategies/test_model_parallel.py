@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import LightningModule
+from lockstep.checkpoint.io import TorchCheckpointIO
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 from lockstep.testing import EquivalenceReport, check_equivalence
@@ -332,6 +333,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "fsdp": FSDPStrategy,
     "2 x 2": partial(ModelParallelStrategy, 2, 2, save_distributed_checkpoint=False),
+    "2 x 2 in parts": partial(ModelParallelStrategy, 2, 2),
+    "1 x 2 in parts": partial(ModelParallelStrategy, 1, 2),
+    "fsdp in parts": partial(FSDPStrategy, state_dict_type="sharded"),
     "1 x 2": partial(ModelParallelStrategy, 1, 2, save_distributed_checkpoint=False),
     "2 x 1": partial(ModelParallelStrategy, 2, 1, save_distributed_checkpoint=False),
 }
@@ -345,7 +349,7 @@ def fit_to(steps: int, strategy: str, resume: str | None = None, save: str | Non
     trainer.seed = 5
     torch.manual_seed(1 if world == 1 or not dist.get_rank() else 77)
     module.make()
-    replicas = 2 if strategy in ("2 x 2", "2 x 1", "ddp", "fsdp") else 1
+    replicas = 1 if strategy.startswith(("1 x", "single")) else 2
     trainer.fit(module, rows(24)(12 // replicas), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -357,8 +361,15 @@ class Whole(Adam):
         pass
 
 
-MOVES = [("2 x 2", 4, "single", 1), ("single", 1, "2 x 2", 4), ("2 x 2", 4, "1 x 2", 2), ("fsdp", 2, "2 x 2", 4)]
-MORE = [(a, m, b, n) for a, m in [("2 x 2", 4), ("1 x 2", 2), ("2 x 1", 2)] for b, n in [("ddp", 2), ("fsdp", 2)]]
+MOVES = [
+    ("2 x 2", 4, "single", 1),
+    ("single", 1, "2 x 2", 4),
+    ("2 x 2 in parts", 4, "1 x 2 in parts", 2),
+    ("fsdp in parts", 2, "2 x 2 in parts", 4),
+]
+MESHES_OF_TWO = [("2 x 2", 4), ("2 x 2 in parts", 4), ("1 x 2", 2), ("1 x 2 in parts", 2), ("2 x 1", 2)]
+OTHERS = [("ddp", 2), ("fsdp", 2), ("fsdp in parts", 2), ("single", 1)]
+MORE = [(*a, *b) for a in MESHES_OF_TWO for b in OTHERS] + [(*b, *a) for a in MESHES_OF_TWO for b in OTHERS]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +380,8 @@ def test_a_checkpoint_goes_from_and_to_a_mesh(
 ) -> None:
     path = str(tmp_path / "moved.ckpt")
     written = ranks(many).run(fit_to, 3, wrote, None, path, timeout=60)[0]
-    saved = torch.load(path, weights_only=False)
+    saved = TorchCheckpointIO().load_checkpoint(path)
+    assert Path(path).is_dir() is ("in parts" in wrote)
     for name, value in written.items():
         assert torch.equal(saved["state_dict"][name], value), name
     whole = ranks(1).run(fit_to, 6, "single", group=False)[0]
@@ -378,10 +390,10 @@ def test_a_checkpoint_goes_from_and_to_a_mesh(
             torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
-def resumed_within_a_window(path: str) -> bool:
+def resumed_within_a_window(path: str, in_parts: bool) -> bool:
     def fit(resume: str | None = None) -> dict[str, Tensor]:
         trainer = quiet(
-            strategy=ModelParallelStrategy(2, 2, save_distributed_checkpoint=False),
+            strategy=ModelParallelStrategy(2, 2, in_parts),
             devices=4,
             max_epochs=3,
             accumulate_grad_batches=3,
@@ -406,8 +418,9 @@ class Dropped(Adam):
         return self.head(self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
-def test_a_run_resumes_to_the_same_bits_within_a_window(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(4).run(resumed_within_a_window, str(tmp_path / "at.ckpt"), timeout=60) == [True] * 4
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_run_resumes_to_the_same_bits_within_a_window(ranks: RankPool, tmp_path: Path, in_parts: bool) -> None:
+    assert ranks(4).run(resumed_within_a_window, str(tmp_path / "at.ckpt"), in_parts, timeout=60) == [True] * 4
 
 
 def fit_only_tensors() -> bool:

@@ -68,10 +68,12 @@ class ModelParallelStrategy(FSDPStrategy):
     Args:
         data_parallel_size: number of rows; "auto": the number of nodes, or what the other size leaves.
         tensor_parallel_size: ranks of a row; "auto": the ranks of a node, or what the other size leaves.
-        save_distributed_checkpoint: False: a checkpoint is one file, as of any strategy.
+        save_distributed_checkpoint: True: a checkpoint is a folder, into which each rank writes its part; any strategy
+            reads it. False: it is one file, gathered by rank 0.
         process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        async_save: ranks copy their parts and train on, while a thread of each writes them.
         nccl: NCCL's variables, as of ``DDPStrategy``.
 
     Raises:
@@ -100,6 +102,7 @@ class ModelParallelStrategy(FSDPStrategy):
         cluster_environment: object = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: object = None,
+        async_save: bool = False,
         nccl: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
@@ -108,6 +111,8 @@ class ModelParallelStrategy(FSDPStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            state_dict_type="sharded" if save_distributed_checkpoint else "full",
+            async_save=async_save,
             nccl=nccl,
         )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
