@@ -143,6 +143,8 @@ HOOKS = (
     *("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
 )
 
+OF_SAMPLES = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
+
 
 class Grow(Callback):
     """Lets the module grow, once, in a hook, after so many steps, on some ranks."""
@@ -194,8 +196,11 @@ def cases(count: int, seed: int) -> list[tuple[Case, int]]:
         # one process has no micro-batches, between which something could come
         accumulate = 1 if hook == "on_after_backward" else chance.choice([1, 1, 2, 3])
         engine = list(ENGINES)[number % len(ENGINES)]
-        rest = (0 if early else chance.randrange(4), accumulate, chance.choice([2, 3]), chance.choice([13, 23, 24, 25]))
-        found.append(((engine, how, hook, *rest), chance.choice([1, 2, 2, 3])))
+        rest = (0 if early else chance.randrange(4), accumulate, chance.choice([2, 3]))
+        length, world = chance.choice([13, 23, 24, 25]), chance.choice([1, 2, 2, 3])
+        if hook in OF_SAMPLES and 0 < length % (rest[-1] * world) < world:
+            length += world  # ranks without samples do not run these hooks
+        found.append(((engine, how, hook, *rest, length), world))
     return found
 
 
