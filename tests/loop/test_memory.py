@@ -240,6 +240,43 @@ def test_transforms_of_torch_func_work_in_a_step_that_is_counted() -> None:
     assert torch.autograd.graph.disable_saved_tensors_hooks.__module__ == "torch.autograd.graph"
 
 
+class Penalty(Net):
+    """A second backward through the gradients of the first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        loss = super().training_step((x, None), batch_idx)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+@pytest.mark.parametrize("module", [Net, Penalty])
+def test_counting_changes_no_bits(module: type[Net]) -> None:
+    weights = []
+    for log_every in (0, 1):
+        torch.manual_seed(4)
+        made = module()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second backward
+            quiet(max_steps=1, precision="64-true", log_every_n_steps=log_every).fit(made, rows(8)(8))
+        weights.append([parameter.detach().clone() for parameter in made.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+class Overwrites(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        wave = (self.w * batch).exp()
+        loss = wave.sum()
+        wave.add_(1)
+        return loss
+
+
+@pytest.mark.parametrize("log_every", [0, 1])
+def test_what_is_overwritten_before_the_backward_is_an_error_in_a_counted_step_too(log_every: int) -> None:
+    """Where there are hooks, torch does not look for it: the first step would have had a wrong gradient."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        quiet(max_steps=1, log_every_n_steps=log_every).fit(Overwrites(), numbers(2))
+
+
 class ByHand(Net):
     """Two backwards in a step: the memory of the first is free again in the second."""
 

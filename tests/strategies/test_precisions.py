@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lockstep.strategies import FSDPStrategy
 from lockstep.testing import RankPool
 from tests.equivalence.models import rows
 from tests.loop.pieces import quiet
@@ -28,6 +31,22 @@ def test_each_pair_trains_as_one_process(ranks: RankPool, strategy: str, precisi
     for each in found:
         assert (each - alone(precision)).norm() <= NEAR[precision] * alone(precision).norm()
         assert alone(precision).norm() > 0.5
+
+
+def gathered_in_bfloat16() -> Tensor:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    with patch.dict(STRATEGIES, {"gathered in bfloat16": (lambda: FSDPStrategy(mixed_precision=policy), 2)}):
+        return change("gathered in bfloat16", "bf16-mixed")
+
+
+def test_parameters_travel_in_bfloat16_where_a_policy_says_so(ranks: RankPool) -> None:
+    """Layer norms and embeddings are rounded then, which autocast does not do: so it is not what happens unasked."""
+    (plain, *_), (rounded, *_) = (
+        ranks(2).run(change, "`fsdp`", "bf16-mixed"),
+        ranks(2).run(gathered_in_bfloat16),
+    )
+    whole = change("one device", "32-true")
+    assert (plain - whole).norm() < (rounded - whole).norm() < 0.01 * whole.norm()
 
 
 def test_the_page_has_todays_table() -> None:

@@ -98,6 +98,8 @@ def watch_first_window(session: Session, step: Windows, told: Callable[[], None]
     def first(*args: Any) -> Iterator[None]:
         step.window = road
         yield from road(*args)
+        if activations is not None:
+            activations.end()
         told()
 
     @wraps(own)
