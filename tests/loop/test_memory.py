@@ -103,8 +103,15 @@ def test_the_total_is_what_is_allocated(precision: str, recomputed: str) -> None
     assert used.activations > 0.05 * live
 
 
-@pytest.mark.parametrize("recomputed", RECOMPUTED)
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+ON_RANKS = [
+    pytest.param(strategy, recomputed, marks=() if strategy == "fsdp" or not given else pytest.mark.slow)
+    for strategy in STRATEGIES
+    for recomputed, given in RECOMPUTED.items()
+    if strategy != "single"
+]
+
+
+@pytest.mark.parametrize(("strategy", "recomputed"), ON_RANKS)
 def test_the_total_is_what_is_allocated_on_each_rank(ranks: RankPool, strategy: str, recomputed: str) -> None:
     for live, used in ranks(2).run(counted, strategy, "32-true", RECOMPUTED[recomputed]):
         assert used.total == pytest.approx(live, rel=0.05), f"{live}\n{used}"
@@ -138,7 +145,7 @@ ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
 STEPS = 4 * len(SHAPES)  # Adam counts steps by parameter
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_holds_the_model_on_each_rank(ranks: RankPool, world: int) -> None:
     """4 bytes for a parameter, 4 for its gradient, 8 for Adam's two means; beside it the buckets' ends."""
     for used in ranks(world).run(states, "ddp"):
@@ -148,7 +155,7 @@ def test_ddp_holds_the_model_on_each_rank(ranks: RankPool, world: int) -> None:
         assert used.model_states == used.parameters + used.gradients + used.optimizer_states + used.buckets
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sharded_optimizer_holds_its_part_of_the_states(ranks: RankPool, world: int) -> None:
     """Over TCP the other ranks' slices of gradients come into a buffer of the same size, which is kept."""
     found = ranks(world).run(states, "ddp, sharded optimizer")
@@ -161,7 +168,7 @@ def test_a_sharded_optimizer_holds_its_part_of_the_states(ranks: RankPool, world
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp, gradients"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fsdp_holds_its_part_of_the_model(ranks: RankPool, world: int, strategy: str) -> None:
     """Rows of a parameter that do not divide are filled up: each rank has memory for as many as the first."""
     part = sum(math.ceil(shape[0] / world) * math.prod(shape[1:]) for shape in SHAPES)

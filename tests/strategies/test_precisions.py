@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +23,13 @@ def alone(precision: str) -> Tensor:
     return change("one device", precision)
 
 
-@pytest.mark.parametrize(("strategy", "precision"), PAIRS)
+EVERYDAY = ("one device", "`ddp`", "`fsdp`")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [pytest.param(*pair, marks=() if pair[0] in EVERYDAY else pytest.mark.slow) for pair in PAIRS],
+)
 def test_each_pair_trains_as_one_process(ranks: RankPool, strategy: str, precision: str) -> None:
     world = STRATEGIES[strategy][1]
     found = [change(strategy, precision)] if world == 1 else ranks(world).run(change, strategy, precision)
@@ -35,8 +40,7 @@ def test_each_pair_trains_as_one_process(ranks: RankPool, strategy: str, precisi
 
 def gathered_in_bfloat16() -> Tensor:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    with patch.dict(STRATEGIES, {"gathered in bfloat16": (lambda: FSDPStrategy(mixed_precision=policy), 2)}):
-        return change("gathered in bfloat16", "bf16-mixed")
+    return change("`fsdp`", "bf16-mixed", FSDPStrategy(mixed_precision=policy))
 
 
 def test_parameters_travel_in_bfloat16_where_a_policy_says_so(ranks: RankPool) -> None:
