@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import LightningModule, Trainer
 from lockstep.parallel import sharded_init
 
-WIDTH, BLOCKS = 900, 160
+WIDTH, BLOCKS = 1250, 160
 WHOLE = 4 * WIDTH * WIDTH * BLOCKS
 sharded_init.BUDGET = 2**22  # what stays whole while the model is built
 
