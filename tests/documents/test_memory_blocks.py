@@ -82,7 +82,9 @@ class MyTransformer(nn.Module):
 class Steps(LightningModule):
     """What the guide's classes leave out."""
 
-    model: Any = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:

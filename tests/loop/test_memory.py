@@ -103,8 +103,15 @@ def test_the_total_is_what_is_allocated(precision: str, recomputed: str) -> None
     assert used.activations > 0.05 * live
 
 
-@pytest.mark.parametrize("recomputed", RECOMPUTED)
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+ON_RANKS = [
+    pytest.param(strategy, recomputed, marks=() if strategy == "fsdp" or not given else pytest.mark.slow)
+    for strategy in STRATEGIES
+    for recomputed, given in RECOMPUTED.items()
+    if strategy != "single"
+]
+
+
+@pytest.mark.parametrize(("strategy", "recomputed"), ON_RANKS)
 def test_the_total_is_what_is_allocated_on_each_rank(ranks: RankPool, strategy: str, recomputed: str) -> None:
     for live, used in ranks(2).run(counted, strategy, "32-true", RECOMPUTED[recomputed]):
         assert used.total == pytest.approx(live, rel=0.05), f"{live}\n{used}"
@@ -138,7 +145,7 @@ ELEMENTS = sum(math.prod(shape) for shape in SHAPES)
 STEPS = 4 * len(SHAPES)  # Adam counts steps by parameter
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_holds_the_model_on_each_rank(ranks: RankPool, world: int) -> None:
     """4 bytes for a parameter, 4 for its gradient, 8 for Adam's two means; beside it the buckets' ends."""
     for used in ranks(world).run(states, "ddp"):
@@ -148,7 +155,7 @@ def test_ddp_holds_the_model_on_each_rank(ranks: RankPool, world: int) -> None:
         assert used.model_states == used.parameters + used.gradients + used.optimizer_states + used.buckets
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sharded_optimizer_holds_its_part_of_the_states(ranks: RankPool, world: int) -> None:
     """Over TCP the other ranks' slices of gradients come into a buffer of the same size, which is kept."""
     found = ranks(world).run(states, "ddp, sharded optimizer")
@@ -161,7 +168,7 @@ def test_a_sharded_optimizer_holds_its_part_of_the_states(ranks: RankPool, world
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp, gradients"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fsdp_holds_its_part_of_the_model(ranks: RankPool, world: int, strategy: str) -> None:
     """Rows of a parameter that do not divide are filled up: each rank has memory for as many as the first."""
     part = sum(math.ceil(shape[0] / world) * math.prod(shape[1:]) for shape in SHAPES)
@@ -238,6 +245,43 @@ def test_transforms_of_torch_func_work_in_a_step_that_is_counted() -> None:
     trainer.fit(Transforms(), numbers(3))
     assert trainer.memory().activations > 0
     assert torch.autograd.graph.disable_saved_tensors_hooks.__module__ == "torch.autograd.graph"
+
+
+class Penalty(Net):
+    """A second backward through the gradients of the first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        loss = super().training_step((x, None), batch_idx)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+@pytest.mark.parametrize("module", [Net, Penalty])
+def test_counting_changes_no_bits(module: type[Net]) -> None:
+    weights = []
+    for log_every in (0, 1):
+        torch.manual_seed(4)
+        made = module()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second backward
+            quiet(max_steps=1, precision="64-true", log_every_n_steps=log_every).fit(made, rows(8)(8))
+        weights.append([parameter.detach().clone() for parameter in made.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+class Overwrites(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        wave = (self.w * batch).exp()
+        loss = wave.sum()
+        wave.add_(1)
+        return loss
+
+
+@pytest.mark.parametrize("log_every", [0, 1])
+def test_what_is_overwritten_before_the_backward_is_an_error_in_a_counted_step_too(log_every: int) -> None:
+    """Where there are hooks, torch does not look for it: the first step would have had a wrong gradient."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        quiet(max_steps=1, log_every_n_steps=log_every).fit(Overwrites(), numbers(2))
 
 
 class ByHand(Net):

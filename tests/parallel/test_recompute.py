@@ -303,7 +303,7 @@ def fitted(strategy: str, wraps: bool, precision: str, given: dict[str, Any]) ->
     return weights, dict(module.named_buffers()), list(module.state_dict()), left
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_fit_has_the_same_bits(ranks: RankPool, strategy: str, precision: str) -> None:
     """Statistics of synchronized BatchNorm are counted once, and the layers are what they were afterwards."""

@@ -56,15 +56,15 @@ class Blocks(LightningModule):
         return torch.optim.SGD(self.parameters(), 64 * 0.3)
 
 
-def change(strategy: str, precision: str) -> Tensor:
-    """The change of all weights in four steps, as one vector in float64."""
+def change(strategy: str, precision: str, given: FSDPStrategy | None = None) -> Tensor:
+    """The change of all weights in four steps, as one vector in float64; ``given``: in the place of a plain object."""
     make, ranks = STRATEGIES[strategy]
     torch.manual_seed(3)
     module = Blocks()
     before = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
     world = dist.get_world_size() if dist.is_initialized() else 1
     devices = 2 if strategy == "`dp`" else world
-    trainer = quiet(strategy=make(), devices=devices, max_steps=4, precision=precision)
+    trainer = quiet(strategy=given or make(), devices=devices, max_steps=4, precision=precision)
     trainer.fit(module, rows(32)(8 // ranks))
     after = [value.flatten().double().cpu() for _, value, _ in trainer.strategy.whole_parameters()]
     return torch.cat(after) - before

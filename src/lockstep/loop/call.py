@@ -119,6 +119,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
 
 def _end(session: Session, signals: Signals | None) -> None:
     """The last hooks of a call that has gone well."""
+    keep(session)
     if session.fitting:
         session.hooks.call("on_fit_end")
     _call_setup_hooks(session, "teardown")
@@ -390,7 +391,6 @@ def _failed(session: Session, error: BaseException) -> None:
 def _tear_down(session: Session, release: Callable[[], None]) -> None:
     release()
     state.finish_alone(session)
-    keep(session)
     session.strategy.teardown()
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,8 +11,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.nn.parameter import Parameter
+from torch import Tensor, nn
 
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
@@ -98,6 +96,8 @@ def watch_first_window(session: Session, step: Windows, told: Callable[[], None]
     def first(*args: Any) -> Iterator[None]:
         step.window = road
         yield from road(*args)
+        if activations is not None:
+            activations.end()
         told()
 
     @wraps(own)
@@ -219,5 +219,17 @@ def of_setup(session: Session) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if is_oom_error(error) and session.strategy.module is not session.module:
             session.strategy.module = session.module
-            session.built = [each for each in gc.get_objects() if isinstance(each, Parameter)]
+            session.built = _parameters_in_frames(error)
         raise
+
+
+def _parameters_in_frames(error: BaseException) -> list[Tensor]:
+    """Those of the modules that were being built when ``error`` was raised."""
+    found: dict[int, Tensor] = {}
+    trace = error.__traceback__
+    while trace is not None:
+        for value in trace.tb_frame.f_locals.values():
+            if isinstance(value, nn.Module):
+                found.update({id(parameter): parameter for parameter in value.parameters()})
+        trace = trace.tb_next
+    return list(found.values())

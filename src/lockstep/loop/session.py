@@ -208,7 +208,8 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process; the rest is bound to this one."""
-        return {name: value for name, value in vars(self).items() if name not in ("hooks", "results", "agreement")}
+        bound = ("hooks", "results", "agreement", "activations", "built")
+        return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------
 

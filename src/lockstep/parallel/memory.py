@@ -170,12 +170,20 @@ class Activations:
     @contextmanager
     def _pausing(self, message: str) -> Iterator[None]:
         """In place of torch's function: the transforms of ``torch.func`` refuse hooks like these, so they pause."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        mine = top is not None and top[0] == self._pack
+        if mine:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
         try:
             with self._own_disable(message):
                 yield
         finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            if mine:
+                torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """The step is over: let go of what was kept."""
+        self._kept.clear()
 
     def look(self) -> None:
         """Take what is kept now for the peak, if it is more than before."""
@@ -211,9 +219,9 @@ class Activations:
 
     def _note_all(self, kept: object) -> None:
         for tensor in tensors_in(kept, 6):
-            self._pack(tensor)
+            self._note(tensor)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _note(self, tensor: Tensor) -> None:
         for part in parts_of(tensor):
             key, _ = _key(part)
             before = self._kept.get(key)
@@ -221,12 +229,26 @@ class Activations:
                 layer = self._running[-1] if self._running else ""
                 self._kept[key] = (StorageWeakRef(part.untyped_storage()), layer)
                 self._grows = True
-        return tensor
 
-    def _unpack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        self._note(tensor)
+        return tensor, _version(tensor)
+
+    def _unpack(self, packed: tuple[Tensor, int]) -> Tensor:
         if self._grows:  # a backward begins: this is the most that there will be
             self.look()
+        tensor, version = packed
+        if _version(tensor) != version:  # torch looks for it where there are no hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {_version(tensor)}; expected version {version} "
+                "instead. Trainer(detect_anomaly=True) names the operation that needs it."
+            )
         return tensor
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # -- all of it -----------------------------------------------------------------------------------------------

@@ -215,6 +215,10 @@ class ShardedInit(TorchDispatchMode):
             )
         _flat(storage).copy_(whole)
 
+    def slices(self) -> list[Tensor]:
+        """This rank's slices of what is not whole now."""
+        return [known.part for known in self._known.values() if known.part is not None]
+
     def gather(self, tensors: Iterable[Tensor]) -> None:
         """Make tensors whole. Collective, if any of them is not."""
         with _disable_current_modes():

@@ -519,6 +519,7 @@ class FSDPStrategy(RankedStrategy):
         """This rank's shards, whole parameters beside them, and those that are gathered now."""
         shards, held = self._sharded, super().held()
         if shards is None:
+            held["parameters"] += [] if self._built is None else self._built.slices()
             return held
         sharded = list(shards.parameters.values())
         gathered, waiting = shards.gathered()
