@@ -249,7 +249,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._write_later(write, path)
 
     def _write_later(self, write: Callable[[], Any], path: PathLike) -> None:
-        self._append(partial(_explaining, write, path), is_save=True)
+        self._append(partial(_explaining, write, f"{type(self).__name__} was writing {str(path)!r}"), is_save=True)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
@@ -345,12 +345,12 @@ class AsyncCheckpointIO(CheckpointIO):
         self._begin()
 
 
-def _explaining(write: Callable[[], Any], path: PathLike) -> None:
+def _explaining(write: Callable[[], Any], what: str) -> None:
     try:
         write()
     except BaseException as error:
         if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"The checkpoint {str(path)!r} was being written in the background.")
+            error.add_note(f"{what}, in the background.")
         raise
 
 
