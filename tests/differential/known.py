@@ -42,6 +42,7 @@ from tests.differential.causes import (
     nothing_to_save,
     of_averaging,
     of_none,
+    one_last,
     only_last,
     rate_of_window,
     refused,
@@ -56,7 +57,6 @@ from tests.differential.causes import (
     validated_by_number,
     waits_for_metric,
     warned,
-    within_window,
     without_early_configure_model,
     without_loader_of_nothing,
     without_repeated,
@@ -459,14 +459,6 @@ ROWS = [
         then="numbers",
     ),
     Row(
-        "A fit that goes on within an accumulation window logs at the steps of the unbroken one; Lightning counts the "
-        "window anew.",
-        PAGE,
-        widen(draw(1092)),
-        within_window,
-        then="all",
-    ),
-    Row(
         "A step whose closure was not run is not counted.",
         PAGE,
         replace(PLAIN, optimizers=("closure never",)),
@@ -640,6 +632,12 @@ ROWS = [
         replace(PLAIN, calls=("fit", "resume last"), callbacks=(("ModelCheckpoint", {"dirpath": "kept"}),)),
         newest_as_last,
         then="all",
+    ),
+    Row(
+        "A run that goes on from last.ckpt writes it again; Lightning, whose file does not know its name, another.",
+        PAGE,
+        program_of(1353),
+        one_last,
     ),
     Row(
         "A resumed run does not save the state again that it was resumed from.",

@@ -56,7 +56,7 @@ def _outside(program: Program, call: str, events: list[Event]) -> list[Event]:
 
 
 def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What a search leaves in Lightning: the path of its own checkpoint, gradients, loaders and metrics."""
+    """What a search leaves in Lightning: the path of its own checkpoint, gradients, loaders, metrics, modes."""
     if not searches(program):
         return False
     own = d.name == "ckpt_path" and any(f".{name}_" in str(d.theirs) for name in SEARCHES)
@@ -64,6 +64,8 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
     if d.name.endswith("_metrics") and "-" not in (d.theirs, d.ours):
         return d.ours.keys() < d.theirs.keys()
     gradients = d.name == "gradients" and True in d.theirs and True not in d.ours
+    if d.name == "mode" and has(program, "BatchSizeFinder"):  # of an evaluation
+        return all(d.theirs) and not any(d.ours)
     return own or loaders or gradients or warned(d, "log_every_n_steps")
 
 
