@@ -302,6 +302,8 @@ def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if warned(d, "no last checkpoint"):
+        return bool(d.theirs)
     return d.call.endswith(" last") and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
 
 
@@ -587,3 +589,9 @@ def one_last(program: Program, d: Difference, theirs: Record, ours: Record) -> b
     named = d.where == "names" or d.name == "ModelCheckpoint"
     resumes = any("resume" in call for call in program.calls)
     return resumes and named and "last-v" in str(d.theirs) and "last-v" not in str(d.ours)
+
+
+def raised_in_sanity(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What a resumed fit does whose sanity check raises in Lightning."""
+    raised = [call for call, facts in theirs.ends if "`on_validation" in str(facts.get("message"))]
+    return any("resume" in call for call in raised) and ("resume" in d.call or d.kind in ("rows", "files"))
