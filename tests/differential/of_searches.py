@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.causes import PAGE, Row, accumulates, by_call, end, has, later, warned
+from tests.differential.causes import PAGE, Row, accumulates, begins, by_call, end, has, later, warned
 from tests.differential.further import program_of
 from tests.differential.parts import FINDERS, SEARCHES
 from tests.differential.program import PLAIN, Program
@@ -152,6 +152,13 @@ def above_data(program: Program, d: Difference, theirs: Record, ours: Record) ->
     return sizes and program.batch_size >= least and d.name in ("found", "BatchSizeFinder", "attributes")
 
 
+def no_sanity_check(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A fit after a search that goes without its sanity check in Lightning."""
+    if not has(program, "BatchSizeFinder") or d.kind != "order":
+        return False
+    return begins(d.ours, "on_sanity_check_start") and not begins(d.theirs, "on_sanity_check_start")
+
+
 def drawn_by_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Batches of a fit whose loader a search has drawn from."""
     return searches(program) and program.train == "shuffled" and d.name == "arguments" and "batch" in d.theirs
@@ -256,6 +263,13 @@ OF_SEARCHES = [
         PAGE,
         program_of(986),
         small_batches,
+        then="all",
+    ),
+    Row(
+        "A fit with a BatchSizeFinder has its sanity check after the search; Lightning's may have none.",
+        PAGE,
+        program_of(1844),
+        no_sanity_check,
         then="all",
     ),
 ]
