@@ -302,6 +302,8 @@ def rate_of_window(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def newest_as_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    if warned(d, "no last checkpoint"):
+        return bool(d.theirs)
     return d.call.endswith(" last") and d.kind == "order" and "load_checkpoint" in str(d.ours[:1])
 
 
@@ -374,21 +376,6 @@ def first_batch(record: Record, call: str) -> int:
     events = by_call(record.events).get(call, [])
     started = (facts for label, facts in events if label == "callback.on_train_batch_start")
     return int(next((facts["arguments"]["batch_idx"] for facts in started), 0))
-
-
-def windows(program: Program) -> set[int]:
-    """The numbers of micro-batches that a window of the program may have."""
-    tables = [part["scheduling"] for kind, part in program.callbacks if kind == "GradientAccumulationScheduler"]
-    return {program.flags.get("accumulate_grad_batches", 1), *(each for table in tables for each in table.values())}
-
-
-def within_window(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What a run logs, and when it validates across epochs, that goes on with a batch within a window."""
-    begun = [first_batch(ours, call) for call, _ in ours.ends if "resume" in call]
-    if not any(number % size for number in begun for size in windows(program)):
-        return False
-    across = program.flags.get("check_val_every_n_epoch", 1) is None and "resume" in d.call
-    return d.kind == "rows" or d.name == "content" or (across and d.kind == "order" and "validation" in d.where)
 
 
 def no_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -528,7 +515,7 @@ def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -
     if not tunes or not ("resume" in d.call or "fit on" in d.call) or "-" in (d.theirs, d.ours):
         return False
     if d.name == "rates":
-        return len(d.theirs[0]) < len(d.ours[0])
+        return sum(map(len, d.theirs)) < sum(map(len, d.ours))
     shown = d.name in ("trained", "gradients") and len(d.theirs) == len(d.ours)
     return shown and all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
 
@@ -595,3 +582,16 @@ def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Recor
     began = "callback.on_train_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
     saves = d.kind == "order" and has(program, "OnExceptionCheckpoint") and not began
     return saves and begins(d.theirs, "on_save_checkpoint") and not d.ours
+
+
+def one_last(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A second last.ckpt of a run that goes on from the first."""
+    named = d.where == "names" or d.name == "ModelCheckpoint"
+    resumes = any("resume" in call for call in program.calls)
+    return resumes and named and "last-v" in str(d.theirs) and "last-v" not in str(d.ours)
+
+
+def raised_in_sanity(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What a resumed fit does whose sanity check raises in Lightning."""
+    raised = [call for call, facts in theirs.ends if "`on_validation" in str(facts.get("message"))]
+    return any("resume" in call for call in raised) and ("resume" in d.call or d.kind in ("rows", "files"))

@@ -93,10 +93,6 @@ FEWER: dict[str, tuple[str, Program]] = {
         "PyTorchProfiler without a folder says that it wrote no trace only where one was asked for.",
         program_of(405),
     ),
-    "profiler cycles": (
-        "PyTorchProfiler keeps what each kind of step has recorded, so that torch need not say that it does not.",
-        program_of(220),
-    ),
     "best of several": (
         "A call without a module says which checkpoint it takes as information, with several ModelCheckpoints, too.",
         replace(
@@ -144,6 +140,10 @@ MORE: dict[str, tuple[str, Program]] = {
     "NaN": (
         "A loss that has become NaN is told of once.",
         program_of(1177),
+    ),
+    "checkpoint without its metric": (
+        "A save by steps whose metric is never logged is told of; Lightning's waits for it in silence.",
+        program_of(1091),
     ),
     "few rates": (
         "A search for a learning rate with too few results to suggest one says so by a warning, not in the log.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.differential.causes import PAGE, Row, accumulates, by_call, end, has, warned
+from tests.differential.causes import PAGE, Row, accumulates, begins, by_call, end, has, later, warned
 from tests.differential.further import program_of
 from tests.differential.parts import FINDERS, SEARCHES
 from tests.differential.program import PLAIN, Program
@@ -56,7 +56,7 @@ def _outside(program: Program, call: str, events: list[Event]) -> list[Event]:
 
 
 def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """What a search leaves in Lightning: the path of its own checkpoint, gradients, loaders and metrics."""
+    """What a search leaves in Lightning: the path of its own checkpoint, gradients, loaders, metrics, modes."""
     if not searches(program):
         return False
     own = d.name == "ckpt_path" and any(f".{name}_" in str(d.theirs) for name in SEARCHES)
@@ -64,13 +64,15 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
     if d.name.endswith("_metrics") and "-" not in (d.theirs, d.ours):
         return d.ours.keys() < d.theirs.keys()
     gradients = d.name == "gradients" and True in d.theirs and True not in d.ours
-    return own or loaders or gradients or warned(d, "log_every_n_steps")
+    if d.name == "mode" and has(program, "BatchSizeFinder"):  # of an evaluation
+        return not d.call.endswith("fit")
+    return own or loaders or gradients or warned(d, "log_every_n_steps", "scheduler without a metric")
 
 
 def begun_anew(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A resumed fit whose search has put the counters of its own checkpoint back."""
+    """A call after a fit whose search has put the counters of its own checkpoint back."""
     finds = any(has(program, kind) for kind in FINDERS)
-    return finds and "resume" in d.call and d.name in ("current_epoch", "global_step") and d.theirs < d.ours
+    return finds and later(d, theirs) and d.name in ("current_epoch", "global_step") and d.theirs < d.ours
 
 
 def failed_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -118,7 +120,9 @@ def without_none(program: Program, d: Difference, theirs: Record, ours: Record) 
 
 def small_batches(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A search that raises for batches of one sample, where Lightning's first trial has those of before."""
-    return d.call.endswith(SEARCHES) and "Expected more than 1 value" in str(end(ours, d.call).get("message"))
+    words = "Expected more than 1 value"
+    failed = [call for call, facts in ours.ends if call.endswith(SEARCHES) and words in str(facts.get("message"))]
+    return bool(failed) and (d.call >= failed[0] or not d.call)
 
 
 def _tried(record: Record) -> list[float]:
@@ -146,6 +150,13 @@ def above_data(program: Program, d: Difference, theirs: Record, ours: Record) ->
     sizes = has(program, "BatchSizeFinder") or "scale_batch_size" in program.calls
     least = min(program.train_samples[0], *(program.val_loaders or (4,)))
     return sizes and program.batch_size >= least and d.name in ("found", "BatchSizeFinder", "attributes")
+
+
+def no_sanity_check(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A fit after a search that goes without its sanity check in Lightning."""
+    if not has(program, "BatchSizeFinder") or d.kind != "order":
+        return False
+    return begins(d.ours, "on_sanity_check_start") and not begins(d.theirs, "on_sanity_check_start")
 
 
 def drawn_by_search(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -183,8 +194,8 @@ OF_SEARCHES = [
         then="numbers",
     ),
     Row(
-        "A resumed fit with a finder goes on where it was; Lightning's search puts the counters of its own checkpoint "
-        "back.",
+        "A call with a finder that follows a fit knows its counters; Lightning's search puts back those of its own "
+        "checkpoint.",
         PAGE,
         replace(
             PLAIN, calls=("fit", "resume"), callbacks=(("LearningRateFinder", {"num_training_steps": 2}),), loggers=()
@@ -252,6 +263,13 @@ OF_SEARCHES = [
         PAGE,
         program_of(986),
         small_batches,
+        then="all",
+    ),
+    Row(
+        "A fit with a BatchSizeFinder has its sanity check after the search; Lightning's may have none.",
+        PAGE,
+        program_of(1844),
+        no_sanity_check,
         then="all",
     ),
 ]

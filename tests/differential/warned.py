@@ -57,7 +57,6 @@ TOPICS = {
     "no module": r"was called without a model",
     "short profile": r"default schedule will be overridden",
     "dataloader_iter": r"`dataloader_iter` (step flavor|argument)",
-    "profiler cycles": r"Profiler clears events at the end of each cycle",
     "nothing to clip": r"empty generator, no gradient clipping",
     "hooks of windows": r"accumulate_grad_batches != 1\)` and overriding",
     "modules in eval mode": r"in eval mode",
@@ -69,8 +68,8 @@ TOPICS = {
     "few rates": r"too few to suggest a learning rate",
 }
 """What a warning is about, and the words by which either says it; others are compared by their first words."""
-LEFT_OUT = re.compile("does not have many workers|treespec, LeafSpec")
-"""Warnings that depend on how many cores there are, and torch's to Lightning of functions that it has deprecated."""
+LEFT_OUT = re.compile("does not have many workers|treespec, LeafSpec|Profiler clears events")
+"""Warnings that depend on how many cores there are, and torch's of functions that it has deprecated and of profiles."""
 
 
 class Forgetful:
