@@ -395,7 +395,7 @@ ROWS = [
         PAGE,
         replace(PLAIN, calls=("fit", "test untold")),
         lambda program, d, theirs, ours: (
-            d.call.endswith("untold") and 'ckpt_path="best"' in str(end(theirs, d.call).get("message"))
+            d.call.endswith("untold") and "raised" in end(theirs, d.call)
         ),
         then="all",
     ),
