@@ -112,8 +112,10 @@ def test_the_command_prints_the_sentence_alone(script: Path, capsys: pytest.Capt
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("lockstep run: other.txt is not there")
     assert told[1:] == [
-        "lockstep: 'rum' is no command of lockstep; there is: lockstep run, lockstep migrate, lockstep env",
-        "lockstep: nothing is no command of lockstep; there is: lockstep run, lockstep migrate, lockstep env",
+        "lockstep: 'rum' is no command of lockstep; there is: lockstep run, lockstep migrate, lockstep checkpoint, "
+        "lockstep env",
+        "lockstep: nothing is no command of lockstep; there is: lockstep run, lockstep migrate, lockstep checkpoint, "
+        "lockstep env",
     ]
 
 

@@ -394,9 +394,7 @@ ROWS = [
         "A call without a module takes the weights of the last fit where no checkpoint was kept; Lightning raises.",
         PAGE,
         replace(PLAIN, calls=("fit", "test untold")),
-        lambda program, d, theirs, ours: (
-            d.call.endswith("untold") and "raised" in end(theirs, d.call)
-        ),
+        lambda program, d, theirs, ours: d.call.endswith("untold") and "raised" in end(theirs, d.call),
         then="all",
     ),
     Row(

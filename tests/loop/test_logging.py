@@ -499,3 +499,22 @@ def test_callbacks_log_as_the_module_does() -> None:
     assert {"from a callback_epoch": 2.0, "a": 1.0, "b": 3.0, "validated": 5.0}.items() <= found.items()
     assert own.seen == ["begun"]
     assert "log" not in vars(callback)
+
+
+class TwoHooks(Slope):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("both", batch.mean(), on_step=True, on_epoch=True)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("both", batch.mean() + 100)
+
+
+def test_of_two_hooks_that_log_one_name_the_later_ones_value_is_shown() -> None:
+    """As in Lightning; the hooks were taken in the order of the alphabet."""
+    trainer = quiet()
+    trainer.validate(TwoHooks(), numbers(4), verbose=False)
+    assert trainer.callback_metrics["both"].item() == 102.5
+    assert trainer.callback_metrics["both_epoch"].item() == 2.5

@@ -149,6 +149,7 @@ def test_a_malformed_checkpoint_is_one_kind_of_error(seed: int, saved: tuple[Pat
         (("optimizer_states", 0, "state", 0, "exp_avg"), torch.zeros(2)),
         (("optimizer_states", 0, "state", 0, "exp_avg"), GONE),
         (("optimizer_states", 0, "state", 5, "step"), -1),
+        (("optimizer_states", 0, "state", 4), []),
         (("optimizer_states", 0, "param_groups", 0, "weight_decay"), GONE),
         (("optimizer_states", 0, "param_groups", 0, "lr"), "x"),
         (("optimizer_states", 0, "param_groups", 0, "amsgrad"), 1.5),

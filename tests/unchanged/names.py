@@ -14,7 +14,7 @@ from lightning.fabric.utilities.cloud_io import _load, get_filesystem
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import *  # noqa: F403
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, XLAStrategy
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.parsing import get_init_args
 from lightning.pytorch.utilities.rank_zero import WarningCache, _get_rank
@@ -27,7 +27,7 @@ import lockstep
 
 def error(statement):
     try:
-        exec(statement, {"pl": pl, "ModelParallelStrategy": ModelParallelStrategy})
+        exec(statement, {"pl": pl, "XLAStrategy": XLAStrategy})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -65,11 +65,11 @@ found = {
     "enum": GradClipAlgorithmType.NORM == "norm",
     "warnings": [issubclass(PossibleUserWarning, Warning), WarningCache() == set()],
     "refused": [
-        issubclass(ModelParallelStrategy, object),
+        issubclass(XLAStrategy, object),
         isinstance(pl.Trainer(logger=False).strategy, DeepSpeedStrategy),
     ],
-    "made": error("ModelParallelStrategy()"),
-    "derived": error("type('Mine', (ModelParallelStrategy,), {})()"),
+    "made": error("XLAStrategy()"),
+    "derived": error("type('Mine', (XLAStrategy,), {})()"),
     "fabric": error("import lightning; lightning.Fabric()"),
     "fabric file": error("from lightning.fabric.strategies.launchers import launcher"),
     "loops": error("pl.loops._FitLoop()"),

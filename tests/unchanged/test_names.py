@@ -79,10 +79,11 @@ def test_what_a_script_finds_by_lightnings_names(ranks: RankPool, tmp_path: Path
     # what is refused can be imported where it is a class, and says why when it is made
     assert found["refused"] == [True, False]
     assert (
-        found["made"] == "MisconfigurationException: ModelParallelStrategy(...): Tensor parallelism is not built in "
-        "lockstep: use strategy='ddp'."
+        found["made"]
+        == "MisconfigurationException: XLAStrategy(...): lockstep runs on CPUs and CUDA GPUs, not on TPUs "
+        "(XLA): use accelerator='auto'."
     )
-    assert found["derived"].startswith("MisconfigurationException: Mine(...): Tensor parallelism is not built")
+    assert found["derived"].startswith("MisconfigurationException: Mine(...): lockstep runs on CPUs and CUDA GPUs")
     assert found["fabric"].startswith("MisconfigurationException: Fabric(...): lockstep has no Fabric. Keep your loop")
     assert found["loops"].startswith("MisconfigurationException: _FitLoop(...): Lightning's loops are inner parts")
     assert found["mps"] == "nothing"

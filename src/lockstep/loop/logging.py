@@ -23,57 +23,44 @@ if TYPE_CHECKING:
 # -- one logged name -----------------------------------------------------------------------------------------
 
 
-# Where `self.log` may be called: hook -> (on_step by default, on_epoch by default, whether on_step is allowed).
+# Where `self.log` may be called, in the order in which hooks run: hook -> (on_step by default, on_epoch by default,
+# whether on_step is allowed). Of hooks that log one name the later one's value is shown.
 _STEP, _EPOCH, _EPOCH_ONLY = (True, False, True), (False, True, True), (False, True, False)
 LOGGING: dict[str, tuple[bool, bool, bool]] = {
-    **dict.fromkeys(
-        [
-            "training_step",
-            "on_train_batch_start",
-            "on_train_batch_end",
-            "on_before_zero_grad",
-            "optimizer_zero_grad",
-            "on_before_backward",
-            "backward",
-            "on_after_backward",
-            "on_before_optimizer_step",
-            "optimizer_step",
-            "configure_gradient_clipping",
-            "clip_gradients",
-        ],
-        _STEP,
-    ),
-    **dict.fromkeys(
-        [
-            "validation_step",
-            "test_step",
-            "on_validation_batch_start",
-            "on_validation_batch_end",
-            "on_test_batch_start",
-            "on_test_batch_end",
-        ],
-        _EPOCH,
-    ),
-    **dict.fromkeys(
-        [
-            "on_train_start",
-            "on_train_epoch_start",
-            "on_train_epoch_end",
-            "on_validation_start",
-            "on_validation_epoch_start",
-            "on_validation_epoch_end",
-            "on_test_start",
-            "on_test_epoch_start",
-            "on_test_epoch_end",
-        ],
-        _EPOCH_ONLY,
-    ),
+    "on_train_start": _EPOCH_ONLY,
+    "on_train_epoch_start": _EPOCH_ONLY,
+    "on_train_batch_start": _STEP,
+    "training_step": _STEP,
+    "on_before_zero_grad": _STEP,
+    "optimizer_zero_grad": _STEP,
+    "on_before_backward": _STEP,
+    "backward": _STEP,
+    "on_after_backward": _STEP,
+    "on_before_optimizer_step": _STEP,
+    "configure_gradient_clipping": _STEP,
+    "clip_gradients": _STEP,
+    "optimizer_step": _STEP,
+    "on_train_batch_end": _STEP,
+    "on_validation_start": _EPOCH_ONLY,
+    "on_validation_epoch_start": _EPOCH_ONLY,
+    "on_validation_batch_start": _EPOCH,
+    "validation_step": _EPOCH,
+    "on_validation_batch_end": _EPOCH,
+    "on_validation_epoch_end": _EPOCH_ONLY,
+    "on_test_start": _EPOCH_ONLY,
+    "on_test_epoch_start": _EPOCH_ONLY,
+    "on_test_batch_start": _EPOCH,
+    "test_step": _EPOCH,
+    "on_test_batch_end": _EPOCH,
+    "on_test_epoch_end": _EPOCH_ONLY,
+    "on_train_epoch_end": _EPOCH_ONLY,
 }
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 # prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
 Options = tuple[Any, ...]
 Key = tuple[str, int, str]  # hook, dataloader_idx (-1: only one), name
+_PLACES = {hook: place for place, hook in enumerate(LOGGING)}
 
 
 class Entry:
@@ -269,6 +256,11 @@ def _reduction(name: str, reduce_fx: object) -> str:
 
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
 Part = tuple[float, float, float]  # the same of one rank, as it travels
+
+
+def _place(key: Key) -> tuple[int, Key]:
+    """For an order of what is logged that is the same on all ranks."""
+    return _PLACES[key[0]], key
 
 
 class LogCollector:
@@ -535,7 +527,7 @@ class LogCollector:
 
     def _reduce(self, fresh: list[Entry], read: Reader) -> list[tuple[Entry, Tensor]]:
         """Reduce entries over the ranks: names travel as a hash, and in full only where the hashes differ."""
-        fresh.sort(key=lambda entry: entry.key)
+        fresh.sort(key=lambda entry: _place(entry.key))
         if self._world_size > 1:
             fresh, columns = self._exchange(fresh, read)
             columns = columns if self._counted is None else [columns[rank] for rank in self._counted]
@@ -607,7 +599,7 @@ class LogCollector:
         while len(union) > self._capacity:
             self._capacity *= 2
         entries = []
-        for key in sorted(union):
+        for key in sorted(union, key=_place):
             table = self._tables.setdefault(key[:2], {})
             if key[2] not in table:
                 table[key[2]] = Entry(key, union[key][0])

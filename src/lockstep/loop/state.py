@@ -240,6 +240,9 @@ def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | N
     for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         check_types(group, own, type(None))
         states = [saved["state"].get(number, {}) for number in group["params"]]
+        wrong = [pair for pair in zip(group["params"], states, strict=True) if not isinstance(pair[1], dict)]
+        if wrong:
+            return f"the state of parameter {wrong[0][0]} is a {type(wrong[0][1]).__name__}, not a dict"
         names = {name for state in states for name in state}
         for number, parameter, state in zip(group["params"], own["params"], states, strict=True):
             for name in names if state else ():
