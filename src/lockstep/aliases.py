@@ -61,7 +61,7 @@ DEVICES = Refused("give Trainer(devices=...) a number or a list; torch.cuda.devi
 DEVICE_STATS = Refused("ask torch: torch.cuda.memory_stats(device); or give the Trainer a DeviceStatsMonitor callback.")
 DEEPSPEED = Refused("DeepSpeed is not built in lockstep: use strategy='ddp'.")
 FSDP = Refused("FSDP needs no precision plugin in lockstep: Trainer(strategy='fsdp', precision='bf16-mixed').")
-CONSOLIDATE = Refused("lockstep's checkpoints under FSDP are whole files: there is nothing to consolidate.")
+CONSOLIDATE = Refused("`lockstep checkpoint convert FOLDER FILE` makes one file of a checkpoint in parts.")
 STRATEGY_NAMES = Refused(
     "lockstep names its strategies in one table: give Trainer(strategy=...) a name or an instance."
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -588,3 +589,31 @@ def then_ddp() -> str:
 def test_a_split_module_is_not_given_to_another_engine(ranks: RankPool) -> None:
     for told in ranks(2).run(then_ddp, timeout=60):
         assert "Wide is in shards" in told
+
+
+class Recomputed(Wide):
+    """torch's wrapper around a block: its second forward must not count a second time."""
+
+    def make(self) -> None:
+        super().make()
+        self.blocks[0].counter = nn.BatchNorm1d(4)
+        self.blocks[0].register_forward_pre_hook(lambda block, args: (block.counter(args[0]),))
+
+    def configure_model(self) -> None:
+        split = getattr(self.trainer.strategy, "device_mesh", None) is not None
+        super().configure_model()
+        if split:
+            apply_activation_checkpointing(self, check_fn=lambda layer: isinstance(layer, Block))
+
+
+def counted() -> tuple[int, list[str]]:
+    trainer = quiet(strategy=STRATEGIES["1 x 2"](), devices=2, max_steps=2, precision="64-true")
+    module = Recomputed()
+    trainer.fit(module, rows(8)(4))
+    return int(module.blocks[0].counter.num_batches_tracked), list(trainer.strategy.named_parameters())
+
+
+def test_a_wrapped_layer_counts_once_and_keeps_its_names(ranks: RankPool) -> None:
+    for batches, names in ranks(2).run(counted, timeout=60):
+        assert batches == 2
+        assert "blocks.0.up.weight" in names

@@ -328,12 +328,6 @@ def collect(session: Session, weights_only: bool = False, *, alone: bool = False
     return checkpoint
 
 
-def _writer(session: Session) -> dict[str, Any]:
-    """Who writes a checkpoint."""
-    strategy = type(session.strategy).__name__
-    return {"strategy": strategy, "world": session.world_size, "torch": str(torch.__version__)}
-
-
 def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
     """What lockstep adds: seed, bucket plan, published metrics, and a part for each rank."""
     progress = session.fit.progress

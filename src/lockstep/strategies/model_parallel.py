@@ -187,6 +187,7 @@ class ModelParallelStrategy(FSDPStrategy):
         from lockstep.parallel.fully_shard import ShardedModule
 
         self.module, self._own_backward = module, own_backward
+        self._begin_recomputation()
         self._place(module)
         self._sharded = ShardedModule(module)
         self._check_reduced(self._sharded.reduced_by_torch)
