@@ -86,7 +86,9 @@ def failed_search(program: Program, d: Difference, theirs: Record, ours: Record)
 
 def limited(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """A search in which ours heeds the limit of validation, of which there is less than a batch."""
-    return d.call.endswith(SEARCHES) and "limit_val_batches=" in str(end(ours, d.call).get("message"))
+    words = "limit_val_batches="
+    failed = [call for call, facts in ours.ends if searches(program) and words in str(facts.get("message"))]
+    return bool(failed) and not end(theirs, failed[0]).get("raised") and (d.call >= failed[0] or not d.call)
 
 
 def _of(record: Record, call: str) -> list[str]:
@@ -111,6 +113,14 @@ def ends_with_epochs(program: Program, d: Difference, theirs: Record, ours: Reco
         return False
     mine, other = _tried(theirs), _tried(ours)
     return len(mine) < len(other) and other[: len(mine)] == mine
+
+
+def stopped_below_least(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What a search has found that has taken more steps in Lightning, where min_epochs or min_steps forbade its end."""
+    if not looks_for_rate(program) or d.name not in LED or not {"min_epochs", "min_steps"} & program.flags.keys():
+        return False
+    mine, other = _tried(theirs), _tried(ours)
+    return len(mine) > len(other) and mine[: len(other)] == other
 
 
 def without_none(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
@@ -191,6 +201,13 @@ OF_SEARCHES = [
         PAGE,
         replace(PLAIN, calls=("lr_find", "fit"), search={"num_training": 14}),
         ends_with_epochs,
+        then="numbers",
+    ),
+    Row(
+        "A search for a rate ends at early_stop_threshold; Lightning's goes on where min_epochs or min_steps asks.",
+        PAGE,
+        program_of(655),
+        stopped_below_least,
         then="numbers",
     ),
     Row(

@@ -18,7 +18,7 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.bucket import GradBucket
 from lockstep.precision.base import Precision
-from lockstep.strategies import DDPStrategy
+from lockstep.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.strategies.ranks import NO_EFFECT, REFUSED
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
@@ -77,6 +77,14 @@ def test_lightnings_arguments_come_in_its_order(monkeypatch: pytest.MonkeyPatch)
 def test_what_has_no_place_is_refused_with_the_reason(given: dict[str, Any], said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
         DDPStrategy(**given)
+
+
+@pytest.mark.parametrize("given", [{"timeout": 30}, {"process_group_backend": "glooo"}, {"checkpoint_io": "async"}])
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, ModelParallelStrategy])
+def test_a_refusal_named_ddp_for_every_strategy(strategy: Any, given: dict[str, Any]) -> None:
+    if set(given) <= set(arguments(strategy)):
+        with pytest.raises(MisconfigurationException, match=rf"^{strategy.__name__}\({next(iter(given))}="):
+            strategy(**given)
 
 
 def test_what_says_nothing_new_is_taken() -> None:

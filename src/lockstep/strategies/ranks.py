@@ -62,15 +62,16 @@ class RankedStrategy(Strategy):
         nccl: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        name = type(self).__name__
         if start_method not in ("popen", "spawn", "fork"):
             raise MisconfigurationException(
-                f'{type(self).__name__}(start_method={start_method!r}): choose "popen" (this script once per rank), '
+                f'{name}(start_method={start_method!r}): choose "popen" (this script once per rank), '
                 '"spawn" (the call, in fresh processes) or "fork" (the call, in copies of this process).'
             )
-        self.plugins = checked_plugins(cluster_environment, checkpoint_io, precision_plugin)
+        self.plugins = _checked_plugins(name, cluster_environment, checkpoint_io, precision_plugin)
         self.launcher = "script" if start_method == "popen" else start_method
-        self._backend = checked_backend(process_group_backend)
-        self._timeout = checked_timeout(timeout, HALF_AN_HOUR)
+        self._backend = _checked_backend(name, process_group_backend)
+        self._timeout = _checked_timeout(name, timeout)
         self._nccl = None if nccl is None else _nccl_variables(nccl)
 
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
@@ -249,23 +250,23 @@ def check_switches(**switches: object) -> None:
             raise MisconfigurationException(f"DDPStrategy({name}={value!r:.100}): give True or False.")
 
 
-def checked_timeout(timeout: timedelta | None, default: timedelta) -> timedelta:
-    """A length of time above 0; None is the default.
+def _checked_timeout(strategy: str, timeout: timedelta | None) -> timedelta:
+    """A length of time above 0; None is half an hour.
 
     Raises:
         MisconfigurationException: for anything else.
     """
     if timeout is None:
-        return default
+        return HALF_AN_HOUR
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise MisconfigurationException(
-            f"DDPStrategy(timeout={timeout!r:.100}): give a datetime.timedelta above 0, timedelta(minutes=5) say; None "
+            f"{strategy}(timeout={timeout!r:.100}): give a datetime.timedelta above 0, timedelta(minutes=5) say; None "
             "is half an hour."
         )
     return timeout
 
 
-def checked_backend(backend: str | None) -> str | None:
+def _checked_backend(strategy: str, backend: str | None) -> str | None:
     """The name of a backend of process groups, or names by device ("cpu:gloo,cuda:nccl"), as torch writes them.
 
     Raises:
@@ -281,21 +282,21 @@ def checked_backend(backend: str | None) -> str | None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise MisconfigurationException(
-                f"DDPStrategy(process_group_backend={backend!r:.100}): torch knows {', '.join(known)}.{hint}"
+                f"{strategy}(process_group_backend={backend!r:.100}): torch knows {', '.join(known)}.{hint}"
             )
     return names
 
 
-def checked_plugins(cluster: object, io: object, precision: object) -> list[object]:
+def _checked_plugins(strategy: str, cluster: object, io: object, precision: object) -> list[object]:
     """Those of the three that are there, as ``Trainer(plugins=[...])`` takes them.
 
     Raises:
         MisconfigurationException: for a name: there only a cluster has one.
     """
-    for name, given in (("checkpoint_io", io), ("precision_plugin", precision)):
+    for argument, given in (("checkpoint_io", io), ("precision_plugin", precision)):
         if isinstance(given, str):
             raise MisconfigurationException(
-                f"DDPStrategy({name}={given!r:.100}): give an object"
+                f"{strategy}({argument}={given!r:.100}): give an object"
                 + (", or choose by Trainer(precision=...)." if given is precision else " of a CheckpointIO's class.")
             )
     return [plugin for plugin in (cluster, io, precision) if plugin is not None]
