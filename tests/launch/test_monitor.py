@@ -132,3 +132,11 @@ def test_this_process_works_and_one_that_is_gone_cannot_be_told() -> None:
     stillness = monitor._Stillness()
     assert stillness.seconds(os.getpid(), time.monotonic()) == 0
     assert monitor._Stillness().seconds(2**22 + 1, 5.0) == 0
+
+
+def test_a_rank_that_slept_at_the_first_look_was_said_to_have_waited_since_the_machine_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(monitor, "_processor_time", lambda process: (1.5, True))
+    stillness = monitor._Stillness()
+    assert [stillness.seconds(1, now) for now in (40_000.0, 40_001.0, 40_003.5)] == [0.0, 1.0, 3.5]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.supervise.trace_memory import ENTRIES, WHOLE, WORDS, Reading, TraceMemory
+from lockstep.supervise.trace_memory import _HEADER, ENTRIES, ENTRY, WHOLE, WORDS, Reading, TraceMemory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 
@@ -51,6 +51,15 @@ def test_what_is_noted_is_read() -> None:
     assert (note.phase, note.batch, note.root, note.whole) == ("on_validation_epoch_end", 12, -1, True)
     assert note.inside
     assert note.done is None
+
+
+def test_a_note_that_was_half_written_told_of_a_wait_since_the_machine_started() -> None:
+    """A note is packed value by value, and whoever writes it can be held up in between."""
+    collectives = TraceMemory()
+    reading = Reading(collectives.address)
+    enter(collectives, 417)
+    ENTRY.pack_into(collectives._memory, _HEADER + 64, 1, 417, *(0,) * 7, -1, 0.0, 0.0, 0.0)
+    assert reading.newest() == []
 
 
 def test_a_call_is_left_and_complete_later() -> None:

@@ -596,7 +596,8 @@ class _Stillness:
     def seconds(self, process: int, now: float) -> float:
         """Seconds; 0 where it cannot be told."""
         used, sleeps = _processor_time(process)
-        if not sleeps or used - self._used > BUSY * max(PERIOD, now - self._at):
+        first = self._at == 0.0  # nothing is known of the time before
+        if first or not sleeps or used - self._used > BUSY * max(PERIOD, now - self._at):
             self._since = now
         self._used, self._at = used, now
         return now - self._since

@@ -39,6 +39,8 @@ _COUNT, _LENGTH = 1, 2
 _BATCH, _PHASE, _SAID = 3, 4, 5
 _FIRST = _HEADER // 8
 _LEFT, _DONE = 6, 7
+_ENTERED = 10
+"""Which of a note's values is the time of its begin."""
 
 WHOLE, MESSAGE, ASIDE = 1, 2, 4
 """Flags of a note: see `Note`."""
@@ -279,7 +281,7 @@ class Reading:
         if self._memory[at : at + ENTRY.size] != raw:  # it is just being written
             raw = self._memory[at : at + ENTRY.size]
         values = ENTRY.unpack(raw)
-        if values[0] != index:
+        if values[0] != index or not values[_ENTERED]:  # the time is written last: a half-written note has none
             return None
         _, number, payload, location, operation, group, phase, flags, batch, root, entered, left, done = values
         text, elements = self._word("payload", payload, ["", -1])
