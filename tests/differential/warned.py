@@ -68,8 +68,10 @@ TOPICS = {
     "few rates": r"too few to suggest a learning rate",
 }
 """What a warning is about, and the words by which either says it; others are compared by their first words."""
-LEFT_OUT = re.compile("does not have many workers|treespec, LeafSpec|Profiler clears events")
-"""Warnings that depend on how many cores there are, and torch's of functions that it has deprecated and of profiles."""
+LEFT_OUT = re.compile(
+    "does not have many workers|`srun` command is available|treespec, LeafSpec|Profiler clears events"
+)
+"""Warnings of the machine (its cores, its commands), and torch's of what it has deprecated and of profiles."""
 
 
 class Forgetful:
