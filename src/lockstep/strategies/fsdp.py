@@ -213,6 +213,7 @@ class FSDPStrategy(RankedStrategy):
             return self
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
+        made._offload_optimizer(self._offloads)
         return made
 
     # -- set up
