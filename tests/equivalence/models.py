@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
@@ -106,3 +109,42 @@ class Normed(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Block(nn.Module):
+    """A norm, and up and down in width; sizes that no world but one, two and four divides, or none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 8), nn.Linear(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Blocks(Plain):
+    """Repeated blocks and a 0-d parameter, which any strategy can hold in shards, or split over two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 7), Block(7), Block(7), nn.Linear(7, 1))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def configure_model(self) -> None:
+        mesh = getattr(self.trainer.strategy, "device_mesh", None)
+        if mesh is None or isinstance(self.net[1].up.weight, DTensor):
+            return
+        row, rows = mesh["tensor_parallel"], mesh["data_parallel"]
+        for block in self.net[1:3]:
+            if row.size() > 1:
+                parallelize_module(block, row, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if rows.size() > 1:
+                fully_shard(block, mesh=rows)
+
+    def losses(self, x: Tensor) -> Tensor:
+        return super().losses(x * self.scale)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)  # small enough not to magnify rounding

@@ -404,6 +404,22 @@ def same(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
+def fitted(start: str) -> list[Tensor]:
+    torch.manual_seed(11)
+    module = Normed()
+    strategy = DDPStrategy(start_method=start, **HOOKS["torch's PowerSGD"]())
+    trainer = quiet(strategy=strategy, devices=2, max_steps=8, max_epochs=-1)
+    trainer.seed = 3
+    trainer.fit(module, data())
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_the_memory_of_torchs_powersgd_travels_to_processes(ranks: RankPool, start: str) -> None:
+    assert all(map(torch.equal, fitted(start), ranks(2).run(fitted, "popen", timeout=60)[0]))
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(ranks: RankPool, hook: str, tmp_path: Path) -> None:
     """At a moment when weights and optimizers of the ranks differ, too: every rank's own are in the checkpoint."""

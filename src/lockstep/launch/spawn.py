@@ -41,6 +41,8 @@ from lockstep.supervise.status import Mailbox, failed, noted_call, watch_uncaugh
 # -- objects on their way ------------------------------------------------------------------------------------
 
 
+T = TypeVar("T")
+
 STAYS = ("cpu", "meta")
 """Types of devices whose tensors travel as they are."""
 
@@ -59,9 +61,38 @@ def pack(obj: object, file: IO[bytes]) -> None:
         def reducer_override(self, thing: object) -> Any:
             if isinstance(thing, Tensor) and thing.device.type not in STAYS:
                 return _on_cpu(thing).__reduce_ex__(2)
+            if any(kind.__module__.startswith(TORCHS_HOOKS) for kind in type(thing).__mro__):
+                return _with_attributes, (type(thing), _attributes(thing))
             return super().reducer_override(thing)
 
     Pickler(file).dump(obj)
+
+
+TORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+"""Where torch has the states of its communication hooks, one of which asks for the default group when it is read."""
+
+
+def _attributes(state: object) -> dict[str, Any]:
+    """What a communication hook's state holds. A group belongs to its process; None stands for that of all ranks.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    slots = [name for kind in type(state).__mro__ for name in vars(kind).get("__slots__", ())]
+    found = {**{name: getattr(state, name) for name in slots if hasattr(state, name)}, **getattr(state, "__dict__", {})}
+    for name, value in found.items():
+        if isinstance(value, dist.ProcessGroup):
+            if value is not dist.group.WORLD:
+                raise ValueError(f"{type(state).__name__}.{name} is a group of some ranks, which is this process's own")
+            found[name] = None
+    return found
+
+
+def _with_attributes(kind: type[T], attributes: dict[str, Any]) -> T:
+    made = kind.__new__(kind)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
 
 
 def unpack(file: IO[bytes]) -> Any:
@@ -76,8 +107,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 # -- fresh processes -----------------------------------------------------------------------------------------
 
-
-T = TypeVar("T")
 
 # Plain processes, not those of `multiprocessing`: these would import the script first, which then had to guard
 # its main part, and as daemons they could have no loader workers.

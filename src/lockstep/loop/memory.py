@@ -145,6 +145,11 @@ def ways_out(session: Session, used: MemoryUse) -> list[Way]:
     if training and ranks > 1 and not in_use & {"sharded optimizer", "sharded parameters"} and used.optimizer_states:
         saves = used.optimizer_states * (ranks - 1) // ranks
         ways.append(Way("DDPStrategy(shard_optimizer=True): each rank has its part of the optimizer states", saves))
+    stays = used.device == "cpu" or in_use & {"offloaded optimizer", "sharded optimizer", "sharded parameters"}
+    if training and not stays:
+        kind = "DDPStrategy" if ranks > 1 else "SingleDeviceStrategy"
+        text = f"{kind}(offload_optimizer=True): optimizer states are on the CPU"
+        ways.append(Way(text, used.optimizer_states))
     if "sharded parameters" not in in_use:
         number = max(ranks, 2)
         more = "" if ranks > 1 else f", devices={number}"

@@ -145,6 +145,7 @@ def shard(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     gather: Callable[[Iterable[Tensor]], object] = list,
+    autocast_dtype: torch.dtype | None = None,
 ) -> None:
     """Let each rank keep its shard of rank 0's weights (alone, torch keeps those of the ranks' own). Collective.
 
@@ -157,6 +158,7 @@ def shard(
         reshard_after_forward: free a block's parameters between its forward and its backward.
         mp_policy, offload_policy: as of ``fully_shard``.
         gather: makes a block's parameters whole, before it is cut.
+        autocast_dtype: what forwards are autocast to; `gathered_dtype.gather_in` says what it does.
 
     Raises:
         ValueError: the ranks' modules are not alike.
@@ -186,6 +188,10 @@ def shard(
             offload_policy=offload_policy,
             ignored_params=whole,
         )
+        if autocast_dtype is not None:
+            from lockstep.parallel.gathered_dtype import gather_in
+
+            gather_in(block, autocast_dtype)
         done.update(id(parameter) for parameter in block.parameters())
 
 

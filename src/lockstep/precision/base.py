@@ -120,6 +120,9 @@ class Precision:
     init_context: Callable[[], AbstractContextManager[Any]] | None = None
     """Makes the context in which ``configure_model`` makes its layers."""
 
+    autocast_dtype: torch.dtype | None = None
+    """In which `context` lets linear layers and convolutions compute, where it is ``torch.autocast``."""
+
     scaler: LossScaler | None = None
     """Keeps small gradients of 16-bit floats from vanishing."""
 

@@ -84,7 +84,7 @@ class MixedPrecision(Precision):
     def __init__(self, name: str, device_type: str = "cpu") -> None:
         super().__init__(device_type)
         self.name = name
-        self.dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
+        self.autocast_dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
         if name == "16-mixed":
             if device_type not in ("cuda", "cpu"):
                 raise MisconfigurationException(
@@ -97,7 +97,7 @@ class MixedPrecision(Precision):
     def _autocast(self) -> AbstractContextManager[Any]:
         # Without autocast's cache of cast weights: a weight cast first under no_grad would come out of the
         # cache without its graph in the forward that trains, and get no gradient.
-        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
+        return torch.autocast(self.device_type, dtype=self.autocast_dtype, cache_enabled=False)
 
 
 # -- the table -----------------------------------------------------------------------------------------------

@@ -95,6 +95,7 @@ class Strategy(Engine):
 
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""
+        self._offload_states()
 
     # -- micro-batches for which ranks have no samples
 
@@ -197,8 +198,10 @@ class Strategy(Engine):
         }
 
     def saves_memory_by(self) -> frozenset[str]:
-        """What is in use of "recomputation", "sharded optimizer", "sharded parameters" and "offload"."""
-        return frozenset(["recomputation"] if self._recomputation.is_on else [])
+        """What is in use of "recomputation", "sharded optimizer", "sharded parameters", "offload" and "offloaded
+        optimizer"."""
+        used = {"recomputation": self._recomputation.is_on, "offloaded optimizer": self._offloads_optimizer}
+        return frozenset(name for name, is_on in used.items() if is_on)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -358,6 +361,8 @@ class SingleDeviceStrategy(Strategy):
         activation_checkpointing_policy: the same by classes or a policy function.
         activation_checkpointing_save: what is kept of such layers all the same: "matmuls", operators of torch, or a
             policy function of ``torch.utils.checkpoint``.
+        offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
+            the optimizer steps.
 
     Raises:
         MisconfigurationException: for arguments that do not go together; when a call begins, if the Trainer's flags
@@ -374,9 +379,11 @@ class SingleDeviceStrategy(Strategy):
         activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         activation_checkpointing_save: Save = None,
+        offload_optimizer: bool = False,
     ) -> None:
         super().__init__()
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._offload_optimizer(offload_optimizer)
         self._asked = None if device is None else torch.device(device)
         self.plugins = [plugin for plugin in (checkpoint_io, precision_plugin) if plugin is not None]
 

@@ -98,6 +98,8 @@ class DDPStrategy(RankedStrategy):
             parameter in which they differ. It costs a message a step.
         find_unused_parameters: accepted; unused parameters need no flag here.
         shard_optimizer: share out the optimizers' work and state: each rank updates its slice of every bucket (ZeRO).
+        offload_optimizer: keep the optimizers' states on the CPU; a part of them at a time is on the device, while
+            the optimizer steps.
         activation_checkpointing: compute activations again in the backward, in place of keeping them: True (of the
             repeated blocks), or classes of layers.
         activation_checkpointing_policy: the same by classes or a policy function.
@@ -141,6 +143,7 @@ class DDPStrategy(RankedStrategy):
         activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         activation_checkpointing_save: Save = None,
+        offload_optimizer: bool = False,
         **others: Any,
     ) -> None:
         known = inspect.signature(DDPStrategy).parameters
@@ -165,6 +168,7 @@ class DDPStrategy(RankedStrategy):
             nccl,
         )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._offload_optimizer(offload_optimizer)
         self._shared_memory = shared_memory
         self._caps = [cap * MIB for cap in checked_caps("bucket_cap_mb_list", bucket_cap_mb_list, 25)]
         self._bucket_cap_mb = max(self._caps) / MIB if self._caps else checked_cap("bucket_cap_mb", bucket_cap_mb, 25)
@@ -176,7 +180,7 @@ class DDPStrategy(RankedStrategy):
         self._checks: DesyncCheck | None = None
         self._shard_optimizer = shard_optimizer
         if shard_optimizer:
-            check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer, check_reduction)
+            check_options(gradient_as_bucket_view, ddp_comm_hook or outer_optimizer, check_reduction, offload_optimizer)
         self._hook = _communication_hook(
             ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period, outer_optimizer
         )

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, plain_name
+from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.fully_shard import Policy, is_split
 from lockstep.parallel.late_parameters import beside
+from lockstep.parallel.offload import OffloadedStates
 from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
 
@@ -113,6 +115,8 @@ class Engine:
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
         self._recomputation = Recomputation(type(self).__name__)
+        self._offloads_optimizer = False
+        self._offloaded: list[OffloadedStates] = []
 
     @property
     def root_device(self) -> torch.device:
@@ -162,10 +166,38 @@ class Engine:
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Take over what ``configure_optimizers`` made; training begins after this."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
+        self._offload_states()
+
+    def _offload_optimizer(self, offload_optimizer: object) -> None:
+        """Take in a strategy's argument of this name."""
+        if not isinstance(offload_optimizer, bool):
+            raise MisconfigurationException(
+                f"{type(self).__name__}(offload_optimizer={offload_optimizer!r:.100}): give True or False."
+            )
+        self._offloads_optimizer = offload_optimizer
+
+    def _offload_states(self) -> None:
+        """Let the optimizers of now keep their states on the CPU, where the strategy was asked for it."""
+        for each in self._offloaded:
+            each.detach()
+        self._offloaded = []
+        start = f"{type(self).__name__}(offload_optimizer=True)"
+        if not self._offloads_optimizer:
+            return
+        if self.root_device.type == "cpu":
+            rank_zero_info(f"{start} has no effect: the run is on the CPU, and so are the optimizers' states.")
+            return
+        try:
+            self._offloaded = [OffloadedStates(each, self.root_device) for each in self.optimizers]
+        except ValueError as error:
+            raise MisconfigurationException(f"{start}: {error}. Leave it out, or use another optimizer.") from None
 
     def teardown(self) -> None:
         """The run is over; ranks stay connected, and the optimizers can still be saved."""
         self._recomputation.end()
+        for each in self._offloaded:
+            each.detach()
+        self._offloaded = []
 
     # -- one window
 

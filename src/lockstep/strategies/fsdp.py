@@ -57,6 +57,14 @@ GAP = (
     "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
     'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
 )
+OUTSIDE_OF_AUTOCAST = (
+    "A layer could not compute: {error}. Under precision={precision!r} FSDP gathers the weights of linear layers and "
+    "convolutions in {dtype}, which a layer within torch.autocast(enabled=False) does not expect: gather float32 by "
+    "FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecisionPolicy())."
+)
+NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
+"""What torch's messages call a dtype."""
+
 MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
 """Optimizers of torch's that mix the elements of a parameter, by class name."""
 
@@ -96,7 +104,7 @@ class FSDPStrategy(RankedStrategy):
             or ``CPUOffloadPolicy``.
         mixed_precision: a dtype, torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``: layers compute in it, their
             inputs are cast, and gradients are reduced in float32 unless the policy says otherwise. None:
-            ``Trainer(precision=...)`` alone decides.
+            ``Trainer(precision=...)`` alone decides; what its autocast would cast is gathered in that dtype.
         auto_wrap_policy: the layers that are gathered by themselves: classes, or a policy function of torch's; None:
             repeated blocks are found.
         activation_checkpointing: compute activations again in the backward: True (of the layers above), or classes.
@@ -205,6 +213,7 @@ class FSDPStrategy(RankedStrategy):
             return self
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
+        made._offload_optimizer(self._offloads)
         return made
 
     # -- set up
@@ -240,7 +249,14 @@ class FSDPStrategy(RankedStrategy):
 
     def _watch(self, module: LightningModule) -> None:
         self._watch_no_more()
-        self._late = LateParameters(module)
+        # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
+        set_anew = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, layer in module.named_modules()
+            if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
+            for name, _ in layer.named_parameters(recurse=False)
+        }
+        self._late = LateParameters(module, set_anew)
         if self.world.size > 1:
             self._late_buffers = LateBuffers(module, True, lambda parameters, buffers: self._watch_buffers())
 
@@ -275,6 +291,7 @@ class FSDPStrategy(RankedStrategy):
             mp_policy=_mixed_policy(self._mixed),
             offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._offloads else OffloadPolicy(),
             gather=gather,
+            autocast_dtype=self._autocast_dtype(),
         )
 
     def _mesh(self) -> DeviceMesh:
@@ -377,8 +394,19 @@ class FSDPStrategy(RankedStrategy):
         if torch.is_grad_enabled() and not self._has_begun:
             self._forward_begins()
         self._has_begun = False
-        with nullcontext() if self.context is None else self.context():
-            return self._sharded.run(fn, *args)
+        try:
+            with nullcontext() if self.context is None else self.context():
+                return self._sharded.run(fn, *args)
+        except RuntimeError as error:
+            low = self._autocast_dtype()
+            if low is None or NAMES.get(low, "no such") not in str(error):
+                raise
+            told = OUTSIDE_OF_AUTOCAST.format(error=error, precision=self.precision.name, dtype=low)
+            raise MisconfigurationException(told) from error
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """In which parameters are gathered that autocast would cast."""
+        return self.precision.autocast_dtype if self._mixed is None else None
 
     def _check_late(self) -> None:
         if self._late is not None and self._late.found is not None:

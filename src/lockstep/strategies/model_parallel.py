@@ -206,6 +206,9 @@ class ModelParallelStrategy(FSDPStrategy):
         row = self.device_mesh[TENSOR].get_group()
         set_random_states(comm.broadcast_object(random_states(), 0, row))
 
+    def _autocast_dtype(self) -> None:
+        """The user's own calls of ``fully_shard`` say what is gathered how."""
+
     def _check_reduced(self, by_torch: set[int]) -> None:
         from torch.distributed.tensor import DTensor
 

@@ -18,13 +18,13 @@ PATIENCE = timedelta(seconds=10)
 """How long the end of a run waits for parameters of the last step, which others may never send."""
 
 
-def check_options(views: bool, hook: object, check_reduction: bool = False) -> None:
+def check_options(views: bool, hook: object, check_reduction: bool = False, offload_optimizer: bool = False) -> None:
     """Refuse arguments of the strategy that do not go together with slices.
 
     Args:
         views: ``gradient_as_bucket_view``.
         hook: the communication hook.
-        check_reduction: the argument of this name.
+        check_reduction, offload_optimizer: the arguments of these names.
 
     Raises:
         MisconfigurationException: with the argument and the way out.
@@ -43,6 +43,11 @@ def check_options(views: bool, hook: object, check_reduction: bool = False) -> N
         raise MisconfigurationException(
             f"{START} with check_reduction=True: each rank has a slice of its own, and nothing is there to compare; "
             "leave check_reduction out."
+        )
+    if offload_optimizer:
+        raise MisconfigurationException(
+            f"{START} with offload_optimizer=True: each rank's slices of the states stay on its device: use one of "
+            'them, or strategy="fsdp_cpu_offload".'
         )
 
 
