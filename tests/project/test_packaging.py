@@ -12,6 +12,8 @@ import pytest
 
 import lockstep
 from lockstep.ground import device, rank
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies import FSDPStrategy, ModelParallelStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = dict(re.findall(r"^([\w.-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
@@ -72,6 +74,18 @@ def test_a_torch_that_nobody_tried_is_told_of_once(
         device.warn_of_untried_torch(f"{major}.{minor + 1}.0+cu130")
     (told,) = recwarn.list
     assert f"torch {major}.{minor + 1}.0+cu130 is newer than {major}.{minor}" in str(told.message)
+
+
+def test_fsdp_ended_in_an_attribute_error_of_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.refuse_older_torch, "__defaults__", ("2.9.1+cu128",))
+    says = (
+        r"FSDPStrategy needs torch 2\.\d+, and this is torch 2\.9\.1.*pip install.*DDPStrategy\(shard_optimizer=True\)"
+    )
+    with pytest.raises(MisconfigurationException, match=says):
+        FSDPStrategy()
+    with pytest.raises(MisconfigurationException, match="ModelParallelStrategy needs"):
+        ModelParallelStrategy()
+    FSDPStrategy(sharding_strategy="NO_SHARD")
 
 
 def test_a_python_that_will_not_do_is_refused_by_name() -> None:

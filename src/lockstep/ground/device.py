@@ -42,6 +42,25 @@ def warn_of_untried_torch(version: str = torch.__version__) -> None:
         )
 
 
+def refuse_older_torch(what: str, instead: str, version: str = torch.__version__) -> None:
+    """Refuse what works with inner parts of torch that older releases do not have, or have otherwise.
+
+    Args:
+        what: as the user wrote it.
+        instead: the way out that is no other torch.
+        version: as torch writes its own.
+
+    Raises:
+        MisconfigurationException: torch is older than the one that it was tried with.
+    """
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) < TRIED:
+        tried = ".".join(map(str, TRIED))
+        raise MisconfigurationException(
+            f"{what} needs torch {tried}, and this is torch {version}: `pip install 'torch=={tried}.*'`, or {instead}."
+        )
+
+
 # -- accelerators --------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from lockstep.checkpoint import sharded
 from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path, snapshot
 from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.ground import comm
+from lockstep.ground.device import refuse_older_torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info
@@ -163,6 +164,8 @@ class FSDPStrategy(RankedStrategy):
         )
         _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
+        if self._mode != "NO_SHARD":
+            refuse_older_torch(type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
         _name_of("backward_prefetch", backward_prefetch, ("BACKWARD_PRE", "NONE"))
         self._save_by(_name_of("state_dict_type", state_dict_type, ("FULL", "SHARDED")), async_save)
         if device_mesh is not None and "HYBRID" not in self._mode:
