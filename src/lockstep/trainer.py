@@ -376,9 +376,10 @@ class Trainer(Attributes):
             weights_only: leave out what only a resume needs.
             storage_options: for a CheckpointIO of your own (``Trainer(plugins=...)``); the default one has none.
         """
-        if not self.session.has("hooks"):
+        if not self.session.has("hooks") or self.strategy.module is None:
             raise MisconfigurationException(
-                f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit."
+                f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit has "
+                "set up its module."
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Callback, LightningModule
-from lockstep.callbacks import StochasticWeightAveraging
+from lockstep.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
 from tests.callbacks.side_by_side import OURS, loader, model, theirs, trainer
@@ -243,6 +243,35 @@ def test_the_pass_for_the_statistics_leaves_no_other_trace() -> None:
     mean, variance = statistics(list(ROWS[:18].split(3)))
     torch.testing.assert_close(module.norm.running_mean, mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(module.norm.running_var, variance, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_that_is_none_went_to_training_step_in_the_pass_for_the_statistics() -> None:
+    module = Normed()
+    batches = [[batch] for batch in ROWS[:18].split(3)]
+    swa = StochasticWeightAveraging(0.005, 2)
+    quiet(callbacks=swa, max_epochs=3).fit(module, DataLoader([*batches, None], batch_size=None))  # type: ignore[list-item]
+    mean, _ = statistics(list(ROWS[:18].split(3)))
+    torch.testing.assert_close(module.norm.running_mean, mean, rtol=1e-12, atol=1e-12)
+    assert module.calls == 4 * 6
+
+
+@pytest.mark.parametrize("rates", [0.01, [0.01]])
+def test_a_group_of_thawed_layers_had_no_swa_lr(rates: float | list[float]) -> None:
+    class Thaws(BaseFinetuning):
+        def freeze_before_training(self, pl_module: LightningModule) -> None:
+            self.freeze(pl_module.norm, train_bn=False)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 2:
+                self.unfreeze_and_add_param_group(pl_module.norm, optimizer)
+
+    class Half(Normed):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.out.parameters(), lr=0.1)
+
+    run = quiet(callbacks=[StochasticWeightAveraging(rates, 1, annealing_epochs=1), Thaws()], max_epochs=4)
+    run.fit(Half(), DataLoader(TensorDataset(ROWS[:18]), batch_size=3))
+    assert [group["lr"] for group in run.optimizers[0].param_groups] == pytest.approx([0.01, 0.01])
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics() -> None:

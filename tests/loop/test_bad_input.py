@@ -58,6 +58,18 @@ def test_calls_that_cannot_work(call: Any, said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_save_after_a_fit_whose_set_up_failed_said_that_none_has_no_parameters() -> None:
+    class Fails(Slope):
+        def setup(self, stage: str) -> None:
+            raise ValueError("no data here")
+
+    trainer = quiet(max_epochs=1)
+    with pytest.raises(ValueError, match="no data here"):
+        trainer.fit(Fails(), numbers(1))
+    with pytest.raises(MisconfigurationException, match="nothing to save before the first fit has set up its module"):
+        trainer.save_checkpoint("x.ckpt")
+
+
 @pytest.mark.parametrize("returned", ["loss", 3.0, {"los": torch.tensor(1.0)}, {"loss": 1.0}])
 def test_a_training_step_that_returns_something_else(returned: Any) -> None:
     class Odd(Slope):

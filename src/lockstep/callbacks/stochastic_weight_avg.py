@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import SWALR
+from torch.optim import swa_utils
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
@@ -291,6 +291,16 @@ class StochasticWeightAveraging(Callback):
                 statistic.copy_(total[:-1] / total[-1])
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.copy_(trainer.strategy.reduce(layer.num_batches_tracked, reduce_op="sum"))
+
+
+class SWALR(swa_utils.SWALR):
+    """torch's, for groups too that come later, by a callback that thaws layers say: they take the last one's rate."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        rate = None
+        for group in self.optimizer.param_groups:
+            rate = group.setdefault("swa_lr", rate)
+        return super().get_lr()
 
 
 def _refused(argument: str, value: object, way_out: str) -> MisconfigurationException:

@@ -714,7 +714,7 @@ class FitLoop:
         optimization. BatchNorm's statistics are an example of what changes.
 
         Returns:
-            the number of batches that this rank had samples for.
+            the number of batches that this rank had samples for, but for those that are None.
         """
         feed, step, strategy, results = self.session.fit.loaded, self.step, self.session.strategy, self.session.results
         hook, table, muted = results.hook, results.table, results.muted
@@ -726,12 +726,13 @@ class FitLoop:
                 results.muted = True
                 absent = () if window.absent is None else strategy.replicas.ranks(window.absent[0])
                 with torch.no_grad(), strategy.leaving_out(absent) if absent else nullcontext():
-                    if weight:
+                    used = bool(weight) and batch is not None
+                    if used:
                         batch = step.transfer(batch) if step.moves else batch
                         arguments = (batch, number) if step.takes_idx else (batch,)
                         strategy.run(step.training_step, *arguments)
                 number += 1
-                drawn += bool(weight)
+                drawn += used
         results.hook, results.table, results.muted = hook, table, muted
         return drawn
 
