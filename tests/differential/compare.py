@@ -15,6 +15,8 @@ from tests.differential.program import Program
 from tests.differential.record import Event, Record, same
 from tests.differential.warned import LEFT_OUT, about
 
+REFUSED = re.compile(r"^None: None|MisconfigurationException|^\['KeyboardInterrupt'\]")
+"""How a call of ours may end where Lightning's has ended otherwise: well, with a refusal, by the user's Ctrl-C."""
 DIGEST = re.compile(r"[0-9a-f]{10}")
 
 
@@ -91,6 +93,8 @@ def judge(program: Program, theirs: Record, ours: Record) -> Verdict:
 
 def follows(difference: Difference, cause: Row | None) -> Row | None:
     """The row, where a difference can follow from one that it has explained before."""
+    if difference.name == "raised" and not REFUSED.search(difference.ours):
+        return None  # an error that is no refusal is a fault, whatever went before
     if cause is None or cause.then == "all":
         return cause
     ranks = difference.name in ("ModelCheckpoint", "EarlyStopping")  # by the numbers
