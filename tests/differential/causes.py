@@ -157,7 +157,7 @@ def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) ->
 
 
 def monitor_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    if not program.manual or d.name != "schedulers" or len(d.theirs) != len(d.ours):
+    if not program.manual or d.kind == "checkpoint" or d.name != "schedulers" or len(d.theirs) != len(d.ours):
         return False
     return all(
         [*mine[:3], mine[4]] == [*other[:3], other[4]] and mine[3] is None
@@ -518,6 +518,19 @@ def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -
         return sum(map(len, d.theirs)) < sum(map(len, d.ours))
     shown = d.name in ("trained", "gradients") and len(d.theirs) == len(d.ours)
     return shown and all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
+
+
+def thawed_under_swa(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A call that ends in an error of SWALR's about a group that came after it."""
+    failed = [call for call, facts in theirs.ends if facts.get("message") == "'swa_lr'"]
+    return bool(failed) and (d.call >= failed[0] or not d.call)
+
+
+def all_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Files of a ModelCheckpoint that keeps all, whose name is the same for each, and which looks at no value."""
+    kept = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_top_k") == -1]
+    alike = any("{" not in part.get("filename", "{") and "monitor" not in part for part in kept)
+    return alike and (d.kind in ("files", "checkpoint") or d.name == "ModelCheckpoint")
 
 
 def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
