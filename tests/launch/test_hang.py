@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lockstep.supervise.causes import Stand
-from lockstep.supervise.hang import GONE, RUNS, STOPPED, TRACED, RankSnapshot, brief, compare, overdue
+from lockstep.supervise.hang import (
+    GONE,
+    RUNS,
+    STOPPED,
+    TRACED,
+    Changes,
+    RankSnapshot,
+    brief,
+    compare,
+    members,
+    overdue,
+    ranges,
+    taken_in,
+)
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.trace_memory import Note
+from lockstep.supervise.trace_memory import Note, shared
 
 NOW = 100.0
 REDUCING = Stack(
@@ -180,9 +194,43 @@ def test_a_long_stack_is_told_in_a_few_lines() -> None:
     assert told.splitlines()[-1] == "    torch/nn/0.py:0 in forward"
 
 
-def test_sights_travel_as_json() -> None:
+def test_what_has_changed_of_ranks_travels_as_json() -> None:
     one = snapshot(1, note(3), past(2), stack=REDUCING, worker=LOADING, state=STOPPED, stopped=2.5, batch=3)
-    assert RankSnapshot.of(json.loads(json.dumps(one.plain()))) == one
+    other = snapshot(2, note(3), stack=WORKING)
+    later = [replace(one, at=one.at + 1, stopped=3.5), replace(other, at=other.at + 1, stack=None, notes=(note(4),))]
+    changes, there, sizes = Changes(), {}, []
+    for told in ([one, other], later, later):
+        message = json.dumps(changes.of(told))
+        changes.keep(told)
+        there = taken_in(there, json.loads(message))
+        sizes.append(len(message))
+    assert there == {1: later[0], 2: replace(later[1], stack=WORKING)}
+    assert sizes[2] < 200 < sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (0, 2), tuple(range(4096)), tuple(range(3, 8192, 8)), (0, 1, 2, 7, 9, 11)])
+def test_the_members_of_a_group_are_told_in_few_numbers(ranks: tuple[int, ...]) -> None:
+    assert members(tuple(map(tuple, ranges(ranks)))) == ranks  # type: ignore[arg-type]
+    assert len(ranges(ranks)) <= 2
+
+
+def test_thousands_of_ranks_are_compared_in_a_second() -> None:
+    """It took 2.4 s for 320 ranks: each rank was held against each other one."""
+    everyone = shared(tuple(range(4096)))
+    ranks = [snapshot(rank, note(7, members=everyone)) for rank in range(4096)]
+    busy = replace(ranks[9], notes=(past(6, members=everyone),), stack=WORKING)
+    calls = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        assert compare([*ranks[:9], busy, *ranks[10:]]) is None
+    finally:
+        sys.setprofile(None)
+    assert calls < 40 * 4096
 
 
 def test_a_call_of_autograds_is_where_the_backward_was_called() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -171,30 +172,64 @@ class End:
     """One end of the channel between nodes, played."""
 
     def __init__(self, ends: list[End]) -> None:
-        self.ends, self.hear = ends, None
+        self.ends, self.node = ends, len(ends)
+        self.hears: dict[str, Callable[[int, Any], None]] = {}
+        self.sent: list[str] = []
         ends.append(self)
 
-    hear: Callable[[int, Any], None] | None
+    @property
+    def nodes(self) -> list[int]:
+        return [end.node for end in self.ends if end is not self]
 
-    def send(self, topic: str, body: Any) -> None:
+    def send(self, topic: str, body: Any, to: int | None = None, newest: bool = False) -> bool:
         for end in self.ends:
-            if end is not self and end.hear is not None:
-                end.hear(self.ends.index(self), body)
+            if end is not self and to in (None, end.node):
+                end.hears[topic](self.node, json.loads(json.dumps(body)))
+                self.sent.append(topic)
+        return True
 
     def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
-        self.hear = callback
+        self.hears[topic] = callback
 
 
-def test_ranks_of_two_nodes_are_compared(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+def two_nodes(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> list[Scene]:
+    """Rank 0 is on node 0, and rank 1 on node 1."""
     ends: list[End] = []
-    here, there = scene(channel=End(ends)), scene(channel=End(ends))
-    here.ranks.pop()
-    there.ranks.pop(0)
-    here.ranks[0].enter("all_reduce")
-    there.ranks[0].enter("barrier")
+    nodes = [scene(channel=End(ends)), scene(channel=End(ends))]
+    nodes[0].ranks.pop()
+    nodes[1].ranks.pop(0)
     monkeypatch.setattr(monitor, "ask", lambda process, answers: WORKING)
-    assert here.look(1.0) is None
-    assert there.look(1.0) is None
-    assert here.look(2.0) is None
-    found = there.look(2.0)
+    return nodes
+
+
+def test_node_0_compares_the_ranks_of_all(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = two_nodes(scene, monkeypatch)
+    zero.ranks[0].enter("all_reduce")
+    one.ranks[0].enter("barrier")
+    for later in (1.0, 2.0):
+        assert zero.look(later) is None
+        assert one.look(later) is None
+    found = zero.look(2.0)
     assert "rank 0 waits in all_reduce #1, /me/train.py:1 (training_step); rank 1 waits in barrier #1" in str(found)
+    assert zero.lookout._hub.sent == ["wanted"]  # type: ignore[union-attr]
+    assert one.lookout._hub.sent == ["snapshots"]  # type: ignore[union-attr]
+
+
+def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_call(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    zero, one = two_nodes(scene, monkeypatch)
+    one.ranks[0].enter("all_reduce")
+    for later in (1.0, 2.0, 4.0):
+        zero.look(later)
+        one.look(later)
+    assert capfd.readouterr().err == ""
+    zero.look(4.5)
+    said = capfd.readouterr().err
+    assert "rank 0 is in its own code, /me/train.py:31; rank 1 waits in all_reduce #1, /me/train.py:1" in said
+    one.look(4.5)
+    assert capfd.readouterr().err == ""
+    zero.lookout._looked_at -= 60.0
+    one.lookout._watched_at -= 60.0
+    one.look(4.5)
+    assert "rank 1 waits in all_reduce #1" in capfd.readouterr().err

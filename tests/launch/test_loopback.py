@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cluster.local import INTERFACE, loopback_of, on_one_host
-from lockstep.supervise.channel import Hub
+from lockstep.supervise.hub import Hub
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 

@@ -7,13 +7,14 @@ right: a rank that is busy outside a collective keeps others waiting with good r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from lockstep.supervise.causes import RULE, Divergence, Stand, alike, named, odd_first
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.trace_memory import Note
+from lockstep.supervise.trace_memory import Members, Note, shared
 
 _BESIDE = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
 RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced", "is gone"
@@ -58,17 +59,6 @@ class RankSnapshot:
     worker: Stack | None = None  #: of a loader's worker, where the rank waits for it
     phase: str = ""  #: the hook in which it is, if it said so
     batch: int = -1  #: the training batch at which it is, if it said so
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON knows it."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> RankSnapshot:
-        """The snapshot that `plain` was made of."""
-        notes = tuple(Note(**{**note, "members": tuple(note["members"])}) for note in plain["notes"])
-        stacks = {name: _stack(plain[name]) for name in ("stack", "worker")}
-        return cls(**{**plain, "stand": Stand(**plain["stand"]), "notes": notes, **stacks})
 
     @property
     def inside(self) -> Note | None:
@@ -132,8 +122,93 @@ def _when(snapshot: RankSnapshot) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-def _stack(plain: Mapping[str, Any] | None) -> Stack | None:
-    return None if plain is None else Stack(tuple(Frame(**frame) for frame in plain["frames"]))
+# -- between nodes
+
+
+ALWAYS = ("rank", "at", "still", "stopped")
+"""What of a snapshot is told each time; the rest where it has changed."""
+
+
+class Changes:
+    """What the next message on some ranks has to tell whoever has taken in all before it (`taken_in`)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, RankSnapshot] = {}
+
+    def of(self, snapshots: Iterable[RankSnapshot]) -> list[dict[str, Any]]:
+        """The ranks as JSON knows them; of a known one what has changed. A stack stays until there is another."""
+        return [self._change(self._known.get(snapshot.rank), snapshot) for snapshot in snapshots]
+
+    def keep(self, snapshots: Iterable[RankSnapshot]) -> None:
+        """They have been told."""
+        for each in snapshots:
+            before = self._known.get(each.rank)
+            known = each if before is None else replace(each, stack=each.stack or before.stack)
+            self._known[each.rank] = known
+
+    @staticmethod
+    def _change(before: RankSnapshot | None, now: RankSnapshot) -> dict[str, Any]:
+        told: dict[str, Any] = {name: getattr(now, name) for name in ALWAYS}
+        for field in fields(RankSnapshot):
+            name, value = field.name, getattr(now, field.name)
+            if name in ALWAYS or (before is not None and value == getattr(before, name)):
+                continue
+            if name == "stack" and value is None:
+                continue
+            told[name] = _plain(name, value)
+        return told
+
+
+def taken_in(before: Mapping[int, RankSnapshot], told: Iterable[Mapping[str, Any]]) -> dict[int, RankSnapshot]:
+    """The ranks of a node after a message of `Changes`, by rank.
+
+    Args:
+        before: as they were known.
+        told: the message.
+    """
+    found = {}
+    for each in told:
+        values = {name: _value(name, value) for name, value in each.items()}
+        known = before.get(each["rank"])
+        found[each["rank"]] = RankSnapshot(**values) if known is None else replace(known, **values)
+    return found
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "notes":
+        return [{**vars(note), "members": ranges(shared(note.members))} for note in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _value(name: str, plain: Any) -> Any:
+    if name == "notes":
+        return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
+    if name == "stand":
+        return Stand(**plain)
+    if name in ("stack", "worker"):
+        return None if plain is None else Stack(tuple(Frame(**frame) for frame in plain["frames"]))
+    return plain
+
+
+@functools.lru_cache(maxsize=4096)
+def ranges(ranks: tuple[int, ...]) -> list[list[int]]:
+    """Numbers as runs of equal steps, ``[[first, last, step], ...]``: a group of thousands of ranks is one or few."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        run = found[-1] if found else None
+        if run is not None and run[0] == run[1] and rank > run[1]:
+            run[1], run[2] = rank, rank - run[0]
+        elif run is not None and rank == run[1] + run[2] and run[0] != run[1]:
+            run[1] = rank
+        else:
+            found.append([rank, rank, 1])
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def members(runs: tuple[tuple[int, int, int], ...]) -> Members:
+    """The numbers of which `ranges` made these."""
+    return shared(tuple(rank for first, last, step in runs for rank in range(first, last + 1, step)))
 
 
 # -- proofs
@@ -193,42 +268,57 @@ def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Divergenc
     return Divergence(f"the ranks' calls do not match: {told}. {RULE}", trace)
 
 
+Position = tuple[str, tuple[int, ...], int]
+"""A collective of a group: the group's name, its members, the number."""
+
+
 def circle(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
-    """Ranks in collectives that need one another, each in another one."""
-    needs = {snapshot.rank: _needed(snapshot, snapshots) for snapshot in snapshots}
+    """Ranks in collectives that need one another, each in another one.
+
+    All ranks of a collective need the same others, so that it is enough to look at the collectives in which ranks are.
+    """
+    at: dict[Position, list[RankSnapshot]] = {}
     for snapshot in snapshots:
-        if snapshot.rank in _reachable(snapshot.rank, needs):
-            ranks = _reachable(snapshot.rank, needs)
-            ours = [
-                other for other in snapshots if other.rank in ranks and snapshot.rank in _reachable(other.rank, needs)
-            ]
-            told = _told(ours)
-            return Divergence(
-                f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(snapshots)
-            )
+        inside = snapshot.inside
+        if inside is not None:
+            at.setdefault((inside.group, inside.members, inside.number), []).append(snapshot)
+    if len(at) < 2:
+        return None
+    behind = {position: _behind(position, at) for position in at}
+    needs = {position: set(found) for position, found in behind.items()}
+    for position in at:
+        around = {other for other in _reachable(position, needs) if position in _reachable(other, needs)}
+        if not around:
+            continue
+        ranks = {rank for other in around for there in around for rank in behind[other].get(there, ())}
+        told = _told([snapshot for snapshot in snapshots if snapshot.rank in ranks])
+        return Divergence(f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(snapshots))
     return None
 
 
-def _needed(snapshot: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> set[int]:
-    """The ranks without which a rank cannot come out of where it is, and who have not come there."""
-    inside = snapshot.inside
-    if inside is None or not inside.whole or inside.operation not in TOGETHER:
-        return set()
-    found = set()
-    for other in snapshots:
-        if other.rank == snapshot.rank or other.rank not in inside.members or other.inside is None:
-            continue
-        theirs = [note for note in other.notes if (note.group, note.members) == (inside.group, inside.members)]
-        numbers = [note.number for note in theirs if note.number]
-        # what is older than all that is known of a rank may have been there: nothing is said then
-        if numbers and max(numbers) < inside.number and all(note.whole for note in theirs):
-            found.add(other.rank)
+def _behind(position: Position, at: Mapping[Position, Sequence[RankSnapshot]]) -> dict[Position, set[int]]:
+    """The ranks without which those of a collective cannot come out of it, and who are in others, by where they are."""
+    group, names, number = position
+    inside = next(snapshot.inside for snapshot in at[position] if snapshot.inside is not None)
+    if not inside.whole or inside.operation not in TOGETHER:
+        return {}
+    among = set(names)
+    found: dict[Position, set[int]] = {}
+    for other, there in at.items():
+        for snapshot in there if other != position else ():
+            if snapshot.rank not in among:
+                continue
+            theirs = [note for note in snapshot.notes if note.group == group and note.members == names]
+            numbers = [note.number for note in theirs if note.number]
+            # what is older than all that is known of a rank may have been there: nothing is said then
+            if numbers and max(numbers) < number and all(note.whole for note in theirs):
+                found.setdefault(other, set()).add(snapshot.rank)
     return found
 
 
-def _reachable(rank: int, needs: Mapping[int, set[int]]) -> set[int]:
-    found: set[int] = set()
-    to_do = list(needs.get(rank, ()))
+def _reachable(position: Position, needs: Mapping[Position, set[Position]]) -> set[Position]:
+    found: set[Position] = set()
+    to_do = list(needs.get(position, ()))
     while to_do:
         each = to_do.pop()
         if each not in found:
@@ -255,7 +345,8 @@ def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | Non
     if not waiting:
         return None
     seconds = max(snapshot.waited for snapshot in waiting)
-    others = [snapshot for snapshot in snapshots if snapshot not in waiting]
+    long = {snapshot.rank for snapshot in waiting}
+    others = [snapshot for snapshot in snapshots if snapshot.rank not in long]
     told = "; ".join(filter(None, [_told(others), _told(waiting)]))
     return Divergence(f"for {seconds:.0f} s, {told}", _trace(snapshots))
 

@@ -24,11 +24,13 @@ from lockstep.supervise.hang import (
     SLEEPS,
     STOPPED,
     TRACED,
+    Changes,
     RankSnapshot,
     compare,
     diverged,
     overdue,
     parted,
+    taken_in,
 )
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.stack import Stack, ask, ask_stopped, ask_workers, is_there, one_line, speak, wipe_line
@@ -52,10 +54,17 @@ STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
 
 
 class OtherNodes(Protocol):
-    """The way to the supervisors of other nodes."""
+    """The way to the supervisors of other nodes; of those, node 0 compares what the ranks of all do."""
 
-    def send(self, topic: str, body: object) -> None:
-        """To all others."""
+    node: int
+
+    @property
+    def nodes(self) -> list[int]:
+        """Those to which there is a way."""
+        ...
+
+    def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
+        """To one of them, or all; ``newest``: unless the one before on this topic waits. Whether it goes out."""
         ...
 
     def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
@@ -115,10 +124,14 @@ class HangMonitor:
         self._hub = hub
         self._lock = threading.Lock()
         self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
-        self._elsewhere: dict[int, tuple[float, list[RankSnapshot]]] = {}
-        self._heard_at, self._shown_at = -PATIENCE, -SHOWN
+        self._elsewhere: dict[int, tuple[float, dict[int, RankSnapshot]]] = {}
+        self._changes = Changes()
+        self._shown: dict[int, RankSnapshot] = {}  # own ranks as they were when they were last asked
+        self._wanted_at, self._shown_at = -PATIENCE, -SHOWN
+        self._looked_at = self._watched_at = -PATIENCE  # on node 0, on another node
         if hub is not None:
             hub.listen("snapshots", self._hear)
+            hub.listen("wanted", self._answer)
 
     @property
     def is_alarmed(self) -> bool:
@@ -145,6 +158,7 @@ class HangMonitor:
             still: for how many seconds each has not worked.
             now: the moment, on the clock of ``time.monotonic``.
         """
+        self._looked_at = time.monotonic()
         self.open(inside)
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         limit = next((stand.hang_timeout for stand in inside.values() if stand.hang_timeout is not None), math.inf)
@@ -160,10 +174,12 @@ class HangMonitor:
         if late or self._is_due(snapshots, min(limit, kill), now):
             for rank, snapshot in snapshots.items():
                 snapshots[rank] = self._asked(snapshot, now)
-        everybody = [*snapshots.values(), *self._others(snapshots.values(), limit, now)]
+        everybody = self._with_others(list(snapshots.values()), limit, now)
         found = compare(everybody)
         if found is not None and late:
             return compare([_woken(snapshot) for snapshot in everybody]) or found
+        if found is None and self._is_watched_elsewhere():
+            return None  # who waits for whom is seen there, and told once
         return found or self._overdue(everybody, limit, kill, now)
 
     def divergence(self) -> Divergence | None:
@@ -303,38 +319,63 @@ class HangMonitor:
 
     # -- other nodes
 
-    def _others(self, own: Iterable[RankSnapshot], limit: float, now: float) -> list[RankSnapshot]:
-        """The ranks of other nodes, as they were seen there."""
+    def _is_watched_elsewhere(self) -> bool:
+        """Whether node 0 sees to it; not where its own ranks are in no call."""
+        return self._hub is not None and time.monotonic() - self._watched_at < PATIENCE and 0 in self._hub.nodes
+
+    def _with_others(self, own: list[RankSnapshot], limit: float, now: float) -> list[RankSnapshot]:
+        """On node 0 with the ranks of other nodes, as they were seen there; another node tells node 0 of its own."""
         if self._hub is None:
-            return []
-        own = list(own)
+            return own
         # in time, so that others are known when it is told who waits for whom
-        wanted = any(max(snapshot.waited, snapshot.still, snapshot.stopped) >= limit / 2 for snapshot in own)
+        wants = any(max(snapshot.waited, snapshot.still, snapshot.stopped) >= limit / 2 for snapshot in own)
         with self._lock:
-            heard = now - self._heard_at < PATIENCE
-            asks = heard and now - self._shown_at > SHOWN  # ranks are not asked for their stacks each second
+            if self._hub.node == 0 and wants:
+                self._ask_others(now)
+            wanted = now - self._wanted_at < PATIENCE
+            asks = wanted and now - self._shown_at > SHOWN  # ranks are not asked for their stacks each second
             elsewhere = [
-                snapshot for at, snapshots in self._elsewhere.values() if now - at < PATIENCE for snapshot in snapshots
+                snapshot
+                for at, snapshots in self._elsewhere.values()
+                if now - at < PATIENCE
+                for snapshot in snapshots.values()
             ]
         if asks:
             self._shown_at = now
             own = [snapshot if snapshot.stack is not None else self._asked(snapshot, now) for snapshot in own]
-        if wanted or heard:
-            self._hub.send("snapshots", {"wanted": wanted, "snapshots": [snapshot.plain() for snapshot in own]})
-        return elsewhere
+        if self._hub.node == 0:
+            self._shown = {
+                each.rank: each if each.stack is not None else self._shown.get(each.rank, each) for each in own
+            }
+            own = [replace(each, stack=self._shown[each.rank].stack) if wanted else each for each in own]
+        elif wants or wanted:
+            body = {"wants": wants, "ranks": self._changes.of(own)}
+            if self._hub.send("snapshots", body, to=0, newest=True):
+                self._changes.keep(own)
+        return [*own, *elsewhere]
+
+    def _ask_others(self, now: float) -> None:
+        """On node 0, which holds the lock: let all nodes tell of their ranks; one of them waits long."""
+        assert self._hub is not None
+        if now - self._wanted_at >= PERIOD / 2:
+            self._wanted_at = now
+            self._hub.send("wanted", {"looks": now - self._looked_at < PATIENCE}, newest=True)
+
+    def _answer(self, node: int, body: Mapping[str, Any]) -> None:
+        """Node 0 wants to know; the next look tells it."""
+        with self._lock:
+            self._wanted_at = time.monotonic()
+            if body["looks"]:
+                self._watched_at = self._wanted_at
 
     def _hear(self, node: int, body: Mapping[str, Any]) -> None:
+        """On node 0: what a node's ranks do."""
         with self._lock:
             now = time.monotonic()
-            before = {snapshot.rank: snapshot for snapshot in self._elsewhere.get(node, (0.0, []))[1]}
-            snapshots = [RankSnapshot.of(plain) for plain in body["snapshots"]]
-            for index, snapshot in enumerate(snapshots):
-                if snapshot.stack is None and snapshot.rank in before:
-                    known = before[snapshot.rank]
-                    snapshots[index] = replace(snapshot, stack=known.stack, worker=known.worker)
-            self._elsewhere[node] = now, snapshots
-            if body["wanted"]:
-                self._heard_at = now
+            before = self._elsewhere.get(node, (0.0, {}))[1]
+            self._elsewhere[node] = now, taken_in(before, body["ranks"])
+            if body["wants"]:
+                self._ask_others(now)
 
 
 def _state(process: int) -> str:

@@ -36,7 +36,8 @@ from lockstep.supervise.causes import (
     judgement,
     located,
 )
-from lockstep.supervise.channel import Channel, Message, Nodes, caller, door
+from lockstep.supervise.channel import Channel, Message, caller, door
+from lockstep.supervise.hub import Nodes
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import wipe_line
 from lockstep.supervise.status import RANK, Mailbox

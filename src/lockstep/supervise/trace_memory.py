@@ -10,6 +10,7 @@ groups, shapes, places, phases), one line of JSON each, in the order in which th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import mmap
@@ -44,6 +45,28 @@ _ENTERED = 10
 
 WHOLE, MESSAGE, ASIDE = 1, 2, 4
 """Flags of a note: see `Note`."""
+
+
+class Members(tuple[int, ...]):
+    """The ranks of a group. It may have thousands, and be a part of thousands of keys: its hash is computed once."""
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("hash")
+        if found is None:
+            found = self.__dict__["hash"] = super().__hash__()
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@functools.lru_cache(maxsize=4096)
+def shared(members: tuple[int, ...]) -> Members:
+    """The object that stands for these ranks wherever they are met."""
+    return Members(members)
 
 
 @dataclass(frozen=True)
@@ -248,6 +271,7 @@ class Reading:
             raise OSError(f"{path} is no trace")
         self._length = 0
         self._words: dict[str, list[list[Any]]] = {kind: [] for kind in KINDS}
+        self._members: dict[int, Members] = {}
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -292,7 +316,7 @@ class Reading:
             number=number,
             operation=self._word("operation", operation, ["a collective"])[0],
             group=name,
-            members=tuple(members),
+            members=self._members_of(group, members),
             payload=text,
             elements=elements,
             location=f"{file}:{line}" if file else "",
@@ -306,6 +330,14 @@ class Reading:
             whole=bool(flags & WHOLE),
             aside=bool(flags & ASIDE),
         )
+
+    def _members_of(self, word: int, members: list[int]) -> Members:
+        found = self._members.get(word)
+        if found is None:
+            found = shared(tuple(members))
+            if members:
+                self._members[word] = found
+        return found
 
     def _word(self, kind: str, number: int, unknown: list[Any]) -> list[Any]:
         words = self._words[kind]

@@ -1,0 +1,570 @@
+"""What the supervisors of several nodes tell one another: each is connected with node 0, and none waits for a slow one.
+
+One thread serves all connections of a node. What a connection does not take in yet is kept for it; a message that
+tells how things are now is not sent while the one before still waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.cluster.local import loopback_of
+from lockstep.supervise.causes import First, located
+from lockstep.supervise.channel import Message
+
+# -- connections ---------------------------------------------------------------------------------------------
+
+
+IDLE, INTERVAL, PROBES = 10, 5, 4
+"""Seconds without a message after which a node is asked whether it is there, seconds between that, and how often."""
+
+SILENCE = IDLE + INTERVAL * PROBES
+"""Seconds after which a node that does not answer is taken for gone."""
+
+SILENT = f"has not answered for {SILENCE} s"
+"""What is said of such a node."""
+
+CALLING = 10.0
+"""Seconds that a call of the hub may take, and that a caller gets to say who it is."""
+
+LONGEST = 4 * 2**20
+"""Bytes of a message. None is longer; whoever sends more is none of ours."""
+
+WAITING = 16 * LONGEST
+"""Bytes that wait for a connection to take them in, above which it is given up."""
+
+MEETING = 60.0
+"""Seconds for which a node calls the hub again and again."""
+
+FLUSH = 1.0
+"""Seconds for which `Hub.close` lets what waits go out."""
+
+Heard = Callable[[int, Any], None]
+
+
+class _Line:
+    """One connection, served by the hub's thread.
+
+    Attributes:
+        node, host: at its other end; -1 before that has said who it is.
+        joined: it has been let in, or this end has.
+        well: the other end has said farewell.
+        error: of the system, where the other end has not simply hung up.
+        deadline: until when the other end has to say who it is.
+    """
+
+    def __init__(self, connection: socket.socket, node: int = -1, host: str = "") -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.node, self.host = node, host
+        self.joined = self.well = False
+        self.error: OSError | None = None
+        self.deadline = time.monotonic() + CALLING
+        self._rest = bytearray()
+        self._out: deque[tuple[str, memoryview]] = deque()
+        self.waits = 0  #: bytes that wait
+
+    def put(self, topic: str, text: bytes, newest: bool) -> bool:
+        """Keep a message until it can go out; ``newest``: unless one on this topic still waits."""
+        if newest and any(waiting == topic for waiting, _ in self._out):
+            return False
+        self._out.append((topic, memoryview(text)))
+        self.waits += len(text)
+        return True
+
+    def write(self) -> bool:
+        """Send what the system takes; False if the connection is over."""
+        while self._out:
+            topic, text = self._out[0]
+            try:
+                sent = self.socket.send(text)
+            except (BlockingIOError, InterruptedError):
+                return True
+            except OSError as error:
+                self.error = error
+                return False
+            self.waits -= sent
+            if sent < len(text):
+                self._out[0] = topic, text[sent:]
+                return True
+            self._out.popleft()
+        return True
+
+    def read(self) -> tuple[list[Message], bool]:
+        """The messages that have come, and whether the connection goes on."""
+        goes_on = True
+        try:
+            more = self.socket.recv(2**18)
+            goes_on = bool(more)
+            self._rest += more
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self.error, goes_on = error, False
+        found: list[Message] = []
+        *lines, rest = self._rest.split(b"\n")
+        if lines:
+            self._rest = bytearray(rest)
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                return found, False
+            if not isinstance(message, dict):
+                return found, False
+            found.append(message)
+        return found, goes_on and len(self._rest) <= LONGEST
+
+    def close(self) -> None:
+        """Hang up, and give the socket back."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    """Have the system ask now and then whether the other machine is there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    options = {
+        "TCP_KEEPIDLE": IDLE,
+        "TCP_KEEPALIVE": IDLE,  # its name on macOS
+        "TCP_KEEPINTVL": INTERVAL,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": SILENCE * 1000,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+# -- the hub -------------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """This node's end of it. Until the nodes have met, what is sent is lost.
+
+    Args:
+        node: this node's number; 0 is the hub.
+        host: its name, for the others.
+        on_lost: called with number and host of a node whose supervisor is gone and has not said farewell, and with the
+            reason.
+        on_met: called with the number of a node that has joined; of the hub, when this one has joined it.
+
+    All three functions, and those of `listen`, are called in the hub's thread, and must not wait.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        host: str,
+        on_lost: Callable[[int, str, str], None],
+        on_met: Callable[[int], None] = lambda node: None,
+    ) -> None:
+        self.node, self.host = node, host
+        self._on_lost, self._on_met = on_lost, on_met
+        self._listeners: dict[str, Heard] = {}
+        self._lines: dict[int, _Line] = {}
+        self._strangers: set[_Line] = set()
+        self._lock = threading.RLock()
+        self._door: socket.socket | None = None
+        self._opens_at = 0.0  # when the door is looked at again, after no file could be opened for a caller
+        self._token = ""
+        self._ends_at: float | None = None  # when `close` has waited long enough
+        self._selector: selectors.BaseSelector | None = None
+        self._wake: tuple[socket.socket, socket.socket] | None = None
+        self._thread = threading.Thread(target=self._serve, name="lockstep-hub", daemon=True)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The other nodes with which this one is connected."""
+        with self._lock:
+            return sorted(self._lines)
+
+    def listen(self, topic: str, heard: Heard) -> None:
+        """Have ``heard(node, body)`` called for each message on a topic."""
+        self._listeners[topic] = heard
+
+    def open(self, address: str = "") -> tuple[int, str]:
+        """Be the hub.
+
+        Args:
+            address: by which the others call. It listens there alone if only this host can call by it, else everywhere.
+
+        Returns:
+            the port where it listens, and the word by which the others prove that they belong here.
+        """
+        self._token = secrets.token_hex(16)
+        host = loopback_of(address) if address else ""
+        everywhere = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
+        door = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=everywhere)
+        door.setblocking(False)
+        self._door = door
+        self._start()
+        return int(door.getsockname()[1]), self._token
+
+    def join(self, address: str, port: int, token: str) -> bool:
+        """Call the hub, and wait until it has let this node in; whether it has."""
+        try:
+            connection = _kept_alive(socket.create_connection((address, port), CALLING))
+        except OSError:
+            return False
+        try:
+            connection.sendall(_text({"token": token, "node": self.node, "host": self.host}))
+            welcome = connection.recv(1)  # the hub's first byte: nothing else is sent before it
+        except OSError:
+            welcome = b""
+        if welcome != WELCOME:
+            connection.close()
+            return False
+        line = _Line(connection, 0, address)
+        line.joined = True
+        with self._lock:
+            self._lines[0] = line
+        self._start()
+        self._on_met(0)
+        return True
+
+    def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
+        """Tell another node something that JSON can say, or all others.
+
+        Args:
+            topic: of the listeners there.
+            body: what they get.
+            to: the node; None: all others, by way of node 0.
+            newest: leave it out where the one before on this topic has not gone out yet.
+
+        Returns:
+            whether it will go out to any node. Not if it has more than `LONGEST` bytes.
+        """
+        text = _text({"node": self.node, "topic": topic, "body": body, **({} if to is None else {"to": to})})
+        return len(text) <= LONGEST and self._pass(topic, text, to, newest=newest)
+
+    def close(self) -> None:
+        """Say farewell to the others, who then do not take this node for lost."""
+        self._pass("farewell", _text({"node": self.node, "farewell": True}), None)
+        self._ends_at = time.monotonic() + FLUSH
+        if self._thread.is_alive():
+            self._wake_up()
+            self._thread.join(2 * FLUSH)
+        with self._lock:
+            for line in self._every():
+                line.close()
+            self._lines.clear()
+            self._strangers.clear()
+        if self._door is not None:
+            self._door.close()
+
+    # -- lines
+
+    def _every(self) -> list[_Line]:
+        with self._lock:
+            return [*self._lines.values(), *self._strangers]
+
+    def _pass(self, topic: str, text: bytes, to: int | None, but: int | None = None, newest: bool = False) -> bool:
+        with self._lock:
+            if to is None:
+                lines = [line for node, line in self._lines.items() if node != but]
+            else:
+                lines = [self._lines[to]] if to in self._lines else []
+            told = [line for line in lines if line.put(topic, text, newest)]
+        if told:
+            self._wake_up()
+        return bool(told)
+
+    # -- the thread
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._selector is not None:
+                return
+            self._selector = selectors.DefaultSelector()
+            self._wake = socket.socketpair()
+            for end in self._wake:
+                end.setblocking(False)
+            self._selector.register(self._wake[0], selectors.EVENT_READ)
+            self._thread.start()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None:
+            with contextlib.suppress(OSError):  # full: it wakes up anyway
+                self._wake[1].send(b".")
+
+    def _serve(self) -> None:
+        assert self._selector is not None
+        assert self._wake is not None
+        selector = self._selector
+        if self._door is not None:
+            selector.register(self._door, selectors.EVENT_READ)
+        known: dict[_Line, int] = {}
+        while not self._has_ended():
+            self._register(selector, known)
+            for key, events in selector.select(self._patience()):
+                if key.fileobj is self._wake[0]:
+                    with contextlib.suppress(OSError):
+                        self._wake[0].recv(4096)
+                elif key.fileobj is self._door:
+                    self._admit(selector)
+                else:
+                    self._look_at(key.data, events)
+            self._dismiss()
+        selector.close()
+        for end in self._wake:
+            end.close()
+        self._wake = None
+
+    def _has_ended(self) -> bool:
+        if self._ends_at is None:
+            return False
+        return time.monotonic() >= self._ends_at or not any(line.waits for line in self._every())
+
+    def _patience(self) -> float | None:
+        """Seconds after which there is something to do, whatever comes; None: nothing."""
+        moments = [line.deadline for line in self._strangers]
+        moments += [moment for moment in (self._opens_at, self._ends_at) if moment]
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _register(self, selector: selectors.BaseSelector, known: dict[_Line, int]) -> None:
+        """Let the selector watch the lines of now, and those for writing for which something waits."""
+        every = set(self._every())
+        for line in [line for line in known if line not in every]:
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(line.socket)
+            del known[line]
+        for line in every:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.waits else 0)
+            if known.get(line) != events:
+                change = selector.modify if line in known else selector.register
+                change(line.socket, events, line)
+                known[line] = events
+        if self._opens_at and time.monotonic() >= self._opens_at and self._door is not None:
+            self._opens_at = 0.0
+            selector.register(self._door, selectors.EVENT_READ)
+
+    def _admit(self, selector: selectors.BaseSelector) -> None:
+        """Let callers in who have not said yet who they are."""
+        assert self._door is not None
+        while True:
+            try:
+                connection, _ = self._door.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not raise_limit():
+                    selector.unregister(self._door)  # it would be ready all the time
+                    self._opens_at = time.monotonic() + 1.0
+                    return
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return
+                continue
+            with self._lock:
+                self._strangers.add(_Line(_kept_alive(connection)))
+
+    def _look_at(self, line: _Line, events: int) -> None:
+        messages: list[Message] = []
+        goes_on = True
+        if events & selectors.EVENT_READ:
+            messages, goes_on = line.read()
+        for message in messages:
+            if line.joined:
+                self._hear(line, message)
+            elif not self._meet(line, message):
+                return
+        with self._lock:
+            if goes_on and events & selectors.EVENT_WRITE:
+                goes_on = line.write()
+            goes_on = goes_on and line.waits <= WAITING
+        if not goes_on:
+            self._lose(line)
+
+    def _meet(self, line: _Line, hello: Message) -> bool:
+        """The first message of a caller; whether it is one of ours. One that calls again takes the place of before."""
+        with self._lock:
+            self._strangers.discard(line)
+        if not secrets.compare_digest(str(hello.get("token")), self._token):
+            line.close()
+            return False
+        line.node, line.host, line.joined = int(hello["node"]), str(hello["host"]), True
+        with self._lock:
+            before = self._lines.pop(line.node, None)
+            self._lines[line.node] = line
+            line.put("welcome", WELCOME, newest=False)
+        if before is not None:
+            before.close()
+        self._on_met(line.node)
+        return True
+
+    def _hear(self, line: _Line, message: Message) -> None:
+        if message.get("farewell"):
+            line.well = line.well or message["node"] == line.node
+            return
+        if self.node == 0 and "to" not in message:
+            self._pass(str(message.get("topic")), _text(message), None, but=line.node)
+        heard = self._listeners.get(message.get("topic", ""))
+        if heard is not None:
+            heard(int(message["node"]), message["body"])
+
+    def _lose(self, line: _Line) -> None:
+        with self._lock:
+            self._strangers.discard(line)
+            own = self._lines.get(line.node) is line
+            if own:
+                del self._lines[line.node]
+        line.close()
+        if own and not line.well and self._ends_at is None:
+            silent = line.error is not None and line.error.errno in _UNREACHED
+            self._on_lost(line.node, line.host, SILENT if silent else "ended without a word")
+
+    def _dismiss(self) -> None:
+        """Hang up on callers who do not say who they are."""
+        now = time.monotonic()
+        for line in [line for line in self._strangers if line.deadline <= now]:
+            with self._lock:
+                self._strangers.discard(line)
+            line.close()
+
+
+WELCOME = b"\n"
+"""What the hub says first to a node that it has let in: a message without content."""
+
+_UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+def _text(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def raise_limit() -> bool:
+    """Let this process open as many files as its hard limit allows; False where it does already."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return True
+    return False
+
+
+# -- the first cause of all nodes ----------------------------------------------------------------------------
+
+
+class Nodes:
+    """This node among the others, for the first cause of all: each claims what it knows, and node 0 decides.
+
+    Args:
+        node: its number.
+        count: how many there are.
+        put: called in threads with the name of an event and what belongs to it, for `claimed`, `heard` and `lost`.
+        follow: called when the first cause of all nodes is known.
+        scheduled: whether a scheduler looks after nodes that do not answer: it may start the run elsewhere, and would
+            not if it ended by itself.
+
+    Attributes:
+        host: the name of this machine; "" where there is no other.
+        hub: to the other nodes; None where there are none.
+        decided: the first cause: ``words``, and the ``node`` that it is of.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        count: int,
+        put: Callable[[str, Any], None],
+        follow: Callable[[dict[str, Any]], None],
+        scheduled: bool = False,
+    ) -> None:
+        self._node = node
+        self._put = put
+        self._follow = follow
+        self._scheduled = scheduled
+        self.host = socket.gethostname() if count > 1 else ""
+        self.hub = Hub(node, self.host, self._lose) if count > 1 else None
+        self.decided: dict[str, Any] | None = None
+
+    def open(self, address: str) -> tuple[int, str]:
+        """Let the others call by an address; gives the port and the word that they need."""
+        assert self.hub is not None
+        self.hub.listen("claim", lambda node, body: self._put("claim", (node, body)))
+        return self.hub.open(address)
+
+    def join(self, address: str, port: int, token: str) -> None:
+        """Call the first node, in a thread, until it answers."""
+        assert self.hub is not None
+        self.hub.listen("first", lambda node, body: self._put("first", body))
+        threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True).start()
+
+    def _call(self, address: str, port: int, token: str) -> None:
+        assert self.hub is not None
+        until = time.monotonic() + MEETING
+        while not self.hub.join(address, port, token):
+            if time.monotonic() >= until:
+                told = f"node {self._node} ({self.host}) could not reach the supervisor of node 0 at {address}:{port}"
+                with contextlib.suppress(OSError):
+                    os.write(2, f"lockstep: {told}: failures of other nodes are not told here.\n".encode())
+                return
+            time.sleep(1.0)
+
+    def say(self, cause: First) -> None:
+        """Tell the others the first cause of this node."""
+        if self.hub is None:
+            return
+        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1)}
+        if self._node == 0:
+            self.claimed((0, body))
+        else:
+            self.hub.send("claim", body, to=0)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the first cause is known, and another node's."""
+        return self.decided is not None and self.decided["node"] != self._node
+
+    def close(self) -> None:
+        """Say farewell."""
+        if self.hub is not None:
+            self.hub.close()
+
+    def claimed(self, what: tuple[int, Any]) -> bool:
+        """On the first node: one knows a cause. The first to say so is believed."""
+        node, body = what
+        if self.decided is None:
+            self.decided = {**body, "node": node}
+            assert self.hub is not None
+            self.hub.send("first", self.decided)
+            self._follow(self.decided)
+        return False
+
+    def heard(self, body: dict[str, Any]) -> bool:
+        """On another one: the first node has decided."""
+        if self.decided is None:
+            self.decided = body
+            self._follow(body)
+        return False
+
+    def lost(self, what: tuple[int, str]) -> bool:
+        """A node's supervisor is gone, and has not said farewell."""
+        node, words = what
+        if node == 0:  # nobody is there to decide
+            return self.heard({"words": words, "node": node})
+        return self.claimed((node, {"words": words}))
+
+    def _lose(self, node: int, host: str, reason: str) -> None:
+        words = f"node {node} ({host}) {reason}"
+        if self._scheduled and reason == SILENT:
+            self._put("silent", words)
+        else:
+            self._put("lost", (node, words))
