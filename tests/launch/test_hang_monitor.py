@@ -231,5 +231,5 @@ def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_cal
     assert capfd.readouterr().err == ""
     zero.lookout._looked_at -= 60.0
     one.lookout._watched_at -= 60.0
-    one.look(4.5)
+    one.look(20.0)  # it is asked for its stack again
     assert "rank 1 waits in all_reduce #1" in capfd.readouterr().err
