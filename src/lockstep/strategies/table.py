@@ -36,6 +36,9 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 }
 """Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
 
+WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel")
+"""Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
+
 _SHARDED = 'it is not built yet; use "fsdp", which shards the model over the ranks'
 _XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'
 _SLICED = (
@@ -89,7 +92,7 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
         asked = asked.lower()
     if asked == "auto" and world_size > 1:
         asked = "ddp_notebook" if interactive else "ddp"
-    made = (asked if isinstance(asked, Strategy) else _named(asked)).resolved()
+    made = (asked if isinstance(asked, Strategy) else _named(asked, interactive and world_size > 1)).resolved()
     if world_size > 1 and made.launcher is None:
         name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(
@@ -99,11 +102,13 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
     return made
 
 
-def _named(asked: object) -> Strategy:
+def _named(asked: object, spawns: bool) -> Strategy:
     if asked == "auto":
         return SingleDeviceStrategy()
     if isinstance(asked, str) and asked in NAMES:
         kind, arguments = NAMES[asked]
+        if spawns and asked in WITHOUT_NOTEBOOK_NAME:
+            arguments = arguments | SPAWN
         return kind(**arguments)
     if isinstance(asked, str) and asked in REFUSED:
         raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')
