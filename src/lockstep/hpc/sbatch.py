@@ -116,6 +116,24 @@ def option(cmd: str, value: object = None, comment: str = "") -> Option:
     return Option(SHORT.get(name, name), None if value in (None, "", True) else str(value), comment)
 
 
+def minutes_of(time: str | int | None) -> float | None:
+    """A time limit as sbatch takes it, in minutes; None where it has none of sbatch's forms.
+
+    Example:
+        >>> minutes_of("2:00:00"), minutes_of("15"), minutes_of("1-12"), minutes_of("15:30"), minutes_of("UNLIMITED")
+        (120.0, 15.0, 2160.0, 15.5, None)
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if found is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    if days is not None:
+        return float(days * 1440 + (first or 0) * 60 + (second or 0)) + (third or 0) / 60
+    if third is not None:
+        return float((first or 0) * 60 + (second or 0)) + third / 60
+    return float(first or 0) + (second or 0) / 60
+
+
 def text(batch: Batch) -> str:
     """The script.
 
