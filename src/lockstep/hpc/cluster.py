@@ -135,7 +135,6 @@ class SlurmCluster:
         self.is_from_slurm_object = trial_here() is not None
         self._options: list[Option] = []
         self._commands: list[str] = []
-        self._modules: list[str] = []
         self._email: tuple[str, bool, bool] | None = None
         self._save: _Function | None = None
         self._load: _Function | None = None
@@ -160,7 +159,7 @@ class SlurmCluster:
         """Load environment modules in the job, which fails with a module's name where that cannot be loaded."""
         if isinstance(modules, str):
             modules = [modules]
-        self._modules += modules
+        self._commands += map(sbatch.module_command, modules)
 
     def notify_job_status(self, email: str, on_done: bool = True, on_fail: bool = True) -> None:
         """Have SLURM write to somebody when a trial has ended, or failed."""
@@ -427,7 +426,6 @@ class SlurmCluster:
             on_done=on_done,
             on_fail=on_fail,
             options=self._options,
-            modules=self._modules,
             commands=self._commands,
             variables=variables,
             trials=trials,
