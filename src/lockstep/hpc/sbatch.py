@@ -229,15 +229,15 @@ def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
     """Refuse an option that the script contradicts."""
     told = f"sbatch's option --{option.name}{'' if option.value is None else f'={option.value}'}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
-        raise MisconfigurationException(f"{told!r} is none: write its long name, as in add_slurm_cmd('partition', 'x')")
+        raise MisconfigurationException(f"{told} is none: write its long name, such as 'partition'")
     if option.name in own and own[option.name] != option.value:
         way = f"set {FROM[option.name]} instead" if option.name in FROM else "leave it out"
         raise MisconfigurationException(f"{told}, but the script says --{option.name}={own[option.name]}: {way}")
     tasks = batch.nodes * batch.tasks_per_node
     if option.name == "ntasks" and option.value != str(tasks):
         raise MisconfigurationException(
-            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave it out, or "
-            "set the nodes and the tasks of a node"
+            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave it out, "
+            "or set the nodes and the tasks of a node"
         )
 
 
