@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +19,13 @@ from lockstep.ground.rank import rank_zero_only
 from lockstep.hpc import cluster as clusters
 from lockstep.hpc import play
 from lockstep.hpc.cluster import SlurmCluster
+from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.hpc.queue import SlurmRefused
 from lockstep.hpc.search import Search, look
 from lockstep.hpc.trials import TrialFolder, read_events
 from tests.hpc.fake_slurm import FakeSlurm
 
 PROJECT = Path(__file__).resolve().parents[2]
-
-
-class Drawn(Namespace):
-    """Options as a parser gives them: a grid of one option, and a plain one."""
-
-    drawn_late = False
-
-    def __init__(self, options: list[Any], **more: Any) -> None:
-        super().__init__(**more)
-        self._options = options
-
-    def trials(self, nb_trials: int | None) -> Iterator[Drawn]:
-        for option in self._options[:nb_trials]:
-            yield Drawn(self._options, **{**self.values(), "lr": option})
-
-    def values(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_options"}
-
-    def with_values(self, values: Mapping[str, Any]) -> Drawn:
-        return Drawn(self._options, **values)
-
-    def draw(self, number: int, folder: Path) -> Drawn:
-        raise AssertionError("not drawn late")
-
-    def finish(self, number: int, state: str, value: float | None) -> None:
-        raise AssertionError("not drawn late")
 
 
 @pytest.fixture
@@ -65,8 +38,11 @@ def first_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "_calls", itertools.count())
 
 
-def grid(count: int = 3) -> Drawn:
-    return Drawn([10.0**-number for number in range(count)], name="plain")
+def grid(count: int = 3) -> Hyperparameters:
+    parser = HyperOptArgumentParser()
+    parser.add_argument("--name", default="plain")
+    parser.opt_list("--lr", default=1.0, type=float, options=[10.0**-number for number in range(count)], tunable=True)
+    return parser.parse_args([])
 
 
 def of(folder: Path, **settings: Any) -> SlurmCluster:
@@ -135,7 +111,7 @@ def test_attributes_and_arguments_say_the_same(tmp_path: Path) -> None:
         for key, value in settings.items() if name == "two" else ():
             setattr(cluster, key, value)
         cluster.notify_job_status("me@example.org", on_done=True, on_fail=False)
-        cluster.optimize_parallel_cluster_gpu(never, 1, name, job_display_name="shown")
+        cluster.optimize_parallel_cluster_gpu(never, 3, name, job_display_name="shown")
         texts.append((search(tmp_path, name).trials()[0].path / "job.sh").read_text().replace(f"/{name}/", "/x/"))
     assert texts[0] == texts[1]
     for line in ("job-name=shown", "nodes=2", "ntasks-per-node=4", "gres=gpu:a100:4", "cpus-per-task=3", "mem=1000",
@@ -146,7 +122,7 @@ def test_attributes_and_arguments_say_the_same(tmp_path: Path) -> None:
 def test_tasks_of_a_search_on_cpus_are_those_that_were_asked_for(tmp_path: Path) -> None:
     cluster = of(tmp_path, dry_run=True)
     cluster.add_slurm_cmd("ntasks-per-node", 2)
-    cluster.optimize_parallel_cluster_cpu(never, 1, "job")
+    cluster.optimize_parallel_cluster_cpu(never, 3, "job")
     text = (search(tmp_path).trials()[0].path / "job.sh").read_text()
     assert text.count("ntasks-per-node") == 1
     assert "#SBATCH --ntasks-per-node=2\n" in text
@@ -154,7 +130,7 @@ def test_tasks_of_a_search_on_cpus_are_those_that_were_asked_for(tmp_path: Path)
 
 
 def test_without_log_files_the_output_goes_nowhere(tmp_path: Path) -> None:
-    of(tmp_path, dry_run=True, enable_log_out=False).optimize_parallel_cluster_cpu(never, 1, "job")
+    of(tmp_path, dry_run=True, enable_log_out=False).optimize_parallel_cluster_cpu(never, 3, "job")
     text = (search(tmp_path).trials()[0].path / "job.sh").read_text()
     assert "#SBATCH --output=/dev/null\n" in text
 
@@ -179,21 +155,21 @@ def test_settings_that_cannot_be(
     tmp_path: Path, slurm: FakeSlurm, settings: dict[str, Any], call: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(MisconfigurationException, match=said):
-        of(tmp_path, **settings).optimize_parallel_cluster_cpu(never, **{"nb_trials": 2, "job_name": "job", **call})
+        of(tmp_path, **settings).optimize_parallel_cluster_cpu(never, **{"nb_trials": 3, "job_name": "job", **call})
     assert slurm.calls("sbatch") == []
 
 
 def test_no_slurm_here_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    with pytest.raises(MisconfigurationException, match=r"no SLURM .*local=True.* dry_run=True"):
-        of(tmp_path).optimize_parallel_cluster_cpu(never, 2, "job")
+    with pytest.raises(MisconfigurationException, match=r"no SLURM .*local=True.*dry_run=True"):
+        of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     assert not (tmp_path / "logs").exists()
 
 
 def test_a_search_that_was_submitted_is_not_written_over(tmp_path: Path, slurm: FakeSlurm) -> None:
-    of(tmp_path).optimize_parallel_cluster_cpu(never, 2, "job")
+    of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     with pytest.raises(MisconfigurationException, match=r"holds a search that was submitted: give another job_name"):
-        of(tmp_path).optimize_parallel_cluster_cpu(never, 2, "job")
+        of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
 
 
 # -- submitting ----------------------------------------------------------------------------------------------
@@ -223,7 +199,7 @@ def test_an_answer_of_sbatch_without_a_number_is_shown(tmp_path: Path, slurm: Fa
     program = slurm.folder / "bin" / "sbatch"
     program.write_text("#!/bin/sh\necho welcome\n")
     with pytest.raises(SlurmRefused, match="sbatch said 'welcome', where the number of the job was expected"):
-        of(tmp_path).optimize_parallel_cluster_cpu(never, 1, "job")
+        of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
 
 
 # -- the process of a trial ----------------------------------------------------------------------------------
@@ -263,11 +239,11 @@ def test_a_trial_calls_the_function_with_its_values(
 def test_of_two_searches_in_a_script_a_trial_plays_its_own(
     tmp_path: Path, trial: TrialFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of(tmp_path, dry_run=True).optimize_parallel_cluster_cpu(never, 2, "second")
+    of(tmp_path, dry_run=True).optimize_parallel_cluster_cpu(never, 3, "second")
     enter(monkeypatch, search(tmp_path, "second").trials()[0])
     called = []
     of(tmp_path).optimize_parallel_cluster_cpu(lambda hparams: called.append("first"), 3, "job")
-    of(tmp_path).optimize_parallel_cluster_cpu(lambda hparams: called.append("second"), 2, "second")
+    of(tmp_path).optimize_parallel_cluster_cpu(lambda hparams: called.append("second"), 3, "second")
     assert called == ["second"]
 
 
@@ -321,7 +297,7 @@ def test_a_start_that_a_newer_one_has_replaced(
     """Its node was cut off, and comes back when the trial runs elsewhere."""
     trial.note("started", attempt=3, job="9")
     enter(monkeypatch, trial, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1")
-    with pytest.raises(RuntimeError, match="was started anew: attempt 3; here it is 1"):
+    with pytest.raises(RuntimeError, match="has been started anew: attempt 3; here it is 1"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     assert [told["event"] for told in trial.events()] == ["started"]
 
@@ -339,9 +315,28 @@ def test_a_trial_that_was_preempted_too_often_fails(
     assert (last.number, last.end) == (3, "failed")
 
 
+def test_a_job_that_is_not_requeued_saves_and_goes_on(
+    tmp_path: Path, trial: TrialFolder, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.refuses("scontrol", "Requested operation is presently disabled")
+    enter(monkeypatch, trial, SLURM_JOB_ID="8", SLURM_PROCID="0", SLURM_STEP_ID="0")
+    saved: list[str] = []
+
+    def main(hparams: Any, cluster: SlurmCluster) -> float:
+        os.kill(os.getpid(), signal.SIGUSR1)  # nothing can be saved yet
+        cluster.set_checkpoint_save_function(lambda name: saved.append(name), {"name": "state"})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return 1.0
+
+    of(tmp_path).optimize_parallel_cluster_cpu(main, 3, "job")
+    assert saved == ["state"]
+    assert slurm.calls("scontrol") == [["requeue", "8"]]
+    assert [told["event"] for told in trial.events()] == ["started", "saved", "completed"]
+
+
 SAVING = """
 import os, signal, sys, time
-from lockstep import SlurmCluster
+from lockstep.hpc.cluster import SlurmCluster
 def save(path):
     open(path, "a").write("saved ")
 def load(path):
@@ -358,6 +353,7 @@ cluster.optimize_parallel_cluster_cpu(main, nb_trials=1, job_name="saving")
 """
 
 
+@pytest.mark.slow
 def test_the_users_own_functions_save_and_load(tmp_path: Path, slurm: FakeSlurm) -> None:
     """SIGUSR1 has them called, and the job put back into the queue, whose next start loads."""
     script, path = tmp_path / "saving.py", tmp_path / "state"
@@ -384,13 +380,14 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", folder, *own, *words], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_snapshot_runs_what_was_submitted(tmp_path: Path, slurm: FakeSlurm) -> None:
     """What git tracks, as it is in the work tree; PYTHONPATH leads to the copy, too."""
     home = tmp_path / "project"
     (home / "lib").mkdir(parents=True)
     (home / "lib" / "part.py").write_text("VALUE = 1\n")
     (home / "script.py").write_text(
-        "import part\nfrom lockstep import SlurmCluster\n"
+        "import part\nfrom lockstep.hpc.cluster import SlurmCluster\n"
         f"cluster = SlurmCluster(log_path={str(tmp_path / 'logs')!r}, snapshot=True)\n"
         "cluster.optimize_parallel_cluster_cpu(lambda hparams: part.VALUE, nb_trials=1, job_name='copied')\n"
     )
@@ -429,7 +426,7 @@ def test_what_main_may_look_like() -> None:
 
 
 def test_settings_are_kept_for_later(tmp_path: Path) -> None:
-    of(tmp_path, dry_run=True, array=True, at_most=2, max_failures=7).optimize_parallel_cluster_cpu(never, 2, "job")
+    of(tmp_path, dry_run=True, array=True, at_most=2, max_failures=7).optimize_parallel_cluster_cpu(never, 3, "job")
     kept = json.loads((search(tmp_path).path / "search.json").read_text())
     assert (kept["array"], kept["at_most"], kept["max_failures"]) == (True, 2, 7)
     assert search(tmp_path).limits.failures == 7

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.hpc import play, queue, sbatch, snapshot
+from lockstep.hpc.parser import Hyperparameters
 from lockstep.hpc.sbatch import Batch, Option, Trials
 from lockstep.hpc.search import SCRIPT, SEARCH, Search, submit_trials
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, folders
@@ -29,13 +30,6 @@ CODE = "code"
 
 _calls = itertools.count()
 """Numbers the searches of this process: a trial's process comes to the same ones, and plays its own."""
-
-
-class Searched(play.Options, Protocol):
-    """What `parse_args` of a HyperOptArgumentParser gives, as far as the cluster needs it."""
-
-    def trials(self, nb_trials: int | None) -> Iterator[Searched]:
-        """The trials, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class SlurmCluster:
 
     def __init__(
         self,
-        hyperparam_optimizer: Searched | None = None,
+        hyperparam_optimizer: Hyperparameters | None = None,
         log_path: str | Path | None = None,
         python_cmd: str | None = None,
         test_tube_exp_name: str | None = None,

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import time
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
-from pathlib import Path
 from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, Protocol
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log, rank_zero_only
+from lockstep.hpc.parser import Hyperparameters
 from lockstep.hpc.search import Search
 from lockstep.hpc.trials import TrialFolder, read_events
 from lockstep.launch.attempts import Superseded, Trial, await_end, job_here
 from lockstep.supervise.signals import by_default, end_at_once, handling
 
-PATIENCE = 600.0
-"""Seconds that a rank waits for rank 0 to draw the trial's values."""
 LONGEST_ERROR = 1000
-
-
-class Options(Protocol):
-    """What `parse_args` of a HyperOptArgumentParser gives, as far as a trial needs it."""
-
-    drawn_late: bool
-
-    def with_values(self, values: Mapping[str, Any]) -> Namespace:
-        """The options with a trial's values."""
-
-    def draw(self, number: int, folder: Path) -> Options:
-        """Ask the study for the values of a trial."""
-
-    def values(self) -> dict[str, Any]:
-        """The values of all options."""
-
-    def finish(self, number: int, state: Any, value: float | None) -> None:
-        """Tell the study how a trial has ended."""
 
 
 class Saves(Protocol):
@@ -57,7 +35,7 @@ class Saves(Protocol):
         """Load."""
 
 
-def play(main: Callable[..., Any], options: Options | None, cluster: Saves, here: Trial) -> None:
+def play(main: Callable[..., Any], options: Hyperparameters | None, cluster: Saves, here: Trial) -> None:
     """Call ``main(hparams)``, or ``main(hparams, cluster)``, as the trial ``here``.
 
     Rank 0 notes the start and the end; any rank notes its failure. What ``main`` returns is the trial's result: a
@@ -70,25 +48,26 @@ def play(main: Callable[..., Any], options: Options | None, cluster: Saves, here
     """
     trial = TrialFolder(here.folder)
     leads = rank_zero_only.rank == 0
+    hparams: Hyperparameters | None = None
     try:
         if leads:
             _begin(trial, here)
-        values = _values(trial, options, leads)
+        hparams = _values(trial, options, leads)
         with _heeding(trial, cluster, here, leads):
             if has_saved(here):
                 cluster.call_load()
-            returned = main(values, cluster) if takes_cluster(main) else main(values)
+            returned = main(hparams, cluster) if takes_cluster(main) else main(hparams)
         metrics, value = measured(returned)
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             if not isinstance(error, Superseded):
                 trial.note("failed", attempt=here.attempt, rank=rank_zero_only.rank, error=last_words(error))
-            if leads and options is not None and options.drawn_late:
-                options.finish(trial.number, "failed", None)
+                if hparams is not None and leads:
+                    hparams.finish(trial.number, "failed")
             raise
         metrics, value = {}, None
     if leads:
-        _complete(trial, options, here, metrics, value)
+        _complete(trial, hparams, here, metrics, value)
 
 
 def has_saved(here: Trial) -> bool:
@@ -114,34 +93,30 @@ def _begin(trial: TrialFolder, here: Trial) -> None:
         )
 
 
-def _values(trial: TrialFolder, options: Options | None, leads: bool) -> Namespace | None:
-    """The trial's values: of its file, into which rank 0 draws them where they are drawn late."""
+def _values(trial: TrialFolder, options: Hyperparameters | None, leads: bool) -> Hyperparameters | None:
+    """The options with the trial's values: of its file, or of the study, where they are drawn late."""
     if options is None:
         return None
-    if options.drawn_late and leads:
+    if options.drawn_late:
         drawn = options.draw(trial.number, trial.path.parent)
-        if trial.values() is None:
+        if leads:
             trial.write_values(drawn.values())
-    until = time.monotonic() + PATIENCE
+        return drawn
     values = trial.values()
-    while values is None and options.drawn_late and time.monotonic() < until:
-        time.sleep(0.1)
-        values = trial.values()
     if values is None:
         raise MisconfigurationException(f"{trial.path} has no values.json: does this node see the folder?")
-    return options.with_values(values)
+    return options.with_values(values, trial.number)
 
 
 def _complete(
-    trial: TrialFolder, options: Options | None, here: Trial, metrics: Mapping[str, float], value: float | None
+    trial: TrialFolder, hparams: Hyperparameters | None, here: Trial, metrics: Mapping[str, float], value: float | None
 ) -> None:
+    """The trial's last word, to the study and to its folder. On rank 0."""
     if metrics:
         trial.log(metrics, attempt=here.attempt)
+    if hparams is not None and hparams.finish(trial.number, "completed", value) == "pruned":
+        trial.note("pruned", attempt=here.attempt)
     trial.note("completed", attempt=here.attempt, value=value)
-    if options is not None and options.drawn_late:
-        last = read_events(trial.events()).last
-        pruned = last is not None and last.pruned
-        options.finish(trial.number, "pruned" if pruned else "completed", value)
 
 
 def takes_cluster(main: Callable[..., Any]) -> bool:
