@@ -92,9 +92,19 @@ def test_a_start_without_a_last_word_and_another_one_is_a_preemption() -> None:
     assert tale.seconds == 5.0
 
 
-def test_a_start_that_failed_and_another_one_is_a_failure() -> None:
-    tale = read_events([started(0, 1.0), {"event": "failed", "time": 2.0, "attempt": 0, "error": "E"}, started(1, 3.0)])
+def test_a_start_that_failed_and_was_submitted_anew_is_a_failure() -> None:
+    first = [started(0, 1.0), {"event": "failed", "time": 2.0, "attempt": 0, "error": "E"}]
+    again = started(1, 3.0, job="6")
+    assert read_events(first).failures == 1
+    tale = read_events([*first, again])
     assert (tale.restarts, tale.preemptions, tale.failures) == (1, 0, 1)
+
+
+def test_a_failure_that_slurm_follows_by_another_start_is_a_preemption() -> None:
+    """The ranks that are left raise when a node is lost, before SLURM has the job requeued."""
+    failed = {"event": "failed", "time": 2.0, "attempt": 0, "error": "RankFailed: rank 1 is gone"}
+    tale = read_events([started(0, 1.0), failed, started(1, 3.0)])
+    assert (tale.restarts, tale.preemptions, tale.failures) == (1, 1, 0)
 
 
 def test_of_the_ranks_failures_the_first_cause_counts() -> None:

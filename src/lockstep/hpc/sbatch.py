@@ -51,7 +51,6 @@ class Batch:
         signal_minutes: how long before the time limit the tasks are signalled; 0: they are not.
         email, on_done, on_fail: whom SLURM writes to, and when.
         options: of the user's.
-        modules: environment modules that are loaded.
         commands: lines of shell that run before the tasks are started, as they are.
         variables: of the environment.
         trials: which trials of a search the script runs.
@@ -74,28 +73,27 @@ class Batch:
     on_done: bool = False
     on_fail: bool = False
     options: Sequence[Option] = ()
-    modules: Sequence[str] = ()
     commands: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     trials: Trials | None = None
 
 
 FROM = {
-    "nodes": "per_experiment_nb_nodes",
-    "ntasks-per-node": "per_experiment_nb_gpus",
-    "gres": "per_experiment_nb_gpus and gpu_type",
-    "cpus-per-task": "per_experiment_nb_cpus",
-    "mem": "memory_mb_per_node",
-    "time": "job_time",
-    "signal": "minutes_to_checkpoint_before_walltime",
-    "job-name": "job_name",
+    "nodes": "per_experiment_nb_nodes (lockstep submit: --nodes)",
+    "ntasks-per-node": "per_experiment_nb_gpus (lockstep submit: --tasks-per-node)",
+    "gres": "per_experiment_nb_gpus and gpu_type (lockstep submit: --gpus-per-node, --gpu-type)",
+    "cpus-per-task": "per_experiment_nb_cpus (lockstep submit: --cpus-per-task)",
+    "mem": "memory_mb_per_node (lockstep submit: --mem)",
+    "time": "job_time (lockstep submit: --time)",
+    "signal": "minutes_to_checkpoint_before_walltime (lockstep submit: --save-before)",
+    "job-name": "job_name (lockstep submit: --job-name)",
     "array": "array and at_most",
     "mail-user": "notify_job_status",
     "mail-type": "notify_job_status",
-    "output": "log_path",
+    "output": "log_path (lockstep submit: --output)",
     "error": "log_path",
 }
-"""Options that the script has by itself, and the arguments of SlurmCluster that say them."""
+"""Options that the script has by itself, and what sets them."""
 
 SHORT = {
     "A": "account", "a": "array", "c": "cpus-per-task", "C": "constraint", "D": "chdir", "e": "error", "J": "job-name",
@@ -114,6 +112,24 @@ def option(cmd: str, value: object = None, comment: str = "") -> Option:
     """
     name = cmd.lstrip("-")
     return Option(SHORT.get(name, name), None if value in (None, "", True) else str(value), comment)
+
+
+def minutes_of(time: str | int | None) -> float | None:
+    """A time limit as sbatch takes it, in minutes; None where it has none of sbatch's forms.
+
+    Example:
+        >>> minutes_of("2:00:00"), minutes_of("15"), minutes_of("1-12"), minutes_of("15:30"), minutes_of("UNLIMITED")
+        (120.0, 15.0, 2160.0, 15.5, None)
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if found is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    if days is not None:
+        return float(days * 1440 + (first or 0) * 60 + (second or 0)) + (third or 0) / 60
+    if third is not None:
+        return float((first or 0) * 60 + (second or 0)) + third / 60
+    return float(first or 0) + (second or 0) / 60
 
 
 def text(batch: Batch) -> str:
@@ -141,14 +157,22 @@ def text(batch: Batch) -> str:
         lines += _trial(batch.trials)
     lines += [f"export {name}={quoted(value)}" for name, value in batch.variables.items()]
     lines.append(f"cd -- {quoted(batch.folder)} || exit 1")
-    for module in batch.modules:
-        said = quoted(f"lockstep: the module {module} could not be loaded (module load {module})")
-        lines.append(f"module load {quoted(module)} || {{ echo {said} >&2; exit 1; }}")
     lines += batch.commands
     cpus = {} if batch.cpus_per_task is None else {"SLURM_CPUS_PER_TASK": str(batch.cpus_per_task)}
     words = arguments("srun", list(batch.command), {"SLURM_NTASKS": "", **cpus})
     lines.append(" ".join(map(quoted, words)))
     return "\n".join([*lines, ""])
+
+
+def module_command(module: str) -> str:
+    """The line of shell that loads an environment module, and fails with its name where that cannot be.
+
+    Example:
+        >>> print(module_command("cuda/12"))
+        module load cuda/12 || { echo 'lockstep: the module cuda/12 could not be loaded' >&2; exit 1; }
+    """
+    said = quoted(f"lockstep: the module {module} could not be loaded")
+    return f"module load {quoted(module)} || {{ echo {said} >&2; exit 1; }}"
 
 
 def _options(batch: Batch) -> list[str]:
@@ -203,18 +227,17 @@ def _own_options(batch: Batch) -> dict[str, str | None]:
 
 def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
     """Refuse an option that the script contradicts."""
-    told = f"add_slurm_cmd(cmd={option.name!r}, value={option.value!r})"
+    told = f"sbatch's option --{option.name}{'' if option.value is None else f'={option.value}'}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
-        raise MisconfigurationException(f"{told}: this is no option of sbatch; write its long name, as 'partition'")
+        raise MisconfigurationException(f"{told} is none: write its long name, such as 'partition'")
     if option.name in own and own[option.name] != option.value:
-        attribute = FROM.get(option.name)
-        way = f"set {attribute} instead, or leave the option out" if attribute else "leave the option out"
+        way = f"set {FROM[option.name]} instead" if option.name in FROM else "leave it out"
         raise MisconfigurationException(f"{told}, but the script says --{option.name}={own[option.name]}: {way}")
     tasks = batch.nodes * batch.tasks_per_node
     if option.name == "ntasks" and option.value != str(tasks):
         raise MisconfigurationException(
-            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave the "
-            "option out, or set per_experiment_nb_nodes, per_experiment_nb_gpus and add_slurm_cmd('ntasks-per-node', n)"
+            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave it out, "
+            "or set the nodes and the tasks of a node"
         )
 
 

@@ -21,8 +21,6 @@ RESULT = "result.json"
 METRICS = "metrics.jsonl"
 STDOUT, STDERR = "stdout", "stderr"
 
-ENDS = ("completed", "pruned", "failed")
-"""Events that are a trial's last word."""
 _NAME = re.compile(r"trial_(\d{4,})")
 
 
@@ -32,7 +30,7 @@ class TrialFolder:
     It holds
 
     - ``values.json``: the hyperparameters, exactly; written whole or not at all,
-    - ``events.jsonl``: a line for each event: submitted, started, preempted, pruned, failed, completed,
+    - ``events.jsonl``: a line for each event: submitted, started, saved, pruned, failed, completed, cancelled,
     - ``metrics.jsonl`` and ``result.json``: what the trial has logged, line by line, and the newest of it,
     - ``stdout`` and ``stderr``: what its processes have printed.
 
@@ -170,9 +168,8 @@ class Attempt:
     host: str
     began: float
     last: float  #: time of its last sign of life
-    preempted: bool = False  #: a signal has asked it to end
     pruned: bool = False
-    end: str | None = None  #: of `ENDS`
+    end: str | None = None  #: its last word: "completed" or "failed"
     error: str = ""
     value: float | None = None
 
@@ -204,13 +201,17 @@ class Tale:
 
     @property
     def failures(self) -> int:
-        """Starts that an exception has ended."""
-        return sum(attempt.end == "failed" for attempt in self.attempts)
+        """Starts that an exception has ended, but for those that SLURM itself followed by another one."""
+        return self.restarts - self.preemptions + (self.last is not None and self.last.end == "failed")
 
     @property
     def preemptions(self) -> int:
-        """Starts that ended without a last word, and after which there was another one."""
-        return sum(attempt.end is None for attempt in self.attempts[:-1])
+        """Starts after which there was another one, though none of them had failed by itself."""
+        return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in self._pairs)
+
+    @property
+    def _pairs(self) -> list[tuple[Attempt, Attempt]]:
+        return list(zip(self.attempts, self.attempts[1:], strict=False))
 
     @property
     def restarts(self) -> int:
@@ -252,9 +253,7 @@ def read_events(events: list[dict[str, Any]]) -> Tale:
 
 def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:
     error = str(told.get("error", ""))
-    if kind == "preempted":
-        attempt.preempted = True
-    elif kind == "pruned":
+    if kind == "pruned":
         attempt.pruned = True
     elif kind == "failed":
         if attempt.end != "failed" or (attempt.error.startswith("RankFailed") and not error.startswith("RankFailed")):

@@ -194,6 +194,11 @@ def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {STANDS_IN: environ.get(STANDS_IN) or STANDS_FOR, "PYTHONPATH": os.pathsep.join([SITE, *others])}
 
 
+def python_path(environ: Mapping[str, str] = os.environ) -> str:
+    """PYTHONPATH as it is; "" without one."""
+    return environ.get("PYTHONPATH", "")
+
+
 def hand_down_names() -> tuple[str, Callable[[], None]]:
     """Give Lightning's names to the processes that are started from now on.
 
