@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -159,6 +159,32 @@ class Space:
             known = self.__dict__["_order"] = (seed, Shuffled(self.size, make_key("search", seed)))
         found: Shuffled = known[1]
         return found
+
+
+STRATEGIES = ("grid_search", "random_search", "optuna")
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What is searched, and how.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        seed: of random draws.
+        mode: "min" or "max": which values of a trial Optuna looks for.
+        sampler: makes Optuna's sampler, called with ``seed=``; None: TPE.
+        pruner: of Optuna's; None: the median pruner.
+        space: the tunable options.
+        types: what the text of an option goes through, by the option's name.
+    """
+
+    strategy: str
+    seed: int = 0
+    mode: str = "min"
+    sampler: Callable[..., Any] | None = None
+    pruner: object = None
+    space: Space = field(default_factory=lambda: Space({}))
+    types: Mapping[str, Callable[[Any], Any] | None] = field(default_factory=dict)
 
 
 def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], Any] | None) -> Options:

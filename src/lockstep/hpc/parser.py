@@ -6,40 +6,37 @@ import argparse
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
-from lockstep.hpc.grid import Dimension, Range, Space, numbers, options_of, range_of, through
+from lockstep.hpc.grid import (
+    STRATEGIES,
+    Dimension,
+    Range,
+    SearchSettings,
+    Space,
+    numbers,
+    options_of,
+    range_of,
+    through,
+)
 
-STRATEGIES = ("grid_search", "random_search", "optuna")
+if TYPE_CHECKING:
+    from lockstep.hpc.study import StudyTrial
 
 End = Literal["completed", "pruned", "failed"]
 """How a trial can end."""
 
 
-@dataclass(frozen=True)
-class Search:
-    """What is searched, and how.
+_running: StudyTrial | None = None
+"""The trial of a study that this process plays."""
 
-    Attributes:
-        strategy: one of `STRATEGIES`.
-        seed: of random draws.
-        mode: "min" or "max": which values of a trial Optuna looks for.
-        sampler: makes Optuna's sampler, called with ``seed=``; None: TPE.
-        pruner: of Optuna's; None: the median pruner.
-        space: the tunable options.
-        types: what the text of an option goes through, by the option's name.
-    """
 
-    strategy: str
-    seed: int = 0
-    mode: str = "min"
-    sampler: Callable[..., Any] | None = None
-    pruner: object = None
-    space: Space = field(default_factory=lambda: Space({}))
-    types: Mapping[str, Callable[[Any], Any] | None] = field(default_factory=dict)
+def running_trial() -> StudyTrial | None:
+    """The trial of a study that this process has begun, and not ended; None: there is none."""
+    return _running
 
 
 # -- the values of a trial ------------------------------------------------------------------------------------
@@ -60,14 +57,13 @@ class Hyperparameters(argparse.Namespace):
         [0.1, 0.2]
     """
 
-    __slots__ = ("_number", "_search", "_study_trial")
-    _search: Search | None
+    __slots__ = ("_number", "_search")
+    _search: SearchSettings | None
     _number: int | None
-    _study_trial: Any
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
-        self._search = self._number = self._study_trial = None
+        self._search = self._number = None
 
     @property
     def trial_number(self) -> int | None:
@@ -101,17 +97,17 @@ class Hyperparameters(argparse.Namespace):
         """The same as a list, by test-tube's name."""
         return list(self.trials(nb_trials))
 
-    def _of(self, number: int, search: Search) -> Hyperparameters:
+    def _of(self, number: int, search: SearchSettings) -> Hyperparameters:
         grid = search.strategy == "grid_search"
         values = search.space.at(number) if grid else search.space.drawn(search.seed, number)
         return self._with(values, number)
 
     def _with(self, values: Mapping[str, Any], number: int | None) -> Hyperparameters:
         found = Hyperparameters(**{**vars(self), **values})
-        found._search, found._number, found._study_trial = self._search, number, self._study_trial
+        found._search, found._number = self._search, number
         return found
 
-    def _known_search(self, asked: str) -> Search:
+    def _known_search(self, asked: str) -> SearchSettings:
         if self._search is None:
             raise MisconfigurationException(
                 f"{asked}: these hyperparameters were pickled, and know no search any more: ask what parse_args() gave"
@@ -170,11 +166,13 @@ class Hyperparameters(argparse.Namespace):
         """
         from lockstep.hpc.study import start
 
+        global _running
         search = self._known_search("draw")
         trial, values = start(search, number, Path(folder))
-        found = self._with(values, number)
-        found._study_trial = trial
-        return found
+        if _running is not None:
+            _running.rest()
+        _running = trial
+        return self._with(values, number)
 
     def finish(self, number: int, state: End, value: float | None = None) -> End:
         """Tell the study how a trial that :meth:`draw` has begun in this process ended; without a study, nothing.
@@ -187,9 +185,10 @@ class Hyperparameters(argparse.Namespace):
         Returns:
             how it is kept: "pruned", where `PruneTrial` has stopped it; "failed", where there is no value.
         """
-        if self._study_trial is None:
+        global _running
+        if _running is None:
             return state
-        ended: End = self._study_trial.finish(number, state, value)
+        ended, _running = _running.finish(number, state, value), None
         return ended
 
     # -- trials on this machine ------------------------------------------------------------------------------
@@ -288,6 +287,8 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
             raise MisconfigurationException(
                 f"HyperOptArgumentParser(strategy={strategy!r}): give one of {', '.join(map(repr, STRATEGIES))}"
             )
+        if strategy == "optuna" and find_spec("optuna") is None:
+            raise missing_extra("optuna", "optuna", "strategy='optuna'")
         if mode not in ("min", "max"):
             raise MisconfigurationException(f"HyperOptArgumentParser(mode={mode!r}): give 'min' or 'max'")
         if not isinstance(seed, int):
@@ -436,12 +437,12 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
         options._search = self._search()
         return options, rest
 
-    def _search(self) -> Search:
+    def _search(self) -> SearchSettings:
         there = {
             name: dimension for name, (action, dimension) in self._tunable.items() if action in self._actions
         }  # a later option may have taken the place of one
         types = {action.dest: self._type_of(action) for action in self._actions}
-        return Search(self.strategy, self.seed, self.mode, self.sampler, self.pruner, Space(there), types)
+        return SearchSettings(self.strategy, self.seed, self.mode, self.sampler, self.pruner, Space(there), types)
 
     def _type_of(self, action: argparse.Action) -> Callable[[Any], Any] | None:
         """What a value of an option goes through; for options with several words, each of the words."""
