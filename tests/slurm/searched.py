@@ -55,7 +55,7 @@ if __name__ == "__main__":
     parser.opt_list("--decay", default=10, type=int, options=[4, 10, 20], tunable=True)
     parser.add_argument("--log_path")
     parser.add_argument("--name", default="digits")
-    parser.add_argument("--trials", type=int, default=9)
+    parser.add_argument("--nb_trials", type=int, default=9)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)
@@ -69,4 +69,4 @@ if __name__ == "__main__":
         array=hyperparams.at_most is not None,
         at_most=hyperparams.at_most,
     )
-    cluster.optimize_parallel_cluster_cpu(main, nb_trials=hyperparams.trials, job_name=hyperparams.name)
+    cluster.optimize_parallel_cluster_cpu(main, nb_trials=hyperparams.nb_trials, job_name=hyperparams.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lockstep.hpc.search import Search, Status, look
 from lockstep.hpc.trials import TrialFolder, read_events
@@ -233,16 +236,51 @@ import json, sys
 from pathlib import Path
 from lockstep.hpc.cluster import SlurmCluster
 from lockstep.hpc.parser import HyperOptArgumentParser
+from lockstep.launch.attempts import trial_folder
 folder = Path(sys.argv[1])
 parser = HyperOptArgumentParser()
-parser.opt_list("--value", default="", options=json.loads((folder / "values.json").read_text()), tunable=True)
+parser.opt_list("--values_", default=[], options=json.loads((folder / "values.json").read_text()), tunable=True)
 hparams = parser.parse_args([])
 
 def main(hparams):
-    from lockstep.launch.attempts import trial_folder
-    (Path(trial_folder()) / "arrived.json").write_text(json.dumps(hparams.value))
-    return 0.0
+    (Path(trial_folder()) / "arrived.json").write_text(json.dumps(hparams.values_))
 
-cluster = SlurmCluster(hparams, log_path=folder, array=True, at_most=16, minutes_to_checkpoint_before_walltime=0)
-cluster.optimize_parallel_cluster_cpu(main, None, "a $(touch INJECTED); 'name\\"")
+cluster = SlurmCluster(hparams, log_path=folder, array=True, at_most=8)
+cluster.optimize_parallel_cluster_cpu(main, None, sys.argv[2])
 """
+INJECTED = "lockstep_was_injected"
+JOB_NAME = f"a $(touch {INJECTED}); 'b\" `touch {INJECTED}` #c %j"
+DRAWN = 980
+
+
+def hostile_values() -> list[str]:
+    """A thousand values: some by hand, the others drawn."""
+    commands = [f"$(touch {INJECTED})", f"`touch {INJECTED}`", f"; touch {INJECTED}", f"\ntouch {INJECTED}\n"]
+    others = ["a b", "'", '"', "'\"'\"", "\0", "--help", "-x", "", " ", "\\", "$HOME", "%j", "x" * 10_000, "\r\n",
+              "\ud800", "!!"]  # fmt: skip
+    drawn: list[str] = []
+
+    @settings(max_examples=DRAWN, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.text(st.sampled_from("ab'\"\\$`;&|<>(){}[]*?~!#%= \t\r\n\0-") | st.characters(), max_size=40))
+    def draw(text: str) -> None:
+        drawn.append(text)
+
+    draw()
+    return [*commands, *others, *(drawn * 3)[:DRAWN]]
+
+
+def test_a_thousand_hostile_values_arrive_unchanged(slurm: Lab, tmp_path: Path) -> None:
+    """Through a real sbatch and its shell, with a job's name of the same kind; nothing in them is ever run."""
+    values = hostile_values()
+    assert len(values) == 1000
+    (tmp_path / "values.json").write_text(json.dumps([values[at : at + 50] for at in range(0, 1000, 50)]))
+    script = tmp_path / "a script; it's.py"
+    script.write_text(HOSTILE)
+    python(slurm, str(script), str(tmp_path), JOB_NAME)
+    search = Search(tmp_path / JOB_NAME)
+    await_states(slurm, search, "completed")
+    arrived = [json.loads((trial.path / "arrived.json").read_text()) for trial in search.trials()]
+    assert [value for part in arrived for value in part] == values
+    assert list(tmp_path.rglob(f"*{INJECTED}*")) == []
+    assert not Path(INJECTED).exists()
+    assert lockstep_trials(slurm, search).stdout.startswith("a $(touch")
