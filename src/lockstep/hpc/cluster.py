@@ -270,9 +270,10 @@ class SlurmCluster:
         """
         name = self.test_tube_exp_name or job_name
         flag = "test_tube_exp_name" if self.test_tube_exp_name else "job_name"
-        if "/" in name or name in ("", ".", "..") or not name.isprintable():
+        if "/" in name or "\\" in name or name in ("", ".", "..") or not name.isprintable():
             raise MisconfigurationException(
-                f"{flag}={name!r:.100} names the folder of the search: give a name without '/' and control characters"
+                f"{flag}={name!r:.100} names the folder of the search: give a name without slashes, backslashes and "
+                "control characters"
             )
         if self.log_path is None:
             raise MisconfigurationException(
