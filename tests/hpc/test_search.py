@@ -159,12 +159,12 @@ def test_jobs_that_the_controller_has_forgotten_are_looked_up_in_the_file_of_job
     assert queue.look(["5", "4_1"]) == {}
 
 
-def test_commands_that_are_missing_or_hang(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> None:
+def test_commands_that_are_missing_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> None:
     (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 5\n")
     monkeypatch.setattr(queue, "SECONDS", 0.2)
     with pytest.raises(SlurmRefused, match=r"squeue gave no answer within 0\.2 seconds"):
         queue.look(["5"])
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmRefused, match="squeue is not on PATH: this machine has no SLURM"):
         queue.look(["5"])
     assert not queue.is_there()

@@ -15,7 +15,7 @@ from lockstep.hpc import plot
 from lockstep.hpc.plot import Scale
 from lockstep.hpc.search import Search, look
 from lockstep.hpc.table import order_by, text
-from lockstep.hpc.trials import STDERR, TrialFolder
+from lockstep.hpc.trials import EVENTS, RESULT, STDERR, VALUES, TrialFolder
 from tests.hpc.fake_slurm import FakeSlurm
 
 
@@ -33,7 +33,7 @@ def searched(folder: Path, count: int = 6, array: bool = False) -> Search:
         trial.write_values({"lr": 10.0**-number, "name": "a\x1b[2Jb" if number % 2 else "b", "same": 1})
         if number == 3:
             continue
-        job = f"100_{number}" if array else str(100 + number)
+        job = f"10_{number}" if array else str(10 + number)
         trial.note("submitted", job=job)
         if number == 2:
             continue
@@ -47,7 +47,7 @@ def searched(folder: Path, count: int = 6, array: bool = False) -> Search:
     return search
 
 
-QUEUE = "100|FAILED||\n101|PREEMPTED|node2|None\n102|PENDING||Priority\n104|COMPLETED||\n105|COMPLETED||\n"
+QUEUE = "10|FAILED||\n11|PREEMPTED|node2|None\n12|PENDING||Priority\n14|COMPLETED||\n15|COMPLETED||\n"
 
 
 def test_the_table(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +88,18 @@ def test_csv_and_json(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFi
 
 
 def test_a_thousand_trials_are_shown_in_less_than_a_second(tmp_path: Path, slurm: FakeSlurm) -> None:
-    search = searched(tmp_path, 1000, array=True)
-    slurm.says("squeue", "".join(f"100_{number}|COMPLETED||\n" for number in range(1000)))
+    search = Search(tmp_path / "digits")
+    search.write({"array": True})
+    for number in range(1000):  # without waiting for the disk, as thousand trials do side by side
+        trial = TrialFolder.of(search.path, number)
+        trial.note("submitted", job=f"10_{number}")
+        trial.note("started", job=f"10_{number}", attempt=0)
+        trial.note("completed", attempt=0)
+        (trial.path / VALUES).write_text(f'{{"lr": {number}, "layers": {number % 7}}}')
+        (trial.path / RESULT).write_text(f'{{"metrics": {{"val_loss": {number}.5, "val_accuracy": 0.5}}}}')
+    for trial in search.trials()[::2]:  # SLURM is asked for those without a last word
+        (trial.path / EVENTS).write_bytes(b"".join((trial.path / EVENTS).read_bytes().splitlines(True)[:2]))
+    slurm.says("squeue", "".join(f"10_{number}|RUNNING|node1|None\n" for number in range(1000)))
     began = time.perf_counter()
     statuses, _ = look(search)
     shown = text("digits", statuses, order_by(statuses, None, None))
@@ -126,7 +136,7 @@ def test_trials_that_failed_are_submitted_anew(
 
 def test_trials_of_an_array_are_submitted_anew_as_one(tmp_path: Path, slurm: FakeSlurm) -> None:
     search = searched(tmp_path, array=True)
-    slurm.says("squeue", "100_0|FAILED||\n100_1|PREEMPTED||\n100_2|PENDING||\n")
+    slurm.says("squeue", "10_0|FAILED||\n10_1|PREEMPTED||\n10_2|PENDING||\n")
     assert main(["trials", str(search.path), "--resubmit", "0,1,3"]) == 0
     assert slurm.calls("sbatch") == [["--parsable", "--array=0-1,3", f"{search.path}/job.sh", "1"]]
     assert TrialFolder.of(search.path, 3).events()[-1]["job"] == "101_3"
@@ -168,16 +178,16 @@ def test_cancelling(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixt
     search = searched(tmp_path)
     slurm.says("squeue", QUEUE)
     assert main(["trials", str(search.path), "--cancel"]) == 0
-    assert slurm.calls("scancel") == [["102"]]
+    assert slurm.calls("scancel") == [["12"]]
     assert "cancelled: trial(s) 2" in capsys.readouterr().err
-    slurm.says("squeue", QUEUE.replace("102|PENDING", "102|CANCELLED"))
+    slurm.says("squeue", QUEUE.replace("12|PENDING", "12|CANCELLED"))
     assert look(search)[0][2].state == "cancelled"
 
 
 def test_watching_until_all_is_over(tmp_path: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     """What is preempted is submitted anew, meanwhile."""
     search = searched(tmp_path)
-    slurm.says("squeue", QUEUE.replace("102|PENDING", "102|COMPLETED").replace("101|", "9|") + "101|PREEMPTED||\n")
+    slurm.says("squeue", QUEUE.replace("12|PENDING", "12|COMPLETED"))
     trial = TrialFolder.of(search.path, 1)
     (slurm.folder / "bin" / "sbatch").write_text(
         f"#!/bin/sh\ncd {trial.path}\n"
