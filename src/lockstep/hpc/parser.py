@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
@@ -22,6 +25,8 @@ from lockstep.hpc.grid import (
     range_of,
     through,
 )
+from lockstep.hpc.local import Outcome, Trials, dealt, run
+from lockstep.launch.environment import visible_devices
 
 if TYPE_CHECKING:
     from lockstep.hpc.study import StudyTrial
@@ -195,23 +200,108 @@ class Hyperparameters(argparse.Namespace):
 
     def optimize_parallel(
         self,
-        fn: Callable[[Hyperparameters], object],
+        train_function: Callable[..., object],
         nb_trials: int | None = None,
         nb_workers: int = 4,
-        log_path: str | None = None,
-    ) -> list[Any]:
-        """Run the trials on this machine: a process for each, some at a time; GPUs, if any, are shared out.
+        log_path: str | os.PathLike[str] | None = None,
+    ) -> list[Outcome]:
+        """Run the trials on this machine, each in a process of its own; GPUs, if there are any, are shared out.
+
+        The function travels by cloudpickle, so that the script is not run again. A trial that fails does not stop the
+        others.
 
         Args:
-            fn: called with a trial's hyperparameters; what it returns, a number, is the trial's value.
+            train_function: called with a trial's hyperparameters; what it returns, a number or a dict of numbers, is
+                the trial's result. One with a second argument gets the trial's GPUs there, as text.
             nb_trials: at most so many; None: the whole grid.
             nb_workers: trials at a time.
-            log_path: a folder for the search; trials that completed in it are not run again. None: nothing is kept.
+            log_path: a folder for this search. What trials print and log is kept in it, and those that have completed
+                there are not run again. None: nothing is kept, and trials print to this screen.
 
         Returns:
-            how each trial ended, by number: `lockstep.hpc.local.Outcome`. One that failed does not stop the others.
+            how each trial ended, by number.
+
+        Raises:
+            MisconfigurationException: a number that cannot be, or a function that cannot travel.
+            RuntimeError: all trials failed.
         """
-        raise NotImplementedError
+        return self._play(train_function, nb_trials, dealt(visible_devices(), _workers(nb_workers)), log_path)
+
+    def optimize_parallel_cpu(
+        self,
+        train_function: Callable[..., object],
+        nb_trials: int | None = None,
+        nb_workers: int = 4,
+        log_path: str | os.PathLike[str] | None = None,
+    ) -> list[Outcome]:
+        """The same without GPUs, which trials do not see."""
+        return self._play(train_function, nb_trials, [""] * _workers(nb_workers), log_path)
+
+    def optimize_parallel_gpu(
+        self,
+        train_function: Callable[..., object],
+        gpu_ids: Sequence[str | int] | None = None,
+        max_nb_trials: int | None = None,
+        nb_trials: int | None = None,
+        nb_workers: int | None = None,
+        log_path: str | os.PathLike[str] | None = None,
+    ) -> list[Outcome]:
+        """The same on GPUs: a trial at a time on each entry of ``gpu_ids``.
+
+        Args:
+            train_function: as for :meth:`optimize_parallel`.
+            gpu_ids: of the trials that run at a time: ``["0", "1"]``, or ``["0,1", "2,3"]`` for two GPUs each; None:
+                each GPU alone.
+            max_nb_trials: at most so many; test-tube's name for `nb_trials`.
+            nb_trials: the same.
+            nb_workers: trials at a time, if fewer than entries.
+            log_path: as for :meth:`optimize_parallel`.
+        """
+        found = visible_devices() if gpu_ids is None else [str(entry).replace(" ", "") for entry in gpu_ids]
+        if not found or not all(found):
+            raise MisconfigurationException(
+                f"optimize_parallel_gpu(gpu_ids={gpu_ids!r}): there is no GPU to run a trial on; give gpu_ids=['0'], "
+                "say, or use optimize_parallel_cpu"
+            )
+        wanted = max_nb_trials if nb_trials is None else nb_trials
+        devices = found if nb_workers is None else found[: _workers(nb_workers)]
+        return self._play(train_function, wanted, list(devices), log_path)
+
+    def _play(
+        self,
+        function: Callable[..., object],
+        nb_trials: int | None,
+        devices: list[str | None] | list[str],
+        log_path: str | os.PathLike[str] | None,
+    ) -> list[Outcome]:
+        search = self._known_search("optimize_parallel")
+        values: Iterable[tuple[int, dict[str, Any] | None]]
+        if self.drawn_late:
+            values = ((number, None) for number in numbers(search.space, search.strategy, nb_trials))
+        else:
+            values = ((trial._number or 0, trial.values()) for trial in self.trials(nb_trials))
+        with ExitStack() as stack:
+            if log_path is None:
+                folder = Path(stack.enter_context(TemporaryDirectory(prefix="lockstep-search-")), "search")
+            else:
+                folder = Path(log_path).expanduser().absolute()
+
+            def lost(number: int) -> None:
+                if self.drawn_late:
+                    from lockstep.hpc.study import StudyTrial
+
+                    StudyTrial(search, number, folder).lose()
+
+            keeps = log_path is not None
+            trials = Trials(folder, values, keeps, list(devices), self.with_values, lost)
+            return run(function, (dict(vars(self)), search, None), trials)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], settings: SearchSettings | None) -> Hyperparameters:
+        """Hyperparameters with these options, of a search."""
+        found = cls(**options)
+        found._search = settings
+        return found
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -223,6 +313,12 @@ class Hyperparameters(argparse.Namespace):
 
     def __reduce__(self) -> tuple[Callable[..., Hyperparameters], tuple[dict[str, Any], int | None]]:
         return _unpickled, (dict(vars(self)), self._number)
+
+
+def _workers(number: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise MisconfigurationException(f"nb_workers={number!r}: give a number of trials at a time, from 1")
+    return number
 
 
 def _unpickled(options: dict[str, Any], number: int | None) -> Hyperparameters:

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from lockstep.cluster.slurm import STARTS
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch.attempts import TRIAL
+from lockstep.launch.environment import ROOT
 from lockstep.launch.script import arguments
-
-ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
-"""The variable that sets a Trainer's ``default_root_dir`` where the script leaves it out."""
 
 
 @dataclass(frozen=True)

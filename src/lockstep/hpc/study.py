@@ -20,8 +20,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
 from lockstep.hpc.journal import FileLock, Journal, held
-from lockstep.hpc.trials import TrialFolder, read_events
-from lockstep.launch.attempts import trial_here
+from lockstep.hpc.trials import TrialFolder
 
 JOURNAL = "study.journal"
 """The journal in the folder of a search."""
@@ -154,10 +153,6 @@ class StudyTrial:
             prunes = self._study.pruner.prune(self._study, entry)
             if prunes:
                 self._storage.set_trial_user_attr(entry._trial_id, PRUNED_AT, step)
-        if prunes:
-            here = trial_here()
-            if here is not None:
-                TrialFolder(here.folder).note("pruned", attempt=here.attempt, check=step, value=value)
         return prunes
 
     def finish(self, number: int, state: End, value: float | None) -> End:
@@ -214,6 +209,13 @@ class StudyTrial:
             )
         )
         return self._known_entry()
+
+    def lose(self) -> None:
+        """Tell the study that the trial's process has ended without a word; a trial that has ended stays as it is."""
+        with self._drawing():
+            entry = self._entry()
+            if entry is not None and entry.state == TrialState.RUNNING:
+                self._study.tell(entry.number, state=TrialState.FAIL)
 
     def rest(self) -> None:
         """Give no more signs of life."""
@@ -341,19 +343,13 @@ def _fail_dead(study: optuna.Study, folder: Path) -> list[int]:
             silent = now - (trial.path / BEAT).stat().st_mtime
         except FileNotFoundError:
             silent = math.inf
-        if silent > DEAD and not _waits(trial):
+        if silent > DEAD:
             why = f"no sign of life for {silent:.0f} s"
             study._storage.set_trial_user_attr(entry._trial_id, LOST, why)
             study.tell(entry.number, state=TrialState.FAIL)
             log.warning("trial %d: %s: it counts as failed until it is started again", number, why)
             dead.append(number)
     return dead
-
-
-def _waits(folder: TrialFolder) -> bool:
-    """Whether a trial has said that it goes back into the queue, and nobody has cancelled it."""
-    tale = read_events(folder.events())
-    return tale.last is not None and tale.last.preempted and not tale.cancelled
 
 
 def _last(entry: FrozenTrial) -> float | None:
