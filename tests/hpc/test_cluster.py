@@ -166,6 +166,24 @@ def test_no_slurm_here_is_said_before_anything_is_written(tmp_path: Path, monkey
     assert not (tmp_path / "logs").exists()
 
 
+def test_without_slurm_the_trials_run_here_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, in folders of the same kind; with the cluster for a function that wants it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def main(hparams: Any, cluster: Any) -> float:
+        if hparams.lr == 0.1:
+            raise ValueError(f"not at {cluster.job_time}")
+        return float(hparams.lr)
+
+    of(tmp_path, local=True, job_time=90).optimize_parallel_cluster_cpu(main, 3, "job")
+    statuses, _ = look(search(tmp_path))
+    assert [status.state for status in statuses] == ["completed", "failed", "completed"]
+    assert statuses[1].error == "ValueError: not at 90"
+    assert statuses[2].metrics == {"value": 0.01}
+    with pytest.raises(MisconfigurationException, match="per_experiment_nb_gpus=99, and this machine has"):
+        of(tmp_path, local=True, per_experiment_nb_gpus=99).optimize_parallel_cluster_gpu(main, 3, "job")
+
+
 def test_a_search_that_was_submitted_is_not_written_over(tmp_path: Path, slurm: FakeSlurm) -> None:
     of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     with pytest.raises(MisconfigurationException, match=r"holds a search that was submitted: give another job_name"):
