@@ -63,7 +63,7 @@ def search(folder: Path, name: str = "job") -> Search:
 
 def test_a_dry_run_writes_and_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without SLURM, and as often as one likes."""
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     for count in (5, 3):
         of(tmp_path, hyperparam_optimizer=grid(count), dry_run=True).optimize_parallel_cluster_cpu(never, 5, "job")
     trials = search(tmp_path).trials()
@@ -72,7 +72,7 @@ def test_a_dry_run_writes_and_submits_nothing(tmp_path: Path, monkeypatch: pytes
         text = (trial.path / "job.sh").read_text()
         assert f"LOCKSTEP_TRIAL={trial.path}\n" in text
         assert f"#SBATCH --output={trial.path}/stdout\n" in text
-        assert subprocess.run(["bash", "-n", trial.path / "job.sh"], capture_output=True).stderr == b""
+        assert subprocess.run(["/bin/bash", "-n", trial.path / "job.sh"], capture_output=True).stderr == b""
         assert trial.events() == []
 
 
@@ -160,10 +160,28 @@ def test_settings_that_cannot_be(
 
 
 def test_no_slurm_here_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MisconfigurationException, match=r"no SLURM .*local=True.*dry_run=True"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     assert not (tmp_path / "logs").exists()
+
+
+def test_without_slurm_the_trials_run_here_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, in folders of the same kind; with the cluster for a function that wants it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def main(hparams: Any, cluster: Any) -> float:
+        if hparams.lr == 0.1:
+            raise ValueError(f"not at {cluster.job_time}")
+        return float(hparams.lr)
+
+    of(tmp_path, local=True, job_time=90).optimize_parallel_cluster_cpu(main, 3, "job")
+    statuses, _ = look(search(tmp_path))
+    assert [status.state for status in statuses] == ["completed", "failed", "completed"]
+    assert statuses[1].error == "ValueError: not at 90"
+    assert statuses[2].metrics == {"value": 0.01}
+    with pytest.raises(MisconfigurationException, match="per_experiment_nb_gpus=99, and this machine has"):
+        of(tmp_path, local=True, per_experiment_nb_gpus=99).optimize_parallel_cluster_gpu(main, 3, "job")
 
 
 def test_a_search_that_was_submitted_is_not_written_over(tmp_path: Path, slurm: FakeSlurm) -> None:

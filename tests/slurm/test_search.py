@@ -194,9 +194,8 @@ def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path
     assert [status.state for status in statuses] == ["completed", "failed", "failed"]
     assert statuses[1].error == "ValueError: the second one fails"
     assert statuses[2].error == "its process ended without a last word of the trial's"
-    number = job(search.trials()[1])
-    states = slurm.run("squeue", "-h", "--states=all", "--array", "--format=%i %T").splitlines()
-    assert f"{number} FAILED" in [line.strip() for line in states]
+    assert slurm.wait(job(search.trials()[1]), seconds=60) == "FAILED"
+    assert slurm.wait(job(search.trials()[2]), seconds=60) == "COMPLETED"
     (tmp_path / "mended").touch()
     said = lockstep_trials(slurm, search, "--resubmit", "failed").stderr
     assert "submitted trial(s) 1-2 as jobs" in said

@@ -202,13 +202,15 @@ def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, 
     """
     takes = {word: action.nargs != 0 for action in parser._actions for word in action.option_strings}
     front, rest = _ours(words, takes)
-    rest = rest[rest[:1] == ["--"] :]
+    dashes = rest[:1] == ["--"]
+    rest = rest[dashes:]
     script = [] if "-m" in front else rest[:1]
     if script and script[0].startswith("-"):
         near = difflib.get_close_matches(script[0].partition("=")[0], takes, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise Wrong(f"{parser.prog}: {script[0]} is none of its options{hint} `{parser.prog} --help` lists them")
-    behind, arguments = _ours(rest[len(script) :], takes)
+    own = "-m" in front and dashes  # what follows -m MODULE -- is the module's
+    behind, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
     twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in behind} & takes.keys()
     if twice:
         name, what = min(twice), script[0] if script else "the module"

@@ -20,7 +20,7 @@ from lockstep.hpc.sbatch import Batch, Option, Trials
 from lockstep.hpc.search import SCRIPT, SEARCH, Search, submit_trials
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, folders
 from lockstep.launch.attempts import trial_here
-from lockstep.launch.environment import python_path, started_in
+from lockstep.launch.environment import cores, python_path, started_in, visible_devices
 from lockstep.launch.script import command_line
 
 WRITERS = 8
@@ -251,8 +251,14 @@ class SlurmCluster:
                     "this machine has no SLURM (sbatch is not on PATH): SlurmCluster(local=True) plays the trials "
                     "here, SlurmCluster(dry_run=True) writes the scripts and submits nothing"
                 )
-            self._play_here(main, nb_trials, gpus)
+            self._play_here(search, main, nb_trials, gpus)
             return
+        if any(trial.events() for trial in search.trials()):
+            raise MisconfigurationException(
+                f"{str(search.path)!r} holds a search that was submitted: give another job_name or test_tube_exp_name, "
+                f"or remove that folder; `lockstep trials {search.path}` shows it, and --resubmit starts its trials "
+                "again"
+            )
         trials = self._write(search, call, nb_trials, display_name or job_name, gpus)
         if self.dry_run:
             where = search.path / SCRIPT if self.array else search.path / "trial_*" / SCRIPT
@@ -266,7 +272,7 @@ class SlurmCluster:
         """The folder of the search.
 
         Raises:
-            MisconfigurationException: a name that cannot be one of a folder; a search that was submitted is there.
+            MisconfigurationException: a name or a path that cannot be one of a folder.
         """
         name = self.test_tube_exp_name or job_name
         flag = "test_tube_exp_name" if self.test_tube_exp_name else "job_name"
@@ -284,13 +290,7 @@ class SlurmCluster:
             raise MisconfigurationException(
                 f"log_path={str(path)!r}: SLURM takes no path with a backslash or control characters for a job's output"
             )
-        search = Search(path / name)
-        if any(trial.events() for trial in search.trials()):
-            raise MisconfigurationException(
-                f"{str(search.path)!r} holds a search that was submitted: give another {flag}, or remove that folder; "
-                f"`lockstep trials {search.path}` shows it, and --resubmit starts its trials again"
-            )
-        return search
+        return Search(path / name)
 
     def _check(self, nb_trials: int | None, gpus: int) -> None:
         """Refuse numbers that cannot be."""
@@ -321,8 +321,33 @@ class SlurmCluster:
                 "trial would be requeued as soon as it begins; set a longer one, or the other to 0"
             )
 
-    def _play_here(self, main: Callable[..., object], nb_trials: int | None, gpus: int) -> None:
-        raise NotImplementedError
+    def _play_here(self, search: Search, main: Callable[..., object], nb_trials: int | None, gpus: int) -> None:
+        """Play the trials on this machine, as many at a time as it has devices for.
+
+        Raises:
+            MisconfigurationException: it has fewer GPUs than a trial asks for.
+            RuntimeError: all trials have failed.
+        """
+        rank_zero_info(f"lockstep: no SLURM here: the trials run on this machine; see: lockstep trials {search.path}")
+
+        def called(hparams: Hyperparameters | None) -> object:
+            return main(hparams, self) if play.takes_cluster(main) else main(hparams)
+
+        options = self.hyperparam_optimizer
+        if options is None:
+            called(None)
+        elif gpus:
+            there = visible_devices()
+            if len(there) < gpus:
+                raise MisconfigurationException(
+                    f"per_experiment_nb_gpus={gpus}, and this machine has {len(there)}: set a lower number, or call "
+                    "optimize_parallel_cluster_cpu"
+                )
+            groups = [",".join(there[at : at + gpus]) for at in range(0, len(there) - gpus + 1, gpus)]
+            options.optimize_parallel_gpu(called, gpu_ids=groups, nb_trials=nb_trials, log_path=search.path)
+        else:
+            workers = max(1, cores() // ((self.per_experiment_nb_cpus or 1) * self._tasks()))
+            options.optimize_parallel_cpu(called, nb_trials, workers, log_path=search.path)
 
     # -- files -----------------------------------------------------------------------------------------------
 
