@@ -100,10 +100,10 @@ def test_a_thousand_trials_are_shown_in_less_than_a_second(tmp_path: Path, slurm
     for trial in search.trials()[::2]:  # SLURM is asked for those without a last word
         (trial.path / EVENTS).write_bytes(b"".join((trial.path / EVENTS).read_bytes().splitlines(True)[:2]))
     slurm.says("squeue", "".join(f"10_{number}|RUNNING|node1|None\n" for number in range(1000)))
-    began = time.perf_counter()
+    began = time.process_time()
     statuses, _ = look(search)
     shown = text("digits", statuses, order_by(statuses, None, None))
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert len(slurm.calls("squeue")) == 1
     assert shown.count("\n") == 1002
 

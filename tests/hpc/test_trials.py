@@ -75,6 +75,9 @@ def test_the_last_line_is_of_stderr_first(tmp_path: Path) -> None:
     assert trial.last_line() == "two"
     (trial.path / trials.STDERR).write_text("Traceback\nValueError: no\n")
     assert trial.last_line() == "ValueError: no"
+    with open(trial.path / trials.STDERR, "a") as file:
+        file.write("srun: error: node1: task 0: Exited with exit code 1\n")
+    assert trial.last_line() == "ValueError: no"
 
 
 # -- what the events say --------------------------------------------------------------------------------------

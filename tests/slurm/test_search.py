@@ -165,6 +165,7 @@ from lockstep.hpc.parser import HyperOptArgumentParser
 parser = HyperOptArgumentParser()
 parser.opt_list("--number", default=0, type=int, options=[0, 1, 2], tunable=True)
 parser.add_argument("--folder", type=Path)
+parser.add_argument("--array", action="store_true")
 hparams = parser.parse_args()
 
 def main(hparams):
@@ -174,21 +175,17 @@ def main(hparams):
         os._exit(0)
     return hparams.number
 
-cluster = SlurmCluster(hyperparam_optimizer=hparams, log_path=hparams.folder, array="array" in os.environ["HOW"])
+cluster = SlurmCluster(hyperparam_optimizer=hparams, log_path=hparams.folder, array=hparams.array)
 cluster.optimize_parallel_cluster_cpu(main, 3, "failing")
 """
 
 
-@pytest.mark.parametrize("how", ["jobs", "array"])
-def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", [[], ["--array"]], ids=["jobs", "array"])
+def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path: Path, how: list[str]) -> None:
     """One that ends without a last word is failed, too, though SLURM says COMPLETED; both are submitted anew."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    slurm.environ["HOW"] = how
-    try:
-        python(slurm, str(script), "--folder", str(tmp_path))
-    finally:
-        del slurm.environ["HOW"]
+    python(slurm, str(script), "--folder", str(tmp_path), *how)
     search = Search(tmp_path / "failing")
     statuses = await_states(slurm, search, "completed", "failed")
     assert [status.state for status in statuses] == ["completed", "failed", "failed"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.hpc.search import COMPLETED, Status
-from lockstep.hpc.table import Order, value_names
+from lockstep.hpc.table import Order, best, value_names
 
 MOST_CURVES = 200
 """Trials whose curves are drawn: the best ones."""
@@ -42,8 +42,11 @@ def draw(name: str, statuses: Sequence[Status], order: Order, path: str) -> None
     figure = figures.Figure(figsize=(11, 3.6 * parts), layout="constrained")
     axes = figure.subplots(parts, 1)
     figure.suptitle(f"{name}: {len(measured)} trial(s)")
-    _coordinates(figure, axes[0], sorted(measured, key=order.key, reverse=True), order)
-    _curves(axes[1], sorted(measured, key=order.key), order)
+    measured.sort(key=order.key, reverse=True)
+    found = best(measured, order) or measured[-1]
+    measured = [*(status for status in measured if status is not found), found]  # drawn last, and so on top
+    _coordinates(axes[0], measured, order)
+    _curves(axes[1], measured[-MOST_CURVES:], order)
     if matters:
         _importance(axes[2], matters, order)
     try:
@@ -55,19 +58,15 @@ def draw(name: str, statuses: Sequence[Status], order: Order, path: str) -> None
 # -- parallel coordinates ------------------------------------------------------------------------------------
 
 
-def _coordinates(figure: Any, axis: Any, statuses: Sequence[Status], order: Order) -> None:
-    """A line for each trial over its hyperparameters to its metric, the best one drawn last."""
+def _coordinates(axis: Any, statuses: Sequence[Status], order: Order) -> None:
+    """A line for each trial over its hyperparameters to its metric; the best one is the last, and drawn on top."""
     names = value_names(statuses)
     columns = [Scale([status.values.get(name) for status in statuses]) for name in names]
     columns.append(Scale([order.of(status) for status in statuses]))
-    cmap = importlib.import_module("matplotlib").colormaps["viridis" if order.largest else "viridis_r"]
-    for number, status in enumerate(statuses):
-        heights = [column.heights[number] for column in columns]
-        best = number == len(statuses) - 1
-        color = cmap(columns[-1].heights[number])
-        axis.plot(range(len(columns)), heights, color=color, linewidth=3 if best else 1.2, alpha=1 if best else 0.7)
-        if best:
-            axis.plot([len(columns) - 1], heights[-1:], "o", color=color, label=f"best: trial {status.trial.number}")
+    for number, style in enumerate(_styles(statuses, order)):
+        axis.plot(range(len(columns)), [column.heights[number] for column in columns], **style)
+    found = statuses[-1]
+    axis.set_title(f"best: trial {found.trial.number}, {_short(order.metric)} {order.of(found):.6g}", fontsize=10)
     axis.set_xticks(range(len(columns)), [_short(name) for name in [*names, order.metric]])
     axis.set_yticks([])
     axis.set_ylim(-0.06, 1.06)
@@ -77,7 +76,15 @@ def _coordinates(figure: Any, axis: Any, statuses: Sequence[Status], order: Orde
         for height, label in column.ticks:
             axis.annotate(label, (place, height), xytext=(4, 0), textcoords="offset points", fontsize=7, va="center",
                           bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})  # fmt: skip
-    axis.legend(loc="upper left", fontsize=8)
+
+
+def _styles(statuses: Sequence[Status], order: Order) -> list[dict[str, Any]]:
+    """How each trial is drawn: in the color of its metric, and the last one thicker."""
+    colors = importlib.import_module("matplotlib").colormaps["viridis" if order.largest else "viridis_r"]
+    heights = Scale([order.of(status) for status in statuses]).heights
+    styles = [{"color": colors(height), "linewidth": 1.2, "alpha": 0.8} for height in heights]
+    styles[-1].update(linewidth=3, alpha=1, marker="o", markersize=5)
+    return styles
 
 
 class Scale:
@@ -129,18 +136,13 @@ def _short(value: str) -> str:
 
 
 def _curves(axis: Any, statuses: Sequence[Status], order: Order) -> None:
-    """The metric over the steps, a line for each trial."""
-    drawn = 0
-    for status in statuses[:MOST_CURVES]:
+    """The metric over the steps, a line for each trial, in the colors of the other picture."""
+    for status, style in zip(statuses, _styles(statuses, order), strict=True):
         curve = curve_of(status.trial.curves(), order.metric)
         if curve:
-            drawn += 1
-            label = f"trial {status.trial.number}" if drawn <= 10 else None
-            axis.plot(*zip(*curve, strict=True), marker="." if len(curve) < 30 else None, linewidth=1.2, label=label)
+            axis.plot(*zip(*curve, strict=True), **{"marker": ".", **style})
     axis.set_xlabel("step")
     axis.set_ylabel(_short(order.metric))
-    if drawn:
-        axis.legend(fontsize=7, ncols=2)
 
 
 def curve_of(lines: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[float, float]]:

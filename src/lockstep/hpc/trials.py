@@ -122,12 +122,11 @@ class TrialFolder:
         return list(_lines(self.path / METRICS))
 
     def last_line(self) -> str:
-        """The last line that the trial's processes have printed to stderr, or else to stdout."""
-        for name in (STDERR, STDOUT):
-            lines = [line.strip() for line in _tail(self.path / name).splitlines() if line.strip()]
-            if lines:
-                return lines[-1]
-        return ""
+        """The last line that the trial's processes have printed to stderr, or else to stdout; SLURM's own after all."""
+        lines = [line.strip() for name in (STDOUT, STDERR) for line in _tail(self.path / name).splitlines()]
+        lines = [line for line in lines if line]
+        own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
+        return (own or lines or [""])[-1]
 
 
 def encoded(values: Mapping[str, Any]) -> bytes:
