@@ -47,6 +47,8 @@ def play(main: Callable[..., Any], options: Hyperparameters | None, cluster: Sav
         BaseException: what ``main`` raised.
     """
     trial = TrialFolder(here.folder)
+    if any(start.end == "completed" and start.number < here.attempt for start in read_events(trial.events()).attempts):
+        return  # its job was requeued behind its last word
     leads = rank_zero_only.rank == 0
     hparams: Hyperparameters | None = None
     try:
