@@ -41,6 +41,7 @@ WORDS = {
     "datamodule": ("LightningData-", "Module"),
     "launch": ("how ranks", "are started"),
     "supervise": ("who failed first,", "who waits"),
+    "hpc": ("searches, their", "trials on SLURM"),
     "parallel": ("gradients: reducer,", "buckets, hooks"),
     "hooks": ("the hooks of", "a module"),
     "precision": ("number formats", "of a run"),

@@ -55,7 +55,7 @@ def play(main: Callable[..., Any], options: Hyperparameters | None, cluster: Sav
         if leads:
             _begin(trial, here)
         hparams = _values(trial, options, leads)
-        with _heeding(trial, cluster, here, leads):
+        with _signals_acted_on(trial, cluster, here, leads):
             if has_saved(here):
                 cluster.call_load()
             returned = main(hparams, cluster) if takes_cluster(main) else main(hparams)
@@ -177,7 +177,7 @@ def last_words(error: BaseException) -> str:
 
 
 @contextmanager
-def _heeding(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> Iterator[None]:
+def _signals_acted_on(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> Iterator[None]:
     """Heed the signals that say that the job's time is up, or that it has to make room. A fit takes them over.
 
     Where the user's own function saves, or an earlier fit has left a checkpoint, SIGUSR1 and SIGUSR2 have the job put
@@ -195,7 +195,7 @@ def _heeding(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> It
             if leads:
                 trial.note("saved", attempt=here.attempt)
 
-    def heed(number: int) -> None:
+    def act(number: int) -> None:
         nonlocal busy, saved
         if busy:  # schedulers send signals twice
             return
@@ -218,5 +218,5 @@ def _heeding(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> It
             saved = False
         busy = False
 
-    with handling((SIGUSR1, SIGUSR2, SIGTERM), heed, gives_way=True):
+    with handling((SIGUSR1, SIGUSR2, SIGTERM), act, gives_way=True):
         yield
