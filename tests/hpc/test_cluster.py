@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lockstep import Trainer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.hpc import cluster as clusters
@@ -23,6 +24,7 @@ from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.hpc.queue import SlurmRefused
 from lockstep.hpc.search import Search, look
 from lockstep.hpc.trials import TrialFolder, read_events
+from lockstep.testing.models import BoringModel
 from tests.hpc.fake_slurm import FakeSlurm
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -255,6 +257,39 @@ def test_a_trial_calls_the_function_with_its_values(
     assert trial.events()[1]["value"] == 0.25
 
 
+def test_a_trial_keeps_what_the_trainer_logs(
+    tmp_path: Path, trial: TrialFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of each epoch, and of an evaluation after the fit; no other Trainer writes anything."""
+
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train_loss", 1.0 / (self.current_epoch + 1))
+            return super().training_step(batch, batch_idx)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", 0.125)
+
+    def main(hparams: Any) -> None:
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            limit_train_batches=3,
+            limit_test_batches=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Logs())
+        trainer.test(Logs(), verbose=False)
+
+    enter(monkeypatch, trial)
+    of(tmp_path).optimize_parallel_cluster_cpu(main, 3, "job")
+    assert [(line["step"], line["metrics"]["train_loss"]) for line in trial.curves()[:2]] == [(3, 1.0), (6, 0.5)]
+    assert trial.result()["metrics"] == {"train_loss": 0.5, "test_loss": 0.125}
+
+
 def test_of_two_searches_in_a_script_a_trial_plays_its_own(
     tmp_path: Path, trial: TrialFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +354,17 @@ def test_a_start_that_a_newer_one_has_replaced(
     with pytest.raises(RuntimeError, match="has been started anew: attempt 3; here it is 1"):
         of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
     assert [told["event"] for told in trial.events()] == ["started"]
+
+
+def test_a_trial_that_is_requeued_behind_its_last_word_is_not_run_again(
+    tmp_path: Path, trial: TrialFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was lost when the trial had ended and its job had not."""
+    trial.note("started", attempt=0, job="8")
+    trial.note("completed", attempt=0)
+    enter(monkeypatch, trial, SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1")
+    of(tmp_path).optimize_parallel_cluster_cpu(never, 3, "job")
+    assert [told["event"] for told in trial.events()] == ["started", "completed"]
 
 
 def test_a_trial_that_was_preempted_too_often_fails(

@@ -60,13 +60,18 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--at_most", type=int)
+    parser.add_argument("--tasks", type=int, default=1)
+    parser.add_argument("--option", action="append", default=[], help="of sbatch")
     hyperparams = parser.parse_args()
     cluster = SlurmCluster(
         hyperparam_optimizer=hyperparams,
         log_path=hyperparams.log_path,
         per_experiment_nb_nodes=hyperparams.nodes,
-        per_experiment_nb_cpus=3,
+        per_experiment_nb_cpus=3 if hyperparams.tasks == 1 else 2,
         array=hyperparams.at_most is not None,
         at_most=hyperparams.at_most,
     )
+    for option in [f"ntasks-per-node={hyperparams.tasks}", *hyperparams.option]:
+        name, _, value = option.partition("=")
+        cluster.add_slurm_cmd(name, value or None)
     cluster.optimize_parallel_cluster_cpu(main, nb_trials=hyperparams.nb_trials, job_name=hyperparams.name)

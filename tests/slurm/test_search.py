@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -135,26 +136,48 @@ def test_disturbed_trials_end_with_the_bits_of_undisturbed_ones(
         assert made == list(range(1, STEPS + 1))
 
 
-def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(
-    slurm: Lab, tmp_path: Path, undisturbed: Search
-) -> None:
-    """PreemptMode=CANCEL: they go on from their checkpoints, as other jobs."""
+def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(slurm: Lab, tmp_path: Path) -> None:
+    """PreemptMode=CANCEL, where no job may be requeued: they go on from their checkpoints, as other jobs."""
+    two = ["--strategy", "random_search", "--nb_trials", "2"]
     slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=20")
     try:
-        search = submit(slurm, tmp_path, "--pause", "0.5", "--at_most", "3")
-        running = search.trials()[:3]
-        await_steps(running, 8)
-        # no signal but SIGTERM: else the Trainer has the job requeued itself
-        urgent = slurm.folder / "urgent.sh"
+        search = submit(slurm, tmp_path, *two, "--pause", "0.5", "--option", "no-requeue")
+        await_steps(search.trials(), 8)
+        urgent = tmp_path / "urgent.sh"
         urgent.write_text(f"#!/bin/bash\n#SBATCH -p high -N4 --exclusive -o {tmp_path}/urgent\nsleep 3\n")
         slurm.submit(urgent)
-        done = python(slurm, "-m", "lockstep", "trials", str(search.path), "--watch", "1", "--resubmit", "preempted")
-        assert "submitted trial(s)" in done.stderr
-        statuses = await_states(slurm, search, "completed")
-        assert weights(search) == weights(undisturbed)
-        assert sum(len(status.tale.jobs) > 1 for status in statuses) >= 1
+        await_states(slurm, search, "preempted", seconds=120)
+        done = lockstep_trials(slurm, search, "--watch", "1", "--resubmit", "preempted")
+        assert done.stderr.count("submitted trial(s) 0-1 as jobs") == 1
     finally:
         slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
+    statuses = await_states(slurm, search, "completed")
+    assert [(len(status.tale.jobs), status.tale.preemptions) for status in statuses] == [(2, 1), (2, 1)]
+    undisturbed = submit(slurm, tmp_path / "undisturbed", *two)
+    await_states(slurm, undisturbed, "completed")
+    assert weights(search) == weights(undisturbed)
+
+
+def test_a_study_on_two_nodes(slurm: Lab, tmp_path: Path) -> None:
+    """Twelve trials, four at a time, each on two ranks: pruned ones end on both at the same step."""
+    optuna = pytest.importorskip("optuna")
+    ranks = ["--tasks", "2", "--option", "exclude=node[3-4]", "--at_most", "4"]
+    search = submit(slurm, tmp_path, "--strategy", "optuna", "--nb_trials", "12", "--epochs", "6", *ranks)
+    statuses = await_states(slurm, search, "completed", "pruned", seconds=1200)
+    assert "pruned" in {status.state for status in statuses}
+    for status in statuses:
+        ends = sorted(re.findall(r"rank (\d) ends at step (\d+)", (status.trial.path / "stdout").read_text()))
+        assert [rank for rank, _ in ends] == ["0", "1"]
+        assert len({step for _, step in ends}) == 1
+        assert (int(ends[0][1]) < 60) == (status.state == "pruned")
+
+    storage = optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(search.path / "study.journal"))
+    )
+    (name,) = optuna.get_all_study_names(storage)
+    study = optuna.load_study(study_name=name, storage=storage)
+    counts = [trial.state.name.lower().replace("complete", "completed") for trial in study.trials]
+    assert sorted(counts) == sorted(status.state for status in statuses)
 
 
 FAILING = """
@@ -277,6 +300,6 @@ def test_a_thousand_hostile_values_arrive_unchanged(slurm: Lab, tmp_path: Path) 
     await_states(slurm, search, "completed")
     arrived = [json.loads((trial.path / "arrived.json").read_text()) for trial in search.trials()]
     assert [value for part in arrived for value in part] == values
-    assert list(tmp_path.rglob(f"*{INJECTED}*")) == []
+    assert list(tmp_path.rglob(INJECTED)) == []
     assert not Path(INJECTED).exists()
     assert lockstep_trials(slurm, search).stdout.startswith("a $(touch")

@@ -47,13 +47,15 @@ def play(main: Callable[..., Any], options: Hyperparameters | None, cluster: Sav
         BaseException: what ``main`` raised.
     """
     trial = TrialFolder(here.folder)
+    if any(start.end == "completed" and start.number < here.attempt for start in read_events(trial.events()).attempts):
+        return  # its job was requeued behind its last word
     leads = rank_zero_only.rank == 0
     hparams: Hyperparameters | None = None
     try:
         if leads:
             _begin(trial, here)
         hparams = _values(trial, options, leads)
-        with _heeding(trial, cluster, here, leads):
+        with _signals_acted_on(trial, cluster, here, leads):
             if has_saved(here):
                 cluster.call_load()
             returned = main(hparams, cluster) if takes_cluster(main) else main(hparams)
@@ -175,7 +177,7 @@ def last_words(error: BaseException) -> str:
 
 
 @contextmanager
-def _heeding(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> Iterator[None]:
+def _signals_acted_on(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> Iterator[None]:
     """Heed the signals that say that the job's time is up, or that it has to make room. A fit takes them over.
 
     Where the user's own function saves, or an earlier fit has left a checkpoint, SIGUSR1 and SIGUSR2 have the job put
@@ -193,7 +195,7 @@ def _heeding(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> It
             if leads:
                 trial.note("saved", attempt=here.attempt)
 
-    def heed(number: int) -> None:
+    def act(number: int) -> None:
         nonlocal busy, saved
         if busy:  # schedulers send signals twice
             return
@@ -216,5 +218,5 @@ def _heeding(trial: TrialFolder, cluster: Saves, here: Trial, leads: bool) -> It
             saved = False
         busy = False
 
-    with handling((SIGUSR1, SIGUSR2, SIGTERM), heed, gives_way=True):
+    with handling((SIGUSR1, SIGUSR2, SIGTERM), act, gives_way=True):
         yield
