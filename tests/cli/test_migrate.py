@@ -113,7 +113,7 @@ def test_imports(before: str, after: str) -> None:
         ("import pytorch_lightning as pl\npl.__version__", "pl.__version__ is lockstep's version"),
         ("import pytorch_lightning as pl\npl.Trainer.from_argparse_args(args)", r"Trainer\.from_argparse_args\(\) is gone"),
         ("import pytorch_lightning as pl\nlogging.getLogger('pytorch_lightning')", "the text 'pytorch_lightning' names"),
-        ("import pytorch_lightning as pl\nfrom test_tube import SlurmCluster", "SlurmCluster of test_tube: .* TensorBoardLogger"),
+        ("import pytorch_lightning as pl\nfrom test_tube import Experiment", "Experiment of test_tube: .* TensorBoardLogger"),
         ("from pytorch_lightning.metrics import Accuracy", "classification need `task=` today"),
     ],
 )  # fmt: skip
