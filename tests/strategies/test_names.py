@@ -55,11 +55,11 @@ class OfAllDevices(SingleDeviceStrategy):
 
 
 def test_a_row_takes_a_name_out_of_the_refused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MisconfigurationException, match="deepspeed"):
-        make_strategy("deepspeed", 1)
-    monkeypatch.setitem(NAMES, "deepspeed", (OfAllDevices, {}))
-    assert type(make_strategy("deepspeed", 1)) is OfAllDevices
-    assert drives_all_devices("deepspeed")
+    with pytest.raises(MisconfigurationException, match="xla"):
+        make_strategy("xla", 1)
+    monkeypatch.setitem(NAMES, "xla", (OfAllDevices, {}))
+    assert type(make_strategy("xla", 1)) is OfAllDevices
+    assert drives_all_devices("xla")
     assert not drives_all_devices("ddp")
 
 
