@@ -110,6 +110,36 @@ def test_bfloat16_trains_within_its_rounding(ranks: RankPool, how: str) -> None:
         assert report, report
 
 
+class Looked(Deep):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.losses(batch[0]).mean(), on_epoch=True)
+
+
+def looked_at(strategy: str) -> list[float]:
+    """A fit with evaluations in its middle, one after it, another fit of the same module, and one with its weights."""
+    torch.manual_seed(5)
+    module, found = Looked(), []
+    flags: dict[str, Any] = {"strategy": strategy, "devices": 2, "max_epochs": 2, "val_check_interval": 2}
+    trainer = quiet(**flags)
+    trainer.fit(module, rows(16)(2), rows(9, shuffle=False)(2))
+    found.append(float(trainer.callback_metrics["val"]))
+    found.append(trainer.validate(module, rows(9, shuffle=False)(2), verbose=False)[0]["val"])
+    again = quiet(**flags)
+    again.fit(module, rows(16)(2), rows(9, shuffle=False)(2))
+    found.append(float(again.callback_metrics["val"]))
+    found += [value.double().sum().item() for _, value, _ in again.strategy.whole_parameters()]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", "deepspeed_stage_3"])
+def test_a_module_is_evaluated_and_trained_again(ranks: RankPool, strategy: str) -> None:
+    expected = ranks(2).run(looked_at, "ddp")
+    found = ranks(2).run(looked_at, strategy, timeout=200)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        assert mine[0] == pytest.approx(mine[1], rel=1e-5)
+
+
 # -- names, and one owner for each setting -------------------------------------------------------------------
 
 
@@ -166,7 +196,7 @@ AT_ODDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, {}, r'"momentum": 0.5.*SGD\(momentum=0.9\)'),
     ({"train_batch_size": 8}, {}, r'"train_batch_size": 8.*batch_size=4, which makes 4'),
     ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "norm of the whole gradient alone"),
-    ({}, {"precision": "16-mixed"}, r'use precision="bf16-mixed"'),
+    ({}, {"precision": "16-mixed"}, r'use Trainer\(precision="bf16-mixed"\)'),
     ({}, {"precision": "64-true"}, "float32"),
 ]
 

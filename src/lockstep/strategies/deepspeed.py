@@ -205,15 +205,10 @@ class DeepSpeedStrategy(RankedStrategy):
                 f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32: '
                 f"choose one of {', '.join(settings.PRECISIONS)}."
             )
-        if precision.name.startswith("16") and device.type == "cpu":
-            raise MisconfigurationException(
-                f'Trainer(precision="{precision.name}", strategy="deepspeed", accelerator="cpu"): DeepSpeed does not '
-                'compute in float16 on a CPU: use precision="bf16-mixed", or a GPU.'
-            )
+        settings.of_precision(self._config, precision.name, device.type)
         if precision.scaler is not None:
             precision = copy(precision)
             precision.scaler = None
-        settings.of_precision(self._config, precision.name)
         super().connect(world, device, precision)
 
     def setup_environment(self) -> None:
@@ -268,10 +263,29 @@ class DeepSpeedStrategy(RankedStrategy):
                 parameter.data = parameter.data.to(self.root_device)
             comm.broadcast_tensors([parameter.data for parameter in parameters], 0, None)
         self._built = None
+        self._choose_recomputation()
         self._begin_recomputation()
         self._watch_no_more()
         self._late = LateParameters(module)
         self._watch_buffers()
+
+    def _choose_recomputation(self) -> None:
+        """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
+        block = self._config.get("activation_checkpointing", {})
+        on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
+        if not on:
+            return
+        if package.uses_checkpointing(self.module):
+            package.configure_checkpointing(block)
+            rank_zero_info(f"DeepSpeed: layers that call deepspeed.checkpointing are recomputed ({', '.join(on)}).")
+        elif not self._recomputation.is_on:
+            self._recompute(True, None, None)
+            rank_zero_info(
+                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing, so the repeated blocks are "
+                "recomputed as by activation_checkpointing=True."
+            )
+        if "partition_activations" in on:
+            rank_zero_info("DeepSpeed: partition_activations has no effect without model parallelism.")
 
     @property
     def _dtype(self) -> torch.dtype | None:

@@ -260,14 +260,27 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
 # -- the Trainer's flags -------------------------------------------------------------------------------------
 
 
-def of_precision(config: Config, precision: str) -> None:
+def of_precision(config: Config, precision: str, device: str) -> None:
     """Let the config say the Trainer's precision.
+
+    Args:
+        device: type of the run's.
 
     Raises:
         MisconfigurationException: it says another.
     """
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
+    if device == "cpu" and ((config.get("fp16") or {}).get("enabled") is True or precision.startswith("16")):
+        place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
+        said = (
+            place
+            if precision.startswith("16")
+            else f"DeepSpeedStrategy(config=...): {shown(('fp16', 'enabled'), True)}"
+        )
+        raise MisconfigurationException(
+            f'{said}: DeepSpeed does not compute in float16 on a CPU: use Trainer(precision="bf16-mixed"), or a GPU.'
+        )
     wanted = PRECISIONS[precision]
     for block in ("fp16", "bf16"):
         enabled = (config.get(block) or {}).get("enabled")

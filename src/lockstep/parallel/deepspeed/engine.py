@@ -188,7 +188,8 @@ class ZeroEngine:
 
     def step(self) -> None:
         """Update the parameters by the window's gradients. Collective."""
-        for mine, theirs in self._groups:
+        for number, theirs in self._groups.items():  # loading a state makes the optimizer's groups anew
+            mine = self.optimizer.param_groups[number]
             theirs.update({key: value for key, value in mine.items() if key != "params"})
         try:
             self.engine.step()
@@ -380,16 +381,16 @@ def _is_flat(value: object, piece: Piece) -> bool:
     return isinstance(value, Tensor) and value.shape == piece.flat.shape and value.dim() == 1
 
 
-def _copy_of(optimizer: Optimizer) -> tuple[Optimizer, list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """An optimizer like the given one, of the trained parameters; and its groups, each beside the given one's."""
+def _copy_of(optimizer: Optimizer) -> tuple[Optimizer, dict[int, dict[str, Any]]]:
+    """An optimizer like the given one, of the trained parameters; and its groups by the number of the given one's."""
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update({key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")})
-    groups = []
-    for group in optimizer.param_groups:
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
         trained = [p for p in group["params"] if p.requires_grad]
         if trained:
-            groups.append((group, {**group, "params": trained}))
-    made.param_groups = [theirs for _, theirs in groups]
+            groups[number] = {**group, "params": trained}
+    made.param_groups = list(groups.values())
     made.state = defaultdict(dict)
     return made, groups
 

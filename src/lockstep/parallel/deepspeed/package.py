@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,7 @@ def _compiled_later() -> Iterator[None]:
 
         return call
 
-    torch.compile = later
+    torch.compile = later  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -139,6 +139,36 @@ def zero_keys() -> list[str]:
 
     fields = DeepSpeedZeroConfig.model_fields
     return sorted({name for key, field in fields.items() for name in (key, field.alias) if name})
+
+
+def uses_checkpointing(module: torch.nn.Module) -> bool:
+    """Whether a layer's ``forward`` names ``deepspeed.checkpointing``, or its function ``checkpoint``."""
+    import deepspeed
+
+    own = (deepspeed.checkpointing, deepspeed.checkpointing.checkpoint)
+    for layer in module.modules():
+        forward = type(layer).forward
+        code = getattr(forward, "__code__", None)
+        if code is None:
+            continue
+        if {"deepspeed", "checkpointing"} <= set(code.co_names):
+            return True
+        known = forward.__globals__
+        if any(known.get(name) is each for name in code.co_names for each in own):
+            return True
+    return False
+
+
+def configure_checkpointing(block: Mapping[str, Any]) -> None:
+    """Let ``deepspeed.checkpointing`` work as the config's block says; nothing is cut without model parallelism."""
+    import deepspeed
+
+    deepspeed.checkpointing.configure(
+        None,
+        partition_activations=False,
+        checkpoint_in_cpu=bool(block.get("cpu_checkpointing")),
+        synchronize=bool(block.get("synchronize_checkpoint_boundary")),
+    )
 
 
 def _accelerator(kind: str) -> Any:
