@@ -84,8 +84,8 @@ CHECKPOINTING = (
     *("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints"),
     *("synchronize_checkpoint_boundary", "profile"),
 )
-PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
-"""The Trainer's precisions, and the block of the config that stands for each."""
+PRECISIONS = {"32-true": None, "bf16-mixed": None, "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+"""The Trainer's precisions, and the block of the config that each stands for; None: parameters in float32."""
 
 Config = dict[str, Any]
 
@@ -285,8 +285,8 @@ def of_precision(config: Config, precision: str, device: str) -> None:
     for block in ("fp16", "bf16"):
         enabled = (config.get(block) or {}).get("enabled")
         if enabled is not None and enabled != "auto" and bool(enabled) != (block == wanted):
-            flag = {"fp16": "16-mixed", "bf16": "bf16-mixed"}[block]
-            fits = f'Trainer(precision="{flag}")' if enabled else f'Trainer(precision="32-true") without {block}'
+            flag = {"fp16": "16-mixed", "bf16": "bf16-true"}[block]
+            fits = f'Trainer(precision="{flag}")' if enabled else 'Trainer(precision="32-true")'
             raise refuse(
                 shown((block, "enabled"), enabled),
                 f'Trainer(precision="{precision}") says otherwise: give {fits}, or leave the block out of the config',
