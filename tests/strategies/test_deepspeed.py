@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.deepspeed import package
 from lockstep.parallel.memory import MemoryUse
 from lockstep.strategies import deepspeed_config as settings
 from lockstep.strategies.table import NAMES, make_strategy
@@ -228,6 +229,11 @@ AT_ODDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, {}, r'"momentum": 0.5.*SGD\(momentum=0.9\)'),
     ({"train_batch_size": 8}, {}, r'"train_batch_size": 8.*batch_size=4, which makes 4'),
     ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "norm of the whole gradient alone"),
+    (
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        {},
+        "nvme_path=None: give by nvme_path a folder",
+    ),
     ({}, {"precision": "16-mixed"}, r'use Trainer\(precision="bf16-mixed"\)'),
     ({}, {"precision": "64-true"}, "float32"),
 ]
@@ -238,6 +244,22 @@ def test_a_config_that_says_otherwise_is_refused_with_both_places(ranks: RankPoo
     (found,) = ranks(1).run(errors, cases, timeout=200)
     for text, (_, _, message) in zip(found, AT_ODDS, strict=True):
         assert re.search(message, text), text
+
+
+def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:
+    """A later build waited for it for ever; a build that runs holds it open."""
+    lock = tmp_path / "lock"
+    with lock.open("w"):
+        assert not package.remove_stale_lock(tmp_path)
+    assert package.remove_stale_lock(tmp_path)
+    assert not lock.exists()
+    assert not package.remove_stale_lock(tmp_path)
+
+
+def test_a_build_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(MisconfigurationException, match=r"'cpu_adam', and there is no C\+\+ compiler"):
+        package.check_compiler("cpu_adam")
 
 
 def test_numbers_like_2e8_are_whole_and_arguments_fill_the_config() -> None:

@@ -218,6 +218,12 @@ class DeepSpeedStrategy(RankedStrategy):
         self._call.enter_context(told_local_rank(self.world.local_rank))
         self._call.enter_context(package.prepared(self.root_device, self._level))
         settings.check_keys(self._user, package.zero_keys())
+        path = settings.disk(self._config)
+        if path is not None and not package.can_use_disks():
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed uses disks by libaio, which is not there: "
+                'install it with its headers (libaio-dev), or offload to the "cpu".'
+            )
 
     @contextmanager
     def building(self, module: LightningModule) -> Iterator[None]:

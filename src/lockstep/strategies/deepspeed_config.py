@@ -257,6 +257,26 @@ def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: M
                 _put(block, (key,), arguments[argument], f"{argument}={arguments[argument]!r}")
 
 
+def disk(config: Mapping[str, Any]) -> str | None:
+    """The folder to which states or parameters are offloaded; None: none is.
+
+    Raises:
+        MisconfigurationException: it is not named, or there is no such folder.
+    """
+    for key in ("offload_optimizer", "offload_param"):
+        block = config[ZERO].get(key) or {}
+        if block.get("device") == "nvme":
+            path = block.get("nvme_path")
+            if path is None or not Path(path).is_dir():
+                said = shown((ZERO, key, "device"), "nvme")
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy: {said}, nvme_path={path!r}: give by nvme_path a folder that is there, on a "
+                    "fast disk."
+                )
+            return str(path)
+    return None
+
+
 # -- the Trainer's flags -------------------------------------------------------------------------------------
 
 

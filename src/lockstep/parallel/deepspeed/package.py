@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import DEEPSPEED_BUILDS, DEEPSPEED_WARNINGS
 from lockstep.ground.rank import log
 
@@ -228,6 +230,7 @@ def _builds_watched() -> Iterator[None]:
         if folder is not None:
             remove_stale_lock(folder)
             if not any(folder.glob("*.so")):
+                check_compiler(self.name)
                 log.info(f"DeepSpeed builds its extension {self.name!r}: this takes half a minute, once.")
         return own(self, verbose)
 
@@ -237,6 +240,30 @@ def _builds_watched() -> Iterator[None]:
             yield
         finally:
             OpBuilder.jit_load = own
+
+
+def check_compiler(name: str) -> None:
+    """Refuse to build an extension where nothing can.
+
+    Raises:
+        MisconfigurationException: torch finds no C++ compiler.
+    """
+    from torch.utils import cpp_extension
+
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        raise MisconfigurationException(
+            f"DeepSpeed has to build its extension {name!r}, and there is no C++ compiler ({compiler!r}): install one "
+            "(g++), or use torch.optim.AdamW in the place of DeepSpeed's own optimizers."
+        )
+
+
+def can_use_disks() -> bool:
+    """Whether DeepSpeed can keep states on a disk here: its extension for that needs libaio and its headers."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with _quiet():
+        return bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
 def build_folder(name: str) -> Path | None:
