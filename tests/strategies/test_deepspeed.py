@@ -290,6 +290,15 @@ class Manual(Plain):
         self.automatic_optimization = False
 
 
+class Thaws(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].weight.requires_grad_(True)
+
+
 class Wide(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -301,6 +310,7 @@ REFUSED = [
     (LineSearch, "DeepSpeedStrategy with LBFGS"),
     (Manual, "automatic_optimization=False"),
     (Wide, "is torch.float64"),
+    (Thaws, "parameter 'net.0.weight' would not be trained"),
 ]
 
 

@@ -48,6 +48,11 @@ LATE = (
     "rank {rank}: parameter {name!r} came after DeepSpeed had taken over the module's: make it in `__init__` or in "
     "`configure_model`"
 )
+THAWED = (
+    "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
+    "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
+    'group with lr=0.0 until its time, say; or use strategy="fsdp".'
+)
 GAP = (
     "Under DeepSpeed ranks reduce each gradient together, and rank {rank} has no samples of loader {loader} in a "
     "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
@@ -415,6 +420,13 @@ class DeepSpeedStrategy(RankedStrategy):
             "DeepSpeedStrategy: other optimizers were put in the place of those of `configure_optimizers` in the "
             "middle of a fit. Change their param_groups instead."
         )
+
+    def epoch_begins(self) -> None:
+        """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
+        self._check_late()
+        name = None if self._zero is None else self._zero.untrained()
+        if name is not None:
+            raise MisconfigurationException(THAWED.format(name=name))
 
     def end_training(self) -> None:
         """Leave every rank with rank 0's buffers."""

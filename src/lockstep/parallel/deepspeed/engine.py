@@ -198,6 +198,18 @@ class ZeroEngine:
         self.has_gradients = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks whether it came after a step
 
+    def untrained(self) -> str | None:
+        """The name of a parameter of the optimizer that needs gradients by now, and that the engine does not know."""
+        known = self._ids()
+        late = [
+            id(p)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad and id(p) not in known
+        ]
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return names.get(late[0], "") if late else None
+
     def zero_grad(self) -> None:
         """Drop what backwards have left."""
         self.has_gradients = False
