@@ -17,6 +17,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.deepspeed import package
 from lockstep.parallel.memory import MemoryUse
 from lockstep.strategies import deepspeed_config as settings
+from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.strategies.table import NAMES, make_strategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, Weighted, rows
@@ -26,9 +27,6 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed"),
 ]
-
-if find_spec("deepspeed") is not None:
-    from lockstep.strategies.deepspeed import DeepSpeedStrategy
 
 OFFLOADS: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},

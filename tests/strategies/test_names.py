@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.deepspeed import package
 from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.table import NAMES, REFUSED, drives_all_devices, make_strategy
@@ -41,6 +42,12 @@ def test_a_strategy_for_one_rank_is_refused_for_several() -> None:
 def test_an_object_is_taken_as_it_is() -> None:
     strategy = DDPStrategy()
     assert make_strategy(strategy, 1) is strategy
+
+
+def test_a_package_that_a_name_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r'needs the package `deepspeed`.*"torch-lockstep\[deepspeed\]"'):
+        make_strategy("deepspeed", 1)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - NAMES.keys()))
