@@ -103,12 +103,12 @@ def test_imports(before: str, after: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from lightning.pytorch.strategies import DeepSpeedStrategy", "DeepSpeedStrategy: DeepSpeed is not built"),
+        ("from lightning.pytorch.plugins import DeepSpeedPrecision", "DeepSpeedPrecision: DeepSpeed needs no precision"),
         ("from lightning.fabric import Fabric", "Fabric: lockstep has no Fabric"),
         ("from pytorch_lightning.loops import *", r"from pytorch_lightning.loops import \*: Lightning's loops are inner"),
         ("from pytorch_lightning.utilities.cloud_io import get", "get: lockstep has no such module"),
         ("from lightning.pytorch import nothing", "nothing: lockstep has nothing of this name"),
-        ("import lightning.pytorch as pl\npl.strategies.DeepSpeedStrategy()", "pl.strategies.DeepSpeedStrategy: DeepSpeed"),
+        ("import lightning.pytorch as pl\npl.strategies.XLAStrategy()", "pl.strategies.XLAStrategy: lockstep runs on CPUs"),
         ("import pytorch_lightning as pl\npl.metrics.Accuracy()", "pl.metrics.Accuracy: metrics are a package of their own"),
         ("import pytorch_lightning as pl\npl.__version__", "pl.__version__ is lockstep's version"),
         ("import pytorch_lightning as pl\npl.Trainer.from_argparse_args(args)", r"Trainer\.from_argparse_args\(\) is gone"),
