@@ -62,6 +62,8 @@ def trainer(flags: str) -> str:
             "import lockstep as pytorch_lightning\ndef f(pytorch_lightning):\n    return pytorch_lightning",
         ),
         ("from lightning.pytorch import Trainer as T", "from lockstep import Trainer as T"),
+        ("from test_tube import HyperOptArgumentParser, SlurmCluster as S", "from lockstep import HyperOptArgumentParser, SlurmCluster as S"),
+        ("from test_tube.hpc import SlurmCluster", "from lockstep import SlurmCluster"),
         ("from lightning import pytorch as pl", "import lockstep as pl"),
         (
             "if True:\n    from lightning import pytorch as pl, Trainer",
