@@ -136,25 +136,26 @@ def test_disturbed_trials_end_with_the_bits_of_undisturbed_ones(
         assert made == list(range(1, STEPS + 1))
 
 
-def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(
-    slurm: Lab, tmp_path: Path, undisturbed: Search
-) -> None:
+def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(slurm: Lab, tmp_path: Path) -> None:
     """PreemptMode=CANCEL, where no job may be requeued: they go on from their checkpoints, as other jobs."""
+    two = ["--strategy", "random_search", "--nb_trials", "2"]
     slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=20")
     try:
-        search = submit(slurm, tmp_path, "--pause", "0.5", "--at_most", "3", "--option", "no-requeue")
-        running = search.trials()[:3]
-        await_steps(running, 8)
+        search = submit(slurm, tmp_path, *two, "--pause", "0.5", "--option", "no-requeue")
+        await_steps(search.trials(), 8)
         urgent = tmp_path / "urgent.sh"
         urgent.write_text(f"#!/bin/bash\n#SBATCH -p high -N4 --exclusive -o {tmp_path}/urgent\nsleep 3\n")
         slurm.submit(urgent)
-        done = python(slurm, "-m", "lockstep", "trials", str(search.path), "--watch", "1", "--resubmit", "preempted")
-        assert "submitted trial(s)" in done.stderr
-        statuses = await_states(slurm, search, "completed")
-        assert weights(search) == weights(undisturbed)
-        assert sum(len(status.tale.jobs) > 1 for status in statuses) >= 1
+        await_states(slurm, search, "preempted", seconds=120)
+        done = lockstep_trials(slurm, search, "--watch", "1", "--resubmit", "preempted")
+        assert done.stderr.count("submitted trial(s) 0-1 as jobs") == 1
     finally:
         slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
+    statuses = await_states(slurm, search, "completed")
+    assert [(len(status.tale.jobs), status.tale.preemptions) for status in statuses] == [(2, 1), (2, 1)]
+    undisturbed = submit(slurm, tmp_path / "undisturbed", *two)
+    await_states(slurm, undisturbed, "completed")
+    assert weights(search) == weights(undisturbed)
 
 
 def test_a_study_on_two_nodes(slurm: Lab, tmp_path: Path) -> None:
