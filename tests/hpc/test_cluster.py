@@ -18,7 +18,7 @@ from lockstep import Trainer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.hpc import cluster as clusters
-from lockstep.hpc import play
+from lockstep.hpc import trial_process
 from lockstep.hpc.cluster import SlurmCluster
 from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters
 from lockstep.hpc.queue import SlurmRefused
@@ -485,7 +485,7 @@ def test_what_main_may_look_like() -> None:
     def named(hparams: Any, cluster: Any = None) -> None: ...
     def anything(*args: Any) -> None: ...
 
-    assert [play.takes_cluster(each) for each in (page, both, optional, named, anything)] == [
+    assert [trial_process.takes_cluster(each) for each in (page, both, optional, named, anything)] == [
         False, True, False, True, True,
     ]  # fmt: skip
 

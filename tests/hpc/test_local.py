@@ -168,7 +168,7 @@ def test_a_process_for_each_trial(tmp_path: Path) -> None:
     assert "SIGKILL" in found[2].error
     folders = [TrialFolder.of(tmp_path, number) for number in range(3)]
     assert (folders[1].path / "stdout").read_text() == f"trial {json.dumps(hostile)}\n"
-    assert [tale.last.end for tale in map(read_events, (each.events() for each in folders)) if tale.last] == [
+    assert [history.last.end for history in map(read_events, (each.events() for each in folders)) if history.last] == [
         "failed", "completed", "failed",
     ]  # fmt: skip
 

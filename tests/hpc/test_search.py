@@ -102,7 +102,7 @@ def test_restarts_are_limited_apart_for_preemptions_and_failures(tmp_path: Path,
         trial.note(**{name: value for name, value in each.items() if name not in ("time", "host")})
     slurm.says("squeue", "6|FAILED||\n")
     status = look(Search(tmp_path))[0][0]
-    assert (status.state, status.tale.preemptions, status.tale.failures) == ("failed", 1, 2)
+    assert (status.state, status.history.preemptions, status.history.failures) == ("failed", 1, 2)
     assert exhausted(status, Limits(preemptions=1, failures=3)) == ""
     assert exhausted(status, Limits(failures=2)) == "trial 0 has failed 2 time(s), max_failures is 2"
     assert exhausted(status, Limits(preemptions=0)) == "trial 0 was preempted 1 time(s), max_preemptions is 0"

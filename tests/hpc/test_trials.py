@@ -88,26 +88,26 @@ def started(attempt: int, moment: float, **more: object) -> dict[str, object]:
 
 
 def test_a_start_without_a_last_word_and_another_one_is_a_preemption() -> None:
-    tale = read_events([started(0, 1.0), started(1, 10.0), {"event": "completed", "time": 15.0, "attempt": 1}])
-    assert (tale.restarts, tale.preemptions, tale.failures) == (1, 1, 0)
-    assert tale.last is not None
-    assert (tale.last.end, tale.last.host) == ("completed", "node1")
-    assert tale.seconds == 5.0
+    history = read_events([started(0, 1.0), started(1, 10.0), {"event": "completed", "time": 15.0, "attempt": 1}])
+    assert (history.restarts, history.preemptions, history.failures) == (1, 1, 0)
+    assert history.last is not None
+    assert (history.last.end, history.last.host) == ("completed", "node1")
+    assert history.seconds == 5.0
 
 
 def test_a_start_that_failed_and_was_submitted_anew_is_a_failure() -> None:
     first = [started(0, 1.0), {"event": "failed", "time": 2.0, "attempt": 0, "error": "E"}]
     again = started(1, 3.0, job="6")
     assert read_events(first).failures == 1
-    tale = read_events([*first, again])
-    assert (tale.restarts, tale.preemptions, tale.failures) == (1, 0, 1)
+    history = read_events([*first, again])
+    assert (history.restarts, history.preemptions, history.failures) == (1, 0, 1)
 
 
 def test_a_failure_that_slurm_follows_by_another_start_is_a_preemption() -> None:
     """The ranks that are left raise when a node is lost, before SLURM has the job requeued."""
     failed = {"event": "failed", "time": 2.0, "attempt": 0, "error": "RankFailed: rank 1 is gone"}
-    tale = read_events([started(0, 1.0), failed, started(1, 3.0)])
-    assert (tale.restarts, tale.preemptions, tale.failures) == (1, 1, 0)
+    history = read_events([started(0, 1.0), failed, started(1, 3.0)])
+    assert (history.restarts, history.preemptions, history.failures) == (1, 1, 0)
 
 
 def test_of_the_ranks_failures_the_first_cause_counts() -> None:
@@ -126,10 +126,10 @@ def test_of_the_ranks_failures_the_first_cause_counts() -> None:
 
 def test_words_of_an_earlier_start_that_come_late_belong_to_it() -> None:
     """A node that was cut off goes on and comes to its end, when the trial runs elsewhere."""
-    tale = read_events([started(0, 1.0), started(1, 5.0), {"event": "completed", "time": 6.0, "attempt": 0}])
-    assert tale.last is not None
-    assert tale.last.number == 1
-    assert tale.last.end is None
+    history = read_events([started(0, 1.0), started(1, 5.0), {"event": "completed", "time": 6.0, "attempt": 0}])
+    assert history.last is not None
+    assert history.last.number == 1
+    assert history.last.end is None
 
 
 def test_a_trial_that_was_submitted_anew_waits() -> None:

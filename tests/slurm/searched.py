@@ -15,14 +15,14 @@ from examples.digits import Classifier, Digits
 from lockstep import Trainer, seed_everything
 from lockstep.hpc.cluster import SlurmCluster
 from lockstep.hpc.parser import HyperOptArgumentParser
-from tests.slurm.train import Tale
+from tests.slurm.train import BatchLog
 
 
 def main(hparams: Any) -> float:
     """One trial: rank 0 leaves the hash of the weights in the trial's folder; the validation loss is its value."""
     folder = Path(os.environ["LOCKSTEP_TRIAL"])
     seed_everything(1, workers=True)
-    callbacks: list[Any] = [Tale(folder / "tale", hparams.pause)]
+    callbacks: list[Any] = [BatchLog(folder / "history", hparams.pause)]
     if hparams.strategy == "optuna":
         from lockstep.callbacks import PruneTrial
 

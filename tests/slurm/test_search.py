@@ -71,8 +71,8 @@ def await_states(slurm: Lab, search: Search, *states: str, seconds: float = 600)
 
 
 def steps(trial: TrialFolder) -> int:
-    tale = trial.path / "tale"
-    return tale.read_text().count("\n") if tale.exists() else 0
+    history = trial.path / "history"
+    return history.read_text().count("\n") if history.exists() else 0
 
 
 def await_steps(trials: Sequence[TrialFolder], number: int, seconds: float = 300) -> None:
@@ -129,10 +129,10 @@ def test_disturbed_trials_end_with_the_bits_of_undisturbed_ones(
     fail(last.host)
     statuses = await_states(slurm, search, "completed")
     assert weights(search) == weights(undisturbed)
-    assert all(statuses[number].tale.preemptions >= 1 for number in (0, 1, 2, 5))
-    assert all(status.tale.failures == 0 for status in statuses)
+    assert all(statuses[number].history.preemptions >= 1 for number in (0, 1, 2, 5))
+    assert all(status.history.failures == 0 for status in statuses)
     for number in (0, 1, 2):  # saved at the boundary: no step is made twice
-        made = [int(line.split()[1]) for line in (trials[number].path / "tale").read_text().splitlines()]
+        made = [int(line.split()[1]) for line in (trials[number].path / "history").read_text().splitlines()]
         assert made == list(range(1, STEPS + 1))
 
 
@@ -152,7 +152,7 @@ def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(slurm: La
     finally:
         slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
     statuses = await_states(slurm, search, "completed")
-    assert [(len(status.tale.jobs), status.tale.preemptions) for status in statuses] == [(2, 1), (2, 1)]
+    assert [(len(status.history.jobs), status.history.preemptions) for status in statuses] == [(2, 1), (2, 1)]
     undisturbed = submit(slurm, tmp_path / "undisturbed", *two)
     await_states(slurm, undisturbed, "completed")
     assert weights(search) == weights(undisturbed)
@@ -221,7 +221,7 @@ def test_a_failed_trial_is_failed_in_the_table_and_in_slurm(slurm: Lab, tmp_path
     assert "submitted trial(s) 1-2 as jobs" in said
     statuses = await_states(slurm, search, "completed")
     assert [status.metrics["value"] for status in statuses] == [0, 1, 2]
-    assert [status.tale.failures for status in statuses] == [0, 1, 0]
+    assert [status.history.failures for status in statuses] == [0, 1, 0]
 
 
 def test_cancelled_trials(slurm: Lab, tmp_path: Path) -> None:

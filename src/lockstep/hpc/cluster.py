@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
-from lockstep.hpc import play, queue, sbatch, snapshot
+from lockstep.hpc import queue, sbatch, snapshot, trial_process
 from lockstep.hpc.parser import Hyperparameters
 from lockstep.hpc.sbatch import Batch, Option, Trials
 from lockstep.hpc.search import SCRIPT, SEARCH, Search, submit_trials
@@ -176,7 +176,7 @@ class SlurmCluster:
         """
         self._load = _Function(fn, kwargs or {})
         here = trial_here()
-        if here is not None and play.has_saved(here):
+        if here is not None and trial_process.has_saved(here):
             self.call_load()
 
     @property
@@ -241,7 +241,7 @@ class SlurmCluster:
         call, here = next(_calls), trial_here()
         if here is not None:
             if Search(Path(here.folder).parent).settings().get("call", 0) == call:
-                play.play(main, self.hyperparam_optimizer, self, here)
+                trial_process.run_trial(main, self.hyperparam_optimizer, self, here)
             return
         search = self._search(job_name)
         self._check(nb_trials, gpus)
@@ -331,7 +331,7 @@ class SlurmCluster:
         rank_zero_info(f"lockstep: no SLURM here: the trials run on this machine; see: lockstep trials {search.path}")
 
         def called(hparams: Hyperparameters | None) -> object:
-            return main(hparams, self) if play.takes_cluster(main) else main(hparams)
+            return main(hparams, self) if trial_process.takes_cluster(main) else main(hparams)
 
         options = self.hyperparam_optimizer
         if options is None:

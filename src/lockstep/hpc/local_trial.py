@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.hpc.local import CALL
 from lockstep.hpc.parser import Hyperparameters
-from lockstep.hpc.play import play, takes_cluster
+from lockstep.hpc.trial_process import run_trial, takes_cluster
 from lockstep.launch.attempts import trial_here
 from lockstep.launch.environment import visible_devices
 from lockstep.launch.spawn import unpack
@@ -45,7 +45,7 @@ def main(folder: str) -> None:
     if cluster is None and takes_cluster(function):  # as test-tube calls it on GPUs
         function = partial(_with_devices, function)
     hparams = None if options is None else Hyperparameters.of(options, settings)
-    play(function, hparams, cluster or NoCluster(), here)
+    run_trial(function, hparams, cluster or NoCluster(), here)
 
 
 def _with_devices(function: Callable[..., object], hparams: Hyperparameters) -> object:

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.checkpoint import storage
 from lockstep.hpc import queue
 from lockstep.hpc.queue import Job, SlurmRefused
-from lockstep.hpc.trials import Tale, TrialFolder, folders, read_events
+from lockstep.hpc.trials import TrialFolder, TrialHistory, folders, read_events
 
 SEARCH = "search.json"
 SCRIPT = "job.sh"
@@ -49,7 +49,7 @@ class Status:
     state: str
     error: str
     node: str
-    tale: Tale
+    history: TrialHistory
     values: Mapping[str, Any]
     result: Mapping[str, Any]
 
@@ -117,8 +117,8 @@ def found_at(path: str | os.PathLike[str]) -> list[Search]:
 def look(search: Search) -> tuple[list[Status], str]:
     """How the trials of a search stand; and what kept SLURM from being asked, if something did."""
     trials = search.trials()
-    tales = [read_events(trial.events()) for trial in trials]
-    asked = [tale.jobs[-1] for tale in tales if tale.jobs and not _is_over(tale)]
+    histories = [read_events(trial.events()) for trial in trials]
+    asked = [history.jobs[-1] for history in histories if history.jobs and not _is_over(history)]
     jobs: dict[str, Job] = {}
     trouble = ""
     if asked:
@@ -127,40 +127,40 @@ def look(search: Search) -> tuple[list[Status], str]:
         except SlurmRefused as refused:
             trouble = str(refused)
     return [
-        _status(trial, tale, jobs.get(tale.jobs[-1]) if tale.jobs else None, not trouble)
-        for trial, tale in zip(trials, tales, strict=True)
+        _status(trial, history, jobs.get(history.jobs[-1]) if history.jobs else None, not trouble)
+        for trial, history in zip(trials, histories, strict=True)
     ], trouble
 
 
-def _is_over(tale: Tale) -> bool:
+def _is_over(history: TrialHistory) -> bool:
     """Whether SLURM has nothing to add."""
-    return tale.last is not None and tale.last.end == "completed" and not tale.waits
+    return history.last is not None and history.last.end == "completed" and not history.waits
 
 
-def _status(trial: TrialFolder, tale: Tale, job: Job | None, asked: bool) -> Status:
-    state, error = state_of(tale, job, asked)
+def _status(trial: TrialFolder, history: TrialHistory, job: Job | None, asked: bool) -> Status:
+    state, error = state_of(history, job, asked)
     if state == FAILED and not error:
         error = trial.last_line()
-    node = tale.last.host if tale.last is not None and not tale.waits else ""
+    node = history.last.host if history.last is not None and not history.waits else ""
     if job is not None and not node:
         node = job.nodes
-    if state == FAILED and not error and tale.last is None:
+    if state == FAILED and not error and history.last is None:
         error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
-    return Status(trial, state, error, node, tale, trial.values() or {}, trial.result())
+    return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
 
 
-def state_of(tale: Tale, job: Job | None, asked: bool = True) -> tuple[str, str]:
+def state_of(history: TrialHistory, job: Job | None, asked: bool = True) -> tuple[str, str]:
     """The state of a trial, and why it failed or waits.
 
     Only its own last word makes it "completed". A failure that SLURM answers by another start, or that comes from a
     node that was lost, is a preemption.
 
     Args:
-        tale: what its events say.
+        history: what its events say.
         job: what SLURM says of its newest job; None: it does not know it.
         asked: whether SLURM could be asked.
     """
-    last = None if tale.waits else tale.last
+    last = None if history.waits else history.last
     known = "" if job is None else job.state
     if last is not None and last.end == "completed":
         return (PRUNED if last.pruned else COMPLETED), ""
@@ -172,11 +172,11 @@ def state_of(tale: Tale, job: Job | None, asked: bool = True) -> tuple[str, str]
         return FAILED, last.error
     if known in _RUNS:
         return RUNNING, ""
-    if tale.cancelled or known == "CANCELLED":
+    if history.cancelled or known == "CANCELLED":
         return CANCELLED, ""
     if last is not None and last.job is None:  # a process on this machine
         return RUNNING, ""
-    if not tale.jobs:
+    if not history.jobs:
         return UNSUBMITTED, ""
     return _without_word(last is None, known, job, asked)
 
@@ -270,8 +270,8 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
     Raises:
         SlurmRefused: in scancel's own words.
     """
-    chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.tale.jobs]
-    queue.cancel(status.tale.jobs[-1] for status in chosen)
+    chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.jobs]
+    queue.cancel(status.history.jobs[-1] for status in chosen)
     for status in chosen:
         status.trial.note("cancelled")
     return [status.trial for status in chosen]
@@ -279,10 +279,10 @@ def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
 
 def exhausted(status: Status, limits: Limits) -> str:
     """Why a trial is not to be started again; empty if it may be."""
-    tale = status.tale
-    lost = tale.preemptions + (status.state == PREEMPTED)
-    if status.state == FAILED and tale.failures >= limits.failures:
-        return f"trial {status.trial.number} has failed {tale.failures} time(s), max_failures is {limits.failures}"
+    history = status.history
+    lost = history.preemptions + (status.state == PREEMPTED)
+    if status.state == FAILED and history.failures >= limits.failures:
+        return f"trial {status.trial.number} has failed {history.failures} time(s), max_failures is {limits.failures}"
     if lost > limits.preemptions:
         return f"trial {status.trial.number} was preempted {lost} time(s), max_preemptions is {limits.preemptions}"
     return ""

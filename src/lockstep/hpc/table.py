@@ -88,7 +88,7 @@ def best(statuses: Sequence[Status], order: Order | None) -> Status | None:
 
 def seconds(status: Status, now: float | None = None) -> float:
     """Time that a trial has run for, over all its starts, as far as that is known."""
-    last = status.tale.last
+    last = status.history.last
     if last is None:
         return 0.0
     until = last.last
@@ -96,7 +96,7 @@ def seconds(status: Status, now: float | None = None) -> float:
         until = time.time() if now is None else now
     elif last.end is None:
         until = max(until, float(status.result.get("time", 0.0)))
-    return status.tale.seconds - (last.last - last.began) + max(0.0, until - last.began)
+    return status.history.seconds - (last.last - last.began) + max(0.0, until - last.began)
 
 
 # -- text ----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def text(name: str, statuses: Sequence[Status], order: Order | None, everything:
         row = [str(status.trial.number), status.state]
         row += [_cell(status.values[name]) if name in status.values else "" for name in values]
         row += [_cell(status.metrics[name]) if name in status.metrics else "" for name in metrics]
-        row += [status.node, str(status.tale.restarts), f"{seconds(status):.0f}"]
+        row += [status.node, str(status.history.restarts), f"{seconds(status):.0f}"]
         rows.append([*row, *([_printable(status.error)] if has_why else [])])
     lines = [heading, *_aligned(rows, {1, len(heads) - 3, len(heads)})]
     if left_out:
@@ -170,10 +170,10 @@ def as_dict(search: str, status: Status) -> dict[str, Any]:
         "values": _finite(status.values),
         "metrics": _finite(status.metrics),
         "node": status.node,
-        "job": status.tale.jobs[-1] if status.tale.jobs else None,
-        "restarts": status.tale.restarts,
-        "preemptions": status.tale.preemptions,
-        "failures": status.tale.failures,
+        "job": status.history.jobs[-1] if status.history.jobs else None,
+        "restarts": status.history.restarts,
+        "preemptions": status.history.preemptions,
+        "failures": status.history.failures,
         "seconds": round(seconds(status), 3),
         "why": status.error,
         "folder": str(status.trial.path),

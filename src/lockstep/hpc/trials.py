@@ -174,7 +174,7 @@ class Attempt:
 
 
 @dataclass
-class Tale:
+class TrialHistory:
     """What a trial's events say, in order.
 
     Attributes:
@@ -223,31 +223,31 @@ class Tale:
         return sum(max(0.0, attempt.last - attempt.began) for attempt in self.attempts)
 
 
-def read_events(events: list[dict[str, Any]]) -> Tale:
-    """The tale of a trial.
+def read_events(events: list[dict[str, Any]]) -> TrialHistory:
+    """The history of a trial.
 
     Ranks each tell of their failure. Of one start, a failure counts before anything else, and of failures the first
     that does not only say that another rank has failed.
     """
-    tale, by_number = Tale(), dict[int, Attempt]()
+    history, by_number = TrialHistory(), dict[int, Attempt]()
     for told in events:
         kind, moment, number = told.get("event"), float(told.get("time", 0.0)), int(told.get("attempt") or 0)
         if kind == "submitted":
-            tale.jobs.append(str(told.get("job")))
-            tale.submitted, tale.cancelled = moment, False
+            history.jobs.append(str(told.get("job")))
+            history.submitted, history.cancelled = moment, False
         elif kind == "cancelled":
-            tale.cancelled = True
+            history.cancelled = True
         elif kind == "started":
             attempt = Attempt(number, told.get("job"), str(told.get("host", "")), moment, moment)
             by_number[number] = attempt
-            tale.attempts.append(attempt)
-            tale.cancelled = False
+            history.attempts.append(attempt)
+            history.cancelled = False
         elif number in by_number:
             attempt = by_number[number]
             attempt.last = max(attempt.last, moment)
             _take_in(attempt, str(kind), told)
-    tale.attempts.sort(key=lambda attempt: attempt.number)
-    return tale
+    history.attempts.sort(key=lambda attempt: attempt.number)
+    return history
 
 
 def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ class Saves(Protocol):
         """Load."""
 
 
-def play(main: Callable[..., Any], options: Hyperparameters | None, cluster: Saves, here: Trial) -> None:
+def run_trial(main: Callable[..., Any], options: Hyperparameters | None, cluster: Saves, here: Trial) -> None:
     """Call ``main(hparams)``, or ``main(hparams, cluster)``, as the trial ``here``.
 
     Rank 0 notes the start and the end; any rank notes its failure. What ``main`` returns is the trial's result: a
@@ -79,19 +79,19 @@ def has_saved(here: Trial) -> bool:
 
 def _begin(trial: TrialFolder, here: Trial) -> None:
     """Note the start, unless there is a newer one or there have been too many."""
-    tale = read_events(trial.events())
-    newest = max((attempt.number for attempt in tale.attempts), default=0)
+    history = read_events(trial.events())
+    newest = max((attempt.number for attempt in history.attempts), default=0)
     if newest > here.attempt:
         raise Superseded(
             f"the trial in {trial.path} has been started anew: attempt {newest}; here it is {here.attempt}"
         )
     trial.note("started", attempt=here.attempt, job=here.job)
-    tale = read_events(trial.events())
+    history = read_events(trial.events())
     most = Search(trial.path.parent).limits.preemptions
-    if tale.preemptions > most:
+    if history.preemptions > most:
         raise MisconfigurationException(
-            f"the trial was preempted {tale.preemptions} times, max_preemptions is {most}: give SlurmCluster a higher "
-            "one, or see why it never comes to its end"
+            f"the trial was preempted {history.preemptions} times, max_preemptions is {most}: give SlurmCluster a "
+            "higher one, or see why it never comes to its end"
         )
 
 
