@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.tree import tensors_in
-from lockstep.parallel.deepspeed.partition import is_partitioned, lean_linear, span
+from lockstep.parallel.deepspeed.partition import align_numbers, is_partitioned, lean_linear, span
 
 
 class Door(nn.Module):
@@ -98,6 +98,7 @@ class ZeroEngine:
         door = Door(module)
         rounds = any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16"))
         before = {id(p): p.data for p in module.parameters() if rounds and not is_partitioned(p)}
+        align_numbers()
         with _values_alike():
             self.engine: Any = deepspeed.initialize(model=door, optimizer=self._inner, config=dict(config))[0]
         self.zero: Any = self.engine.optimizer
@@ -430,6 +431,7 @@ def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., An
     """What calls a method of a module in partitions that nobody trains, with layers gathered. Collective."""
     import deepspeed
 
+    align_numbers()
     engine: Any = deepspeed.initialize(model=Door(module), config=dict(config))[0]
 
     def run(fn: Callable[..., Any], *args: object) -> Any:

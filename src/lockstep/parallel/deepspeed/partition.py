@@ -53,6 +53,7 @@ def partition(
     import deepspeed
 
     rank, world = comm.rank(), comm.world_size()
+    align_numbers()
     init = deepspeed.zero.Init(config_dict_or_path=dict(config), enabled=True)
     exact: dict[int, Tensor] = {}
     for layer in reversed(list(module.modules())):
@@ -70,6 +71,19 @@ def partition(
             cut: Any = parameter
             cut.partition()
     return exact
+
+
+def align_numbers() -> None:
+    """Let all ranks number layers and parameters alike, which DeepSpeed compares; collective.
+
+    It counts on from engine to engine, and a rank may have had more of them than others.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    (layers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    largest = comm.all_reduce(torch.tensor([layers[0], Init.param_id]), "max").tolist()
+    layers[0], Init.param_id = largest
 
 
 def put(parameter: Any, value: Tensor) -> None:
