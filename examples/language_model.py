@@ -3,6 +3,7 @@
     python examples/language_model.py
     python examples/language_model.py --devices 2 --steps 150
     python examples/language_model.py --devices 2 --strategy fsdp:SHARD_GRAD_OP
+    python examples/language_model.py --devices 2 --strategy deepspeed_stage_3_offload
     python examples/language_model.py --devices 4 --strategy model_parallel
 
 The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minute on one core.
@@ -176,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of the standard library.")
     parser.add_argument("--devices", type=int, default=1, help="how many processes, or GPUs")
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, fsdp:SHARD_GRAD_OP, model_parallel, ...")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, deepspeed_stage_2, model_parallel, ...")
     parser.add_argument("--precision", default="32-true", help="32-true, 64-true, bf16-mixed or 16-mixed")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="pieces in a batch of one device")

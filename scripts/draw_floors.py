@@ -39,6 +39,7 @@ WORDS = {
     "module": ("Lightning-", "Module"),
     "loggers": ("where logged", "values go"),
     "datamodule": ("LightningData-", "Module"),
+    "hpc": ("searches and", "their trials"),
     "launch": ("how ranks", "are started"),
     "supervise": ("who failed first,", "who waits"),
     "parallel": ("gradients: reducer,", "buckets, hooks"),

@@ -23,6 +23,19 @@ find_python() {
     return 1
 }
 
+# DeepSpeed's setup imports torch and what it is built with, so these are there before it, and it is built among them.
+install_deepspeed() {
+    case ",$1," in
+        *,test,* | *,deepspeed,*) ;;
+        *) return 0 ;;
+    esac
+    local tools="setuptools wheel ninja py-cpuinfo packaging psutil hjson einops msgpack tqdm pydantic numpy"
+    # shellcheck disable=SC2086 # a list of words
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $tools &&
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+            --no-build-isolation --no-deps deepspeed
+}
+
 enter_environment() {
     local extras=$1 stamp wanted python
     stamp=.venv/installed-$extras
@@ -42,6 +55,7 @@ enter_environment() {
     echo "Installing lockstep[$extras] into .venv (some minutes the first time) ..."
     # torch goes first and by its exact version: a bare "torch" would take the newest build, with gigabytes of CUDA.
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
+        install_deepspeed "$extras" &&
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" &&
         printf '%s\n' "$wanted" >"$stamp"
 }

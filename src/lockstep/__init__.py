@@ -1,14 +1,14 @@
 """lockstep: one LightningModule, trained unchanged on one process or on many."""
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Modules live as long as the process, and a full collection in the middle of their import goes through all that torch
 # has made: 60 to 100 ms for nothing.
 collects = gc.isenabled()
 gc.disable()
 try:
-    from lockstep.aliases import install
+    from lockstep.aliases import install, late
     from lockstep.callbacks.base import Callback
     from lockstep.datamodule import LightningDataModule
     from lockstep.ground.device import warn_of_untried_torch
@@ -29,8 +29,18 @@ if TYPE_CHECKING:  # imported when they are asked for
     from lockstep import profilers as profilers
     from lockstep import strategies as strategies
     from lockstep import utilities as utilities
+    from lockstep.hpc.cluster import SlurmCluster as SlurmCluster
+    from lockstep.hpc.parser import HyperOptArgumentParser as HyperOptArgumentParser
 
 del collects
+
+_FILES = {"HyperOptArgumentParser": "hpc.parser", "SlurmCluster": "hpc.cluster"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only a search needs when it is first used."""
+    return late(__name__, _FILES, name)
+
 
 install()
 inherit()
@@ -42,9 +52,11 @@ __all__ = [
     "Callback",
     "DataParallel",
     "DistributedDataParallel",
+    "HyperOptArgumentParser",
     "LightningDataModule",
     "LightningModule",
     "Result",
+    "SlurmCluster",
     "Trainer",
     "seed_everything",
 ]

@@ -59,7 +59,10 @@ ACCELERATOR = Refused(
 )
 DEVICES = Refused("give Trainer(devices=...) a number or a list; torch.cuda.device_count() says how many there are.")
 DEVICE_STATS = Refused("ask torch: torch.cuda.memory_stats(device); or give the Trainer a DeviceStatsMonitor callback.")
-DEEPSPEED = Refused("DeepSpeed is not built in lockstep: use strategy='ddp'.")
+DEEPSPEED_PRECISION = Refused(
+    "DeepSpeed needs no precision plugin in lockstep: Trainer(strategy='deepspeed', precision='bf16-mixed')."
+)
+DEEPSPEED_SUMMARY = Refused("ModelSummary counts parameters in partitions as whole ones.")
 FSDP = Refused("FSDP needs no precision plugin in lockstep: Trainer(strategy='fsdp', precision='bf16-mixed').")
 CONSOLIDATE = Refused("`lockstep checkpoint convert FOLDER FILE` makes one file of a checkpoint in parts.")
 STRATEGY_NAMES = Refused(
@@ -267,12 +270,11 @@ ENGINES: dict[str, Rows | Refused] = {
     "strategies": {
         "ParallelStrategy": PARALLEL_STRATEGY,
         "StrategyRegistry": STRATEGY_NAMES,
-        "DeepSpeedStrategy": DEEPSPEED,
         **_all("HPUParallelStrategy SingleHPUStrategy", HPU),
         **_all("SingleDeviceXLAStrategy SingleTPUStrategy XLAStrategy", TPU),
     },
     "strategies.ddp": {},
-    "strategies.deepspeed": DEEPSPEED,
+    "strategies.deepspeed": {"remove_module_hooks": INNER},
     "strategies.fsdp": {},
     "strategies.launchers": LAUNCHERS,
     "strategies.model_parallel": {},
@@ -289,7 +291,7 @@ PLUGIN_PRECISION: Rows = {
     **_all("DoublePrecision DoublePrecisionPlugin HalfPrecision HalfPrecisionPlugin", PRECISION_NAMES),
     **_all("BitsandbytesPrecision BitsandbytesPrecisionPlugin", QUANTIZED),
     **_all("TransformerEnginePrecision TransformerEnginePrecisionPlugin", QUANTIZED),
-    **_all("DeepSpeedPrecision DeepSpeedPrecisionPlugin", DEEPSPEED),
+    **_all("DeepSpeedPrecision DeepSpeedPrecisionPlugin", DEEPSPEED_PRECISION),
     **_all("FSDPPrecision FSDPPrecisionPlugin FSDPMixedPrecisionPlugin", FSDP),
     **_all("TPUBf16PrecisionPlugin TPUPrecisionPlugin XLABf16PrecisionPlugin", TPU),
     **_all("XLAPrecision XLAPrecisionPlugin", TPU),
@@ -320,7 +322,7 @@ PLUGINS: dict[str, Rows | Refused] = {
     "plugins.precision": PLUGIN_PRECISION,
     "plugins.precision.amp": PRECISION_NAMES,
     "plugins.precision.bitsandbytes": QUANTIZED,
-    "plugins.precision.deepspeed": DEEPSPEED,
+    "plugins.precision.deepspeed": DEEPSPEED_PRECISION,
     "plugins.precision.double": PRECISION_NAMES,
     "plugins.precision.fsdp": FSDP,
     "plugins.precision.half": PRECISION_NAMES,
@@ -347,7 +349,7 @@ UTILITIES: dict[str, Rows | Refused] = {
     "utilities.consolidate_checkpoint": CONSOLIDATE,
     "utilities.data": _all("BType extract_batch_size has_len_all_ranks", BATCH_SIZE)
     | {"suggested_max_num_workers": "data.workers"},
-    "utilities.deepspeed": DEEPSPEED,
+    "utilities.deepspeed": CONSOLIDATE,
     "utilities.enums": {"GradClipAlgorithmType": ENUM},
     "utilities.exceptions": {"SIGTERMException": SIGTERM},
     "utilities.grads": {},
@@ -363,7 +365,7 @@ UTILITIES: dict[str, Rows | Refused] = {
         "get_formatted_model_size": "callbacks.layer_table:readable_size",
         "get_human_readable_count": "callbacks.layer_table:readable_count",
         "parse_batch_shape": "callbacks.layer_table",
-        "DeepSpeedSummary": DEEPSPEED,
+        "DeepSpeedSummary": DEEPSPEED_SUMMARY,
     },
     "utilities.model_summary.model_summary": {
         **_all("LayerSummary ModelSummary parse_batch_shape summarize", "callbacks.layer_table"),
@@ -371,7 +373,7 @@ UTILITIES: dict[str, Rows | Refused] = {
         "get_human_readable_count": "callbacks.layer_table:readable_count",
         **_all("LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE", INNER),
     },
-    "utilities.model_summary.model_summary_deepspeed": DEEPSPEED,
+    "utilities.model_summary.model_summary_deepspeed": DEEPSPEED_SUMMARY,
     "utilities.parameter_tying": _all("find_shared_parameters set_shared_parameters", "ground.parameters"),
     "utilities.parsing": {
         "is_picklable": PICKLE,
@@ -439,7 +441,7 @@ OLD: dict[str, Rows | Refused] = {
         **_all("DDP2Plugin DDPPlugin DDPSpawnPlugin DataParallelPlugin SingleDevicePlugin", BY_STRATEGY),
         **_all("ParallelPlugin TrainingTypePlugin", BY_STRATEGY),
         **_all("DDPFullyShardedPlugin DDPShardedPlugin DDPSpawnShardedPlugin", BY_STRATEGY),
-        "DeepSpeedPlugin": DEEPSPEED,
+        "DeepSpeedPlugin": BY_STRATEGY,
         **_all("ApexMixedPrecisionPlugin NativeMixedPrecisionPlugin", PRECISION_NAMES),
     },
     "plugins.training_type": BY_STRATEGY,

@@ -7,8 +7,9 @@
     %load_ext lockstep.lightning                     # the first cell of a notebook
 
 From then on, in this process and in every Python process that is started from it, ``lightning``, ``pytorch_lightning``,
-``lightning.fabric`` and ``lightning_fabric`` are found by one finder. It makes each of their modules from the table of
-`lockstep.aliases`, or from the rows below: names of Fabric's side, and what third parties read besides.
+``lightning.fabric``, ``lightning_fabric`` and ``test_tube`` are found by one finder. It makes each of their modules
+from the table of `lockstep.aliases`, or from the rows below: names of Fabric's side, of test_tube, and what third
+parties read besides.
 A name that lockstep refuses is
 
 - a class that can be imported, derived from and asked for by ``isinstance``, where it is spelt like a class. Making an
@@ -38,7 +39,18 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.aliases import ENGINES, INNER, MODULES, PLUGIN_IO, PLUGIN_PRECISION, Refused, Rows, _all, resolve
+from lockstep.aliases import (
+    ENGINES,
+    INNER,
+    MODULES,
+    PLUGIN_IO,
+    PLUGIN_PRECISION,
+    Refused,
+    Rows,
+    _all,
+    resolve,
+)
+from lockstep.aliases import TEST_TUBE as EXPERIMENT
 from lockstep.ground.errors import MisconfigurationException, asked_by, refused_class
 from lockstep.ground.hyperparameters import arguments_of_init
 from lockstep.ground.installed import LIGHTNING
@@ -49,6 +61,8 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
 ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
+TEST_TUBE = "test_tube"
+"""The package of 2019 whose parser and cluster scripts for Lightning used; its names are answered, too."""
 
 # -- names that the table of lockstep.aliases has not ---------------------------------------------------------
 
@@ -147,6 +161,18 @@ BESIDES: dict[str, Rows] = {
     "utilities.rank_zero": _all("WarningCache _get_rank", "lightning"),
 }
 """Names of ``lightning.pytorch`` that third parties read, by module; here, since a script of one's own needs none."""
+
+TEST_TUBES: dict[str, Rows] = {
+    "": {
+        "HyperOptArgumentParser": "hpc.parser",
+        "SlurmCluster": "hpc.cluster",
+        **_all("AbstractCluster Experiment", EXPERIMENT),
+    },
+    "argparse_hopt": {"HyperOptArgumentParser": "hpc.parser", "TTNamespace": "hpc.parser:Hyperparameters"},
+    "hpc": {"SlurmCluster": "hpc.cluster", "HyperOptArgumentParser": "hpc.parser", "AbstractCluster": EXPERIMENT},
+    "log": {"Experiment": EXPERIMENT},
+}
+"""Modules of ``test_tube``."""
 
 _PATH = str | os.PathLike[str]
 _DEVICE = torch.device | str | int
@@ -292,7 +318,7 @@ class LightningFinder(MetaPathFinder):
         Raises:
             ModuleNotFoundError: there is nothing by this name; says who asks for it.
         """
-        if fullname.partition(".")[0] not in ROOTS:
+        if fullname.partition(".")[0] not in (*ROOTS, TEST_TUBE):
             return None
         found = _find(fullname)
         if found is None:
@@ -327,6 +353,8 @@ def _find(fullname: str) -> tuple[str | None, Rows | Refused] | None:
         if isinstance(found, Refused):
             return (None, {**besides}) if besides else (None, found)
         return home, {**(found or {}), **besides}
+    if root == TEST_TUBE and path in TEST_TUBES:
+        return None, TEST_TUBES[path]
     if root in ("fabric", "lightning_fabric") and path in FABRICS:
         return None, FABRICS[path]
     return None
@@ -413,7 +441,7 @@ def _put() -> Callable[[], None]:
     def undo() -> None:
         sys.meta_path.remove(finder)
         log.removeFilter(quiet)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in (*ROOTS, TEST_TUBE)]:
             del sys.modules[name]
         take_back()
 

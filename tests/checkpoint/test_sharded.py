@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -611,6 +612,21 @@ def test_no_rank_holds_more_than_its_shards(ranks: RankPool, tmp_path: Path) -> 
 
 
 # -- others' folders, others' readers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_shard_that_is_filled_up_is_written_from_its_own_memory(dtype: torch.dtype) -> None:
+    """torch copied each such shard, and kept the copies until the file was whole."""
+    storage = torch.arange(12).to(dtype)
+    shard = storage[:9].view(3, 3)
+    values, place = shard.clone(), shard.data_ptr()
+    planner = dcp.Planner({"weight": shard, "scalar": torch.tensor(1.0)}, is_zero=True)
+    del storage, shard
+    gc.collect()
+    found = planner.local["weight"]
+    assert found.data_ptr() == place
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert torch.equal(found, values)
 
 
 def test_a_folder_of_torchs_own_gives_its_weights(tmp_path: Path) -> None:

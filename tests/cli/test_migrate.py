@@ -62,6 +62,8 @@ def trainer(flags: str) -> str:
             "import lockstep as pytorch_lightning\ndef f(pytorch_lightning):\n    return pytorch_lightning",
         ),
         ("from lightning.pytorch import Trainer as T", "from lockstep import Trainer as T"),
+        ("from test_tube import HyperOptArgumentParser, SlurmCluster as S", "from lockstep import HyperOptArgumentParser, SlurmCluster as S"),
+        ("from test_tube.hpc import SlurmCluster", "from lockstep import SlurmCluster"),
         ("from lightning import pytorch as pl", "import lockstep as pl"),
         (
             "if True:\n    from lightning import pytorch as pl, Trainer",
@@ -103,17 +105,17 @@ def test_imports(before: str, after: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from lightning.pytorch.strategies import DeepSpeedStrategy", "DeepSpeedStrategy: DeepSpeed is not built"),
+        ("from lightning.pytorch.plugins import DeepSpeedPrecision", "DeepSpeedPrecision: DeepSpeed needs no precision"),
         ("from lightning.fabric import Fabric", "Fabric: lockstep has no Fabric"),
         ("from pytorch_lightning.loops import *", r"from pytorch_lightning.loops import \*: Lightning's loops are inner"),
         ("from pytorch_lightning.utilities.cloud_io import get", "get: lockstep has no such module"),
         ("from lightning.pytorch import nothing", "nothing: lockstep has nothing of this name"),
-        ("import lightning.pytorch as pl\npl.strategies.DeepSpeedStrategy()", "pl.strategies.DeepSpeedStrategy: DeepSpeed"),
+        ("import lightning.pytorch as pl\npl.strategies.XLAStrategy()", "pl.strategies.XLAStrategy: lockstep runs on CPUs"),
         ("import pytorch_lightning as pl\npl.metrics.Accuracy()", "pl.metrics.Accuracy: metrics are a package of their own"),
         ("import pytorch_lightning as pl\npl.__version__", "pl.__version__ is lockstep's version"),
         ("import pytorch_lightning as pl\npl.Trainer.from_argparse_args(args)", r"Trainer\.from_argparse_args\(\) is gone"),
         ("import pytorch_lightning as pl\nlogging.getLogger('pytorch_lightning')", "the text 'pytorch_lightning' names"),
-        ("import pytorch_lightning as pl\nfrom test_tube import SlurmCluster", "SlurmCluster of test_tube: .* TensorBoardLogger"),
+        ("import pytorch_lightning as pl\nfrom test_tube import Experiment", "Experiment of test_tube: .* TensorBoardLogger"),
         ("from pytorch_lightning.metrics import Accuracy", "classification need `task=` today"),
     ],
 )  # fmt: skip

@@ -188,6 +188,7 @@ def unfinished(program: Program, d: Difference, theirs: Record, ours: Record) ->
         or has(program, "EarlyStopping")
         or program.flags.get("max_steps", -1) != -1
         or program.flags.get("fast_dev_run")
+        or any("raised" in facts for _, facts in theirs.ends)
     )
     if ended_early and (d.kind == "rows" or d.name == "content"):
         return same(without_epoch(d.theirs), without_epoch(d.ours))
@@ -520,19 +521,6 @@ def kept_thawed(program: Program, d: Difference, theirs: Record, ours: Record) -
     return shown and all(ours or not theirs for theirs, ours in zip(d.theirs, d.ours, strict=True))
 
 
-def thawed_under_swa(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """A call that ends in an error of SWALR's about a group that came after it."""
-    failed = [call for call, facts in theirs.ends if facts.get("message") == "'swa_lr'"]
-    return bool(failed) and (d.call >= failed[0] or not d.call)
-
-
-def all_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Files of a ModelCheckpoint that keeps all, whose name is the same for each, and which looks at no value."""
-    kept = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_top_k") == -1]
-    alike = any("{" not in part.get("filename", "{") and "monitor" not in part for part in kept)
-    return alike and (d.kind in ("files", "checkpoint") or d.name == "ModelCheckpoint")
-
-
 def traces(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     return d.where == "names" and all(name.endswith(".pt.trace.json") for name in [*d.theirs, *d.ours])
 
@@ -592,7 +580,7 @@ def average_judged(program: Program, d: Difference, theirs: Record, ours: Record
 
 def nothing_to_save(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """What Lightning's OnExceptionCheckpoint saves of a fit whose training has not begun."""
-    began = "callback.on_train_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
+    began = "callback.on_train_epoch_start" in [label for label, _ in by_call(ours.events).get(d.call, [])]
     saves = d.kind == "order" and has(program, "OnExceptionCheckpoint") and not began
     return saves and begins(d.theirs, "on_save_checkpoint") and not d.ours
 

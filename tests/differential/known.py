@@ -15,7 +15,6 @@ from tests.differential.causes import (
     after_exception,
     again,
     algorithm,
-    all_kept,
     average_judged,
     average_put_back,
     before_average,
@@ -52,7 +51,6 @@ from tests.differential.causes import (
     saved_on_exception,
     stopped_at_boundary,
     swa_resumed,
-    thawed_under_swa,
     traces,
     trains_nothing,
     unfinished,
@@ -69,6 +67,7 @@ from tests.differential.causes import (
 from tests.differential.further import program_of
 from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
+from tests.differential.of_callbacks import OF_CALLBACKS
 from tests.differential.of_searches import OF_SEARCHES, SEARCH
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
 from tests.differential.record import same
@@ -148,6 +147,7 @@ TAKEN_OUT = [
 ROWS = [
     *TAKEN_OUT,
     *OF_SEARCHES,
+    *OF_CALLBACKS,
     Row(
         "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
         PAGE,
@@ -159,22 +159,6 @@ ROWS = [
         ),
         kept_thawed,
         then="numbers",
-    ),
-    Row(
-        "Layers that are thawed while SWA sets the rate take its last one; Lightning ends in a KeyError.",
-        PAGE,
-        program_of(10028),
-        thawed_under_swa,
-        then="all",
-    ),
-    Row(
-        "save_top_k=-1 keeps every file, by a version where the name is the same; Lightning, where nothing is "
-        "monitored, has one file, which each save overwrites.",
-        PAGE,
-        replace(
-            PLAIN, callbacks=(("ModelCheckpoint", {"save_top_k": -1, "filename": "best", "every_n_train_steps": 2}),)
-        ),
-        all_kept,
     ),
     Row(
         "WeightAveraging keeps the current weights for a checkpoint that is taken after the fit, and has nothing to "

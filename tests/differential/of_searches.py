@@ -91,6 +91,13 @@ def limited(program: Program, d: Difference, theirs: Record, ours: Record) -> bo
     return bool(failed) and not end(theirs, failed[0]).get("raised") and (d.call >= failed[0] or not d.call)
 
 
+def monitors_what_it_logged(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A call that ends in a monitored name without a value, which in Lightning a search has left there."""
+    words = "no such metric was logged"
+    failed = [call for call, facts in ours.ends if searches(program) and words in str(facts.get("message"))]
+    return bool(failed) and not end(theirs, failed[0]).get("raised") and (d.call >= failed[0] or not d.call)
+
+
 def _of(record: Record, call: str) -> list[str]:
     return [label for label, _ in by_call(record.events).get(call, [])]
 
@@ -267,6 +274,13 @@ OF_SEARCHES = [
             search={"num_training": 2},
         ),
         limited,
+        then="all",
+    ),
+    Row(
+        "A monitored name that only a search has logged is an error; Lightning's search leaves its value there.",
+        PAGE,
+        program_of(10495),
+        monitors_what_it_logged,
         then="all",
     ),
     Row(

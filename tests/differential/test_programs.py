@@ -71,6 +71,7 @@ FOUND = {
     "val_check_interval was refused where there are no training batches": replace(
         PLAIN, flags={**PLAIN.flags, "limit_train_batches": 0, "val_check_interval": 2}
     ),
+    "values were gone where LearningRateMonitor watched a module without optimizers": program_of(10241),
     "what a hook logged was not in the metrics that the next one looked at": replace(
         PLAIN, logs=(LOSS, Log("on_train_epoch_end", "a", "callback", {}), Log("on_train_start", "b", "callback", {}))
     ),

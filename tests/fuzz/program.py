@@ -381,7 +381,12 @@ class Fuzzed(LightningModule):
             self.register_buffer(f"shift{number}", self._fresh(1, seed=seed))
             self.shifts.append(f"shift{number}")
         elif kind == "assign state":
-            state = {name: value.clone() + 0.01 * self._rank for name, value in self.state_dict().items()}
+            # of buffers that ranks change within a window, rank 0's count from the next window on, as under torch's DDP
+            alike = {name for name, _ in self.named_buffers()} if self.program.accumulate > 1 else set()
+            state = {
+                name: value.clone() + (0.0 if name in alike else 0.01 * self._rank)
+                for name, value in self.state_dict().items()
+            }
             self.load_state_dict(state, assign=True)
 
     def on_after_backward(self) -> None:

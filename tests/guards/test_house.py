@@ -27,6 +27,7 @@ FLOORS = {
     "loggers": 2,
     "launch": 2,
     "supervise": 2,
+    "hpc": 2,
     "module": 2,
     "hooks": 2,
     "datamodule": 2,
@@ -40,7 +41,7 @@ FLOORS = {
     "__main__": 6,
 }
 # Stand beside the house. Only the testing part may import from any floor; nobody inside imports any of them.
-APART = {"aliases", "lightning", "testing", "hpc"}
+APART = {"aliases", "lightning", "testing"}
 FACES = {
     "lockstep",
     "lockstep.callbacks",

@@ -45,6 +45,24 @@ def test_the_first_attempt_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trial_that_is_submitted_anew_goes_on_as_another_job(tmp_path: Path) -> None:
+    """Its file lies in the trial's folder, whatever `default_root_dir` is; its starts are counted over all jobs."""
+    trial = tmp_path / "trial_0000"
+    trial.mkdir()
+    first = job(tmp_path, LOCKSTEP_TRIAL=str(trial))
+    (tmp_path / "a.ckpt").touch()
+    first.enter()
+    first.saved(str(tmp_path / "a.ckpt"), 1)
+    again = job(tmp_path, SLURM_JOB_ID="9", LOCKSTEP_TRIAL=str(trial), LOCKSTEP_TRIAL_STARTS="1")
+    again.enter()
+    assert again.newest(1) == str(tmp_path / "a.ckpt")
+    assert again.checkpoint(1) == str(trial / "lockstep-trial-fit-1.ckpt")
+    with pytest.raises(Superseded, match=r"the trial in .*trial_0000 has been started anew \(starts before this one=1"):
+        first.check()
+    requeued = job(tmp_path, 2, SLURM_JOB_ID="9", LOCKSTEP_TRIAL=str(trial), LOCKSTEP_TRIAL_STARTS="1")
+    assert requeued.attempt == 3
+
+
 def test_the_second_attempt_goes_on_from_what_the_first_saved_last(tmp_path: Path) -> None:
     first, second = job(tmp_path), job(tmp_path, 1)
     for name in ("a.ckpt", "b.ckpt", "other.ckpt"):

@@ -34,6 +34,21 @@ def test_handlers_of_the_users_stay() -> None:
     assert heard == [signal.SIGUSR2]
 
 
+def test_a_handler_that_gives_way_is_back_afterwards() -> None:
+    """A trial of a search heeds signals outside of its fits, and a fit takes them over."""
+    outer: list[int] = []
+    inner: list[int] = []
+    with handling([signal.SIGUSR1], outer.append, gives_way=True):
+        with handling([signal.SIGUSR1], inner.append):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    with handling([signal.SIGUSR1], outer.append):
+        with handling([signal.SIGUSR1], inner.append):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert (len(outer), len(inner)) == (2, 1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
 def test_forked_processes_take_no_notice() -> None:
     """A loader worker is signalled with its rank, and the run could not come to its boundary without it."""
     noted: list[int] = []

@@ -1,4 +1,5 @@
-"""A model of three times the memory that each rank may have: FSDP trains it, ddp says what it would need."""
+"""A model of three times the memory that each rank may have: FSDP trains, saves and resumes it; ddp says what it
+would need."""
 
 from __future__ import annotations
 
@@ -9,16 +10,22 @@ from pathlib import Path
 import pytest
 
 SCRIPT = '''
+import hashlib
 import resource
 import sys
+from pathlib import Path
 
 import torch
+import torch._dynamo  # before memory is limited
 from torch import nn
-from torch.distributed.fsdp import fully_shard  # noqa: F401  # before memory is limited
+from torch.distributed.fsdp import fully_shard  # noqa: F401  # the same
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule, Trainer
+from lockstep.callbacks import ModelCheckpoint
+from lockstep.checkpoint import dcp  # noqa: F401  # the same
 from lockstep.parallel import sharded_init
+from lockstep.strategies import FSDPStrategy
 
 WIDTH, BLOCKS = 1250, 160
 WHOLE = 4 * WIDTH * WIDTH * BLOCKS
@@ -51,8 +58,13 @@ class Large(LightningModule):
 
     def on_train_end(self):
         moved = (self.blocks[0].scale.full_tensor() - 1).abs().max()
-        self.print("moved", float(moved) > 0)
+        self.print("moved", float(moved.detach()) > 0)
         print(self.trainer.memory(), flush=True)
+        digest = hashlib.sha256()
+        for block in self.blocks:
+            for parameter in block.parameters():
+                digest.update(parameter.detach().to_local().numpy())
+        print(f"bits of rank {self.global_rank}: {digest.hexdigest()}", flush=True)
 
     def configure_optimizers(self):
         return torch.optim.Adam([block.scale for block in self.blocks])
@@ -61,14 +73,17 @@ class Large(LightningModule):
 trainer = Trainer(
     accelerator="cpu",
     devices=4,
-    strategy=sys.argv[1],
-    max_steps=1,
+    strategy=sys.argv[1] if sys.argv[1] == "ddp" else FSDPStrategy(state_dict_type="sharded"),
+    max_steps=2,
+    callbacks=ModelCheckpoint("saved", every_n_train_steps=1, save_top_k=-1),
     logger=False,
-    enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(Large(), DataLoader(TensorDataset(torch.randn(16, WIDTH)), batch_size=2))
+saved = [str(path) for path in Path("saved").glob("*step=1.ckpt")] or [None]
+torch.manual_seed(0)
+trainer.fit(Large(), DataLoader(TensorDataset(torch.randn(32, WIDTH)), batch_size=2), ckpt_path=saved[0])
+print(f"steps of rank {trainer.global_rank}: {trainer.global_step}; from {saved[0]}", flush=True)
 '''
 
 
@@ -83,10 +98,19 @@ def run(tmp_path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
-def test_fsdp_trains_what_no_rank_could_hold(tmp_path: Path) -> None:
-    done = run(tmp_path, "fsdp")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "moved True" in done.stdout
+def test_fsdp_trains_saves_and_resumes_what_no_rank_could_hold(tmp_path: Path) -> None:
+    """The run that resumes makes the second step of the first one again, to the same bits."""
+    bits = []
+    for _ in range(2):
+        done = run(tmp_path, "fsdp")
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "moved True" in done.stdout
+        bits.append(sorted(line for line in done.stdout.splitlines() if line.startswith("bits of rank")))
+        (folder,) = (tmp_path / "saved").glob("*step=1.ckpt")
+        assert sum(file.stat().st_size for file in folder.iterdir()) > 4 * 1250 * 1250 * 160
+    assert f"steps of rank 0: 2; from {folder.relative_to(tmp_path)}" in done.stdout
+    assert len(bits[0]) == 4
+    assert bits[0] == bits[1]
 
 
 @pytest.mark.slow

@@ -225,6 +225,22 @@ def test_a_weight_that_is_used_several_times_costs_no_more_than_autocast_does(ra
     assert (found - whole).norm() < 1.5 * (alone - whole).norm()
 
 
+def accumulated(shards: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    data: Any = torch.randn(24, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    strategy = FSDPStrategy(auto_wrap_policy={nn.Sequential}, accumulate_shards=shards)
+    trainer = quiet(strategy=strategy, devices=2, precision="bf16-mixed", max_epochs=1, accumulate_grad_batches=3)
+    trainer.seed = 5
+    trainer.fit(Stack(LAYERS["encoder"]), DataLoader(data, 2))
+    return {name: value.clone() for name, value, _ in trainer.strategy.whole_parameters()}
+
+
+def test_whole_gradients_that_wait_add_up_in_float32(ranks: RankPool) -> None:
+    for once, each in zip(ranks(2).run(accumulated, False), ranks(2).run(accumulated, True), strict=True):
+        for name, value in once.items():
+            torch.testing.assert_close(value, each[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 class LeavesAutocast(Stack):
     """Its head computes in float32, as one that is sensitive to rounding does."""
 

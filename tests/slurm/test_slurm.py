@@ -28,8 +28,8 @@ def log(folder: Path) -> str:
 
 def steps(folder: Path) -> list[tuple[int, int, int, str]]:
     """(attempt, step, ranks, node of rank 0) of each step."""
-    tale = folder / "tale"
-    lines = tale.read_text().splitlines() if tale.exists() else []
+    history = folder / "history"
+    lines = history.read_text().splitlines() if history.exists() else []
     return [(int(life), int(step), int(size), node) for life, step, size, node in map(str.split, lines)]
 
 

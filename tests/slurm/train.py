@@ -17,7 +17,7 @@ from lockstep import Callback, Trainer, seed_everything
 from lockstep.callbacks import ModelCheckpoint
 
 
-class Tale(Callback):
+class BatchLog(Callback):
     """A line for each step: the attempt, the step, and how many ranks there are; from rank 0."""
 
     def __init__(self, path: Path, pause: float) -> None:
@@ -52,7 +52,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=bool(keep),
         enable_progress_bar=False,
-        callbacks=[Tale(args.out / "tale", args.pause), *keep],
+        callbacks=[BatchLog(args.out / "history", args.pause), *keep],
     )
     model = Classifier(10)
     trainer.fit(model, datamodule=Digits(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, quiet
 from tests.strategies.averaging import AveragingStrategy
+
+HERE = find_spec("deepspeed") is not None
+"""Whether DeepSpeed is installed."""
 
 ROWS: list[tuple[type[Strategy], int]] = [
     (SingleDeviceStrategy, 1),
@@ -28,11 +33,16 @@ ROWS: list[tuple[type[Strategy], int]] = [
     (AveragingStrategy, 1),
     (AveragingStrategy, 2),
     (AveragingStrategy, 3),
+    *[(DeepSpeedStrategy, size) for size in (1, 2, 3) if HERE],
 ]
 
 
 class Talks(Slope):
-    """Notes the collectives' answers from inside a fit."""
+    """Notes the collectives' answers from inside a fit, and the gradients however the engine holds them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.strategy.whole_gradients():
+            super().on_before_optimizer_step(optimizer)
 
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -65,6 +75,8 @@ class Talks(Slope):
 
 def fit(kind: type[Strategy], size: int) -> dict[str, bool]:
     module = Talks(lr=1.0)
+    if kind is DeepSpeedStrategy:  # whose weights are in float32
+        module.float()
     trainer = quiet(strategy=kind(), devices=size, max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(module, numbers(7))
     state = trainer.strategy.save()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.deepspeed import package
 from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.table import NAMES, REFUSED, drives_all_devices, make_strategy
@@ -43,6 +44,12 @@ def test_an_object_is_taken_as_it_is() -> None:
     assert make_strategy(strategy, 1) is strategy
 
 
+def test_a_package_that_a_name_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "is_installed", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r'needs the package `deepspeed`.*"torch-lockstep\[deepspeed\]"'):
+        make_strategy("deepspeed", 1)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - NAMES.keys()))
 def test_a_refused_name_says_why_and_what_to_use(name: str) -> None:
     with pytest.raises(MisconfigurationException, match=rf'strategy="{name}"\): .*use ') as raised:
@@ -55,11 +62,11 @@ class OfAllDevices(SingleDeviceStrategy):
 
 
 def test_a_row_takes_a_name_out_of_the_refused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MisconfigurationException, match="deepspeed"):
-        make_strategy("deepspeed", 1)
-    monkeypatch.setitem(NAMES, "deepspeed", (OfAllDevices, {}))
-    assert type(make_strategy("deepspeed", 1)) is OfAllDevices
-    assert drives_all_devices("deepspeed")
+    with pytest.raises(MisconfigurationException, match="xla"):
+        make_strategy("xla", 1)
+    monkeypatch.setitem(NAMES, "xla", (OfAllDevices, {}))
+    assert type(make_strategy("xla", 1)) is OfAllDevices
+    assert drives_all_devices("xla")
     assert not drives_all_devices("ddp")
 
 

@@ -254,6 +254,27 @@ def test_what_is_switched_on_can_be_switched_off(monkeypatch: pytest.MonkeyPatch
     assert (os.environ["PYTHONPATH"], STANDS_IN in os.environ) == ("/mine", False)
 
 
+def test_test_tubes_names_are_lockstep_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts of 2019 took the parser and the cluster from there, beside Lightning."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in names.ROOTS]:
+        monkeypatch.delitem(sys.modules, name)
+    names.enter()
+    try:
+        import test_tube
+        from test_tube.argparse_hopt import HyperOptArgumentParser  # type: ignore[import-not-found]
+        from test_tube.hpc import SlurmCluster  # type: ignore[import-not-found]
+
+        assert test_tube.HyperOptArgumentParser is HyperOptArgumentParser is lockstep.HyperOptArgumentParser
+        assert test_tube.SlurmCluster is SlurmCluster is lockstep.SlurmCluster
+        with pytest.raises(MisconfigurationException, match="use TensorBoardLogger"):
+            test_tube.Experiment()
+        with pytest.raises(ModuleNotFoundError, match="test_tube"):
+            __import__("test_tube.other")
+    finally:
+        names.leave()
+    assert "test_tube" not in sys.modules
+
+
 def test_python_that_ignores_the_environment_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in names.ROOTS]:
         monkeypatch.delitem(sys.modules, name)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RichProgressBarTheme as RichProgressBarTheme,
     )
     from lockstep.callbacks.progress.tqdm import TQDMProgressBar as TQDMProgressBar
+    from lockstep.callbacks.prune_trial import PruneTrial as PruneTrial
     from lockstep.callbacks.pruning import ModelPruning as ModelPruning
     from lockstep.callbacks.spike import (
         SpikeDetection as SpikeDetection,
@@ -71,6 +72,7 @@ _FILES = {
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PlainProgressBar": "progress.base",
     "ProgressBar": "progress.base",
+    "PruneTrial": "prune_trial",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress.rich",
     "RichProgressBarTheme": "progress.rich",

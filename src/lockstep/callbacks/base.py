@@ -38,6 +38,7 @@ class Callback:
     log: Callable[..., None]
     log_dict: Callable[..., None]
 
+    _decides = False  # by logged values: its `on_train_epoch_end` comes last, when all others have logged
     _searches = False  # when a call begins: what it finds is what all others shall see
 
     # -- a run ---------------------------------------------------------------------------------------------

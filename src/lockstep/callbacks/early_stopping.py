@@ -65,6 +65,8 @@ class EarlyStopping(Callback):
         trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
     """
 
+    _decides = True
+
     def __init__(
         self,
         monitor: str,

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import warn_once
 from lockstep.ground.seed import isolate_rng
 from lockstep.ground.tree import tree_map
@@ -336,7 +337,7 @@ def _size(parameter: Tensor) -> int:
             key="summary of lazy parameters",
         )
         return 0
-    return parameter.numel()
+    return whole_shape(parameter).numel()
 
 
 def _count(parameters: Iterable[Tensor]) -> int:

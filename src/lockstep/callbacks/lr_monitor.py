@@ -99,10 +99,8 @@ class LearningRateMonitor(Callback):
                 continue
             for group, name in zip(optimizer.param_groups, names, strict=True):
                 stats.update(self._stats(group, name))
-        if not stats:
-            return
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stats.items()})
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if stats else ():
             logger.log_metrics(stats, step=trainer.fit_loop.progress.windows)
 
     def _stats(self, group: dict[str, Any], name: str) -> dict[str, float]:

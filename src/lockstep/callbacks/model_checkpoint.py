@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class Checkpoint(Callback):
     """Base of callbacks that save checkpoints: the Trainer calls them after all others."""
 
+    _decides = True
+
     def find_last(self, trainer: Trainer) -> set[str]:
         """Paths that ``ckpt_path="last"`` may stand for; the Trainer takes the newest."""
         return set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import io
@@ -157,7 +158,7 @@ class Planner(DefaultSavePlanner):
         for name, value in self.state_dict.items():
             part = value.to_local() if hasattr(value, "to_local") else value if is_zero else None
             if part is not None:
-                self.local[name] = part.detach()
+                self.local[name] = _in_its_own_storage(part.detach())
 
     def create_local_plan(self) -> SavePlan:
         """What this rank could write; torch's planner lets all write what all have."""
@@ -169,6 +170,20 @@ class Planner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """This rank's part of a tensor."""
         return self.local[index.fqn]
+
+
+def _in_its_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory, as a storage that ends where the tensor does.
+
+    torch copies a part of a larger storage, as a shard is whose last rows are filled up, and keeps all copies until the
+    file is whole: they take this rank's part once more.
+    """
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    if whole or tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        return tensor
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # lives as long
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 @contextmanager

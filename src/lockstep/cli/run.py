@@ -39,6 +39,8 @@ HELP = """\
 usage: lockstep COMMAND ...
 
   run        start a script on all devices of one node or several
+  submit     submit a script to SLURM
+  trials     show the trials of a search on SLURM, submit them anew, cancel them
   migrate    show, or make, the changes that a script for Lightning needs
   checkpoint show what a checkpoint holds, convert it, or compare two
   env        show versions, devices, the cluster that was found, and the variables in force
@@ -46,7 +48,7 @@ usage: lockstep COMMAND ...
 
 `lockstep COMMAND --help` tells more.
 """
-COMMANDS = ("run", "migrate", "checkpoint", "env")
+COMMANDS = ("run", "submit", "trials", "migrate", "checkpoint", "env")
 """``run`` is in this file; each of the others is a function in the file of its name."""
 MASTER_PORT = 29400
 
@@ -106,7 +108,7 @@ def planned(words: Sequence[str]) -> Plan:
     Raises:
         Wrong: with the option, its value, and the way out.
     """
-    options, script = _split(list(words))
+    options, script = split(list(words), _parser())
     few, most = _nodes(options.nodes)
     devices = _devices(options.devices)
     address, port = _meeting(options, few, most)
@@ -114,7 +116,7 @@ def planned(words: Sequence[str]) -> Plan:
         if getattr(options, name) < 0:
             raise Wrong(f"lockstep run: --{name.replace('_', '-')} {getattr(options, name)}: give a number from 0")
     command = ("-m", options.module, *script) if options.module else tuple(script)
-    _check_script(options.module, script)
+    check_script("lockstep run", options.module, script)
     from lockstep.launch.elastic_run import Plan
 
     return Plan(
@@ -149,13 +151,15 @@ def name_of(command: Sequence[str]) -> str:
     return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command that starts a script."""
+
     def error(self, message: str) -> NoReturn:
-        raise Wrong(f"lockstep run: {message}; `lockstep run --help` lists the options")
+        raise Wrong(f"{self.prog}: {message}; `{self.prog} --help` lists the options")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="lockstep run",
         usage=USAGE,
         description=ABOUT,
@@ -190,24 +194,29 @@ def _parser() -> _Parser:
     return parser
 
 
-def _split(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and the script with its arguments; of a module the arguments."""
-    parser = _parser()
+def split(words: list[str], parser: CommandParser) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, before the script and directly behind it; and the script with its arguments, of a module these.
+
+    Raises:
+        Wrong: a word that is no option, or one that stands in both places.
+    """
     takes = {word: action.nargs != 0 for action in parser._actions for word in action.option_strings}
     front, rest = _ours(words, takes)
-    rest = rest[rest[:1] == ["--"] :]
+    dashes = rest[:1] == ["--"]
+    rest = rest[dashes:]
     script = [] if "-m" in front else rest[:1]
     if script and script[0].startswith("-"):
         near = difflib.get_close_matches(script[0].partition("=")[0], takes, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise Wrong(f"lockstep run: {script[0]} is none of its options{hint} `lockstep run --help` lists them")
-    behind, arguments = _ours(rest[len(script) :], takes)
+        raise Wrong(f"{parser.prog}: {script[0]} is none of its options{hint} `{parser.prog} --help` lists them")
+    own = "-m" in front and dashes  # what follows -m MODULE -- is the module's
+    behind, arguments = ([], rest) if own else _ours(rest[len(script) :], takes)
     twice = {word.partition("=")[0] for word in front} & {word.partition("=")[0] for word in behind} & takes.keys()
     if twice:
         name, what = min(twice), script[0] if script else "the module"
         raise Wrong(
-            f"lockstep run: {name} stands before {what} and behind it, where it is lockstep's, too: if it is meant for "
-            f"the script, put -- in front of it: {what} -- {name} ..."
+            f"{parser.prog}: {name} stands before {what} and behind it, where it is lockstep's, too: if it is meant "
+            f"for the script, put -- in front of it: {what} -- {name} ..."
         )
     return parser.parse_args([*front, *behind]), [*script, *arguments[arguments[:1] == ["--"] :]]
 
@@ -273,14 +282,19 @@ def _meeting(options: argparse.Namespace, few: int, most: int) -> tuple[str | No
     return address, port
 
 
-def _check_script(module: str | None, script: list[str]) -> None:
+def check_script(command: str, module: str | None, script: list[str]) -> None:
+    """Refuse a script or a module that is not there.
+
+    Raises:
+        Wrong: with the name that it may mean.
+    """
     here = os.getcwd()
     if module is not None:
         if not _is_module(module, here):
-            raise Wrong(f"lockstep run: -m {module}: there is no such module in {here} or where packages are")
+            raise Wrong(f"{command}: -m {module}: there is no such module in {here} or where packages are")
         return
     if not script:
-        raise Wrong("lockstep run: no script is given: lockstep run train.py --devices 2; -m for a module")
+        raise Wrong(f"{command}: no script is given: {command} train.py --devices 2; -m for a module")
     if os.path.isfile(script[0]) or os.path.isfile(os.path.join(script[0], "__main__.py")):
         return
     folder = os.path.dirname(script[0])
@@ -288,7 +302,7 @@ def _check_script(module: str | None, script: list[str]) -> None:
     near = difflib.get_close_matches(os.path.basename(script[0]), names, n=1)
     hint = f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
     what = "is a folder without a __main__.py" if os.path.isdir(script[0]) else "is not there"
-    raise Wrong(f"lockstep run: {script[0]} {what} (this is {here}){hint}")
+    raise Wrong(f"{command}: {script[0]} {what} (this is {here}){hint}")
 
 
 def _is_module(name: str, folder: str) -> bool:

@@ -184,6 +184,8 @@ def is_module(path: str) -> bool:
 DATA_LOADER, AUTO_MOVE = refusal(f"{ROOT}.data_loader"), refusal(f"{ROOT}.core.auto_move_data")
 FABRIC, METRICS = str(refusal(f"{ROOT}.fabric")), str(refusal(f"{ROOT}.metrics"))
 TEST_TUBE = str(refusal(f"{ROOT}.loggers.test_tube"))
+SEARCHES = ("HyperOptArgumentParser", "SlurmCluster")
+"""Names of test_tube that lockstep has."""
 
 FACES = ("", "callbacks", "loggers", "utilities", "strategies", "profilers", "cli", "plugins.environments")
 
@@ -257,7 +259,8 @@ class Script(Text):
     def _import_from(self, node: ast.ImportFrom) -> None:
         module = str(node.module)
         if module.partition(".")[0] == "test_tube":
-            self.note(node, f"{', '.join(alias.name for alias in node.names)} of test_tube: {TEST_TUBE}")
+            self._from_test_tube(node)
+            return
         home, gone = home_of(module), []
         if home is None:
             return
@@ -292,6 +295,21 @@ class Script(Text):
         elif found is not None:
             self.replace(found.start(1), found.end(1), home)
             self.remove([Item(self.start(alias), self.end(alias)) for alias in node.names], gone)
+
+    def _from_test_tube(self, node: ast.ImportFrom) -> None:
+        """``from test_tube import HyperOptArgumentParser, SlurmCluster``: both are lockstep's today."""
+        others = [alias.name for alias in node.names if alias.name not in SEARCHES]
+        if others:
+            self.note(node, f"{', '.join(others)} of test_tube: {TEST_TUBE}")
+        if len(others) == len(node.names):
+            return
+        if others:
+            self.note(node, f"{' and '.join(SEARCHES)} of test_tube are lockstep's: from {ROOT} import them.")
+            return
+        names = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
+        self.names.update({alias.asname or alias.name: f"{ROOT}.{alias.name}" for alias in node.names})
+        self._imported.update({alias.asname or alias.name: node for alias in node.names})
+        self.replace(self.start(node), self.end(node), f"from {ROOT} import {', '.join(names)}")
 
     def _from_lightning(self, node: ast.ImportFrom) -> None:
         """``from lightning import pytorch as pl, seed_everything``"""

@@ -7,8 +7,10 @@ The variables are those that Lightning's own launch uses, so that scripts which 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from lockstep.cluster.world import World, read_number, world_of
 from lockstep.ground.errors import MisconfigurationException
@@ -17,6 +19,22 @@ from lockstep.ground.errors import MisconfigurationException
 def is_started(environ: Mapping[str, str]) -> bool:
     """Whether this process is a rank that a launch made, this one's own or another's."""
     return "LOCAL_RANK" in environ
+
+
+@contextmanager
+def told_local_rank(local_rank: int) -> Iterator[None]:
+    """Inside, ``LOCAL_RANK`` is there, which DeepSpeed reads by itself.
+
+    Where no launch has set it, it goes again: a process with this variable counts as a rank that was started.
+    """
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK", None)
 
 
 def local_world(environ: Mapping[str, str], devices: int, num_nodes: int) -> World:

@@ -10,6 +10,9 @@ from lockstep.cluster.world import World, first_host, port_of, read_number, task
 INTERACTIVE = ("bash", "interactive")
 """Names of jobs that are a shell somebody types at: what is started there is one process."""
 
+STARTS = "LOCKSTEP_TRIAL_STARTS"
+"""The variable that says how often a trial of a search was started before it was submitted as this job."""
+
 _SPECIAL = 0xFFFFFFF0
 """Numbers of steps from here on are SLURM's own: the batch script, an allocation's shell."""
 
@@ -91,8 +94,18 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """How often SLURM has started this job before; 0 where there is no job."""
-    return read_number(environ, "SLURM_RESTART_COUNT", default=0) if "SLURM_JOB_ID" in environ else 0
+    """How often SLURM has started this job before, or the trial that is submitted as this job; 0 without a job."""
+    if "SLURM_JOB_ID" not in environ:
+        return 0
+    return read_number(environ, STARTS, default=0) + read_number(environ, "SLURM_RESTART_COUNT", default=0)
+
+
+def job_name(environ: Mapping[str, str]) -> str | None:
+    """The number of this process' job as SLURM's commands take it, ``120_7`` for an array's task; None without one."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    return environ["SLURM_JOB_ID"] if array is None else f"{array}_{read_number(environ, 'SLURM_ARRAY_TASK_ID')}"
 
 
 def _tasks(environ: Mapping[str, str]) -> int:

@@ -145,6 +145,24 @@ STREAMS = Installation(
     "what is printed stands above the bars",
     stays=False,
 )
+DEEPSPEED_BUILDS = Installation(
+    "DeepSpeed's OpBuilder.jit_load",
+    ("parallel/deepspeed/package.py",),
+    "a build is told, and does not wait for one that was killed",
+    stays=False,
+)
+DEEPSPEED_WARNINGS = Installation(
+    "warnings.filters",
+    ("parallel/deepspeed/package.py",),
+    "torch tells at each collective of DeepSpeed's that the function will have another name",
+    stays=False,
+)
+DEEPSPEED_LINEAR = Installation(
+    "torch.nn.functional.linear",
+    ("parallel/deepspeed/partition.py",),
+    "in a forward of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
+    stays=False,
+)
 FORK_GARBAGE = Installation(
     "os.register_at_fork: gc.freeze", ("ground/fork.py",), "a child must not collect its parent's process group"
 )
@@ -202,6 +220,7 @@ GLOBALS = {
     "launch/attempts.py": {"_entered": "the attempt that this process belongs to"},
     "parallel/backward_watcher.py": {"waiting_for_steps": "containers, as long as they live"},
     "parallel/late_parameters.py": {"_watching": "models, as long as they are trained"},
+    "parallel/deepspeed/package.py": {"_known_group": "whose process group DeepSpeed has joined"},
     "parallel/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
     "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
     "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},

@@ -99,3 +99,9 @@ def plain_name(name: str) -> str:
         'layers.0.weight'
     """
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter when it is whole; DeepSpeed's stage 3 leaves the module with an empty one."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape

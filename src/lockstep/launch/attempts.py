@@ -11,11 +11,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.checkpoint import storage
 from lockstep.cluster import slurm
-from lockstep.cluster.world import read_number
 from lockstep.ground.installed import EXIT_JOB
 from lockstep.ground.rank import log
 
@@ -137,11 +137,38 @@ LONGEST = 600.0
 """Seconds that a rank which has saved waits for SLURM to end it."""
 
 
+TRIAL = "LOCKSTEP_TRIAL"
+"""The variable with the folder of the trial of a search that this process is a part of."""
+
+
+def trial_folder(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The folder of the trial that this process is a part of; None where it is in none."""
+    return environ.get(TRIAL) or None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of a search that this process is a part of."""
+
+    folder: str
+    attempt: int  #: how often it was started before
+    job: str | None  #: as SLURM's commands name it; None outside of SLURM
+
+
+def trial_here(environ: Mapping[str, str] = os.environ) -> Trial | None:
+    """The trial that this process is a part of; None where it is in none."""
+    folder = trial_folder(environ)
+    return None if folder is None else Trial(folder, slurm.attempt(environ), slurm.job_name(environ))
+
+
 class Job(Attempts):
     """The SLURM job of this process, and its file ``.lockstep-job-<number>.json``.
 
     The file says which attempt is the newest and which checkpoint each fit of it wrote last. Ranks that are left over
     from an earlier attempt find there that they have been replaced, and touch no checkpoint any more.
+
+    A trial of a search may be submitted anew, as another job, and goes on with its earlier checkpoints: its file is
+    ``.lockstep-trial.json`` in the trial's own folder.
 
     Args:
         folder: where the file and the checkpoints of :meth:`checkpoint` lie; all nodes see it.
@@ -154,25 +181,30 @@ class Job(Attempts):
         self, folder: str, requeues: bool, asks: tuple[int, ...], environ: Mapping[str, str] = os.environ
     ) -> None:
         self.number = environ["SLURM_JOB_ID"]
-        super().__init__(os.path.join(folder, f".lockstep-job-{self.number}.json"), slurm.attempt(environ))
+        self._trial = trial_folder(environ)
+        folder = self._trial or folder
+        self._stem = f"job-{self.number}" if self._trial is None else "trial"
+        super().__init__(os.path.join(folder, f".lockstep-{self._stem}.json"), slurm.attempt(environ))
         self.requeues = self.saves = requeues
         self.asks = asks if requeues else ()
-        array = environ.get("SLURM_ARRAY_JOB_ID")
-        self._name = self.number if array is None else f"{array}_{read_number(environ, 'SLURM_ARRAY_TASK_ID')}"
+        self._name = slurm.job_name(environ) or self.number
         self._folder = folder
 
     def __str__(self) -> str:
         return f"SLURM job {self.number}, attempt {self.attempt + 1}"
 
     def told(self, newest: int) -> str:
+        what, counted = f"SLURM job {self.number}", "SLURM_RESTART_COUNT"
+        if self._trial is not None:
+            what, counted = f"the trial in {self._trial}", "starts before this one"
         return (
-            f"SLURM job {self.number} has been started anew (SLURM_RESTART_COUNT={newest}; here it is "
+            f"{what} has been started anew ({counted}={newest}; here it is "
             f"{self.attempt}), and its checkpoints are no longer this process' to write or remove"
         )
 
     def checkpoint(self, call: int) -> str:
         """Where the run is saved before the job ends; ``call`` counts the fits of this process from 1."""
-        return os.path.join(self._folder, f"lockstep-job-{self.number}-fit-{call}.ckpt")
+        return os.path.join(self._folder, f"lockstep-{self._stem}-fit-{call}.ckpt")
 
     def enter(self, agents: Sequence[str] = ()) -> None:
         known = self.check()

@@ -23,6 +23,7 @@ from lockstep.cluster.detect import early_rank
 from lockstep.ground.installed import FORK_WORKERS
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.seed import hand_down_seed
+from lockstep.launch.attempts import TRIAL
 from lockstep.launch.parent_death import PARENT, bind, end_with, prctl
 from lockstep.supervise.status import note_early
 
@@ -141,6 +142,13 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
         environ[VISIBLE] = ",".join(map(str, range(count)))
 
 
+def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that processes started from here see, as CUDA_VISIBLE_DEVICES names them."""
+    if VISIBLE in environ:
+        return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
 def fix_cublas_workspaces() -> None:
     """Let cuBLAS use workspaces of fixed sizes; it reads the variable when it is used first.
 
@@ -164,6 +172,36 @@ def free_port(address: str = "127.0.0.1") -> int:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+# -- a trial of a search on this machine ----------------------------------------------------------------------
+
+
+ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
+"""The variable that sets a Trainer's ``default_root_dir`` where the script leaves it out."""
+
+
+def trial_environment(
+    folder: str, at_a_time: int, devices: str | None, keeps: bool, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of a trial's process, which ends with this one.
+
+    Args:
+        folder: of the trial.
+        at_a_time: trials that run at a time, which share the cores.
+        devices: GPUs that it sees; "" for none; None: as here.
+        keeps: whether logs and checkpoints go into the folder where the script does not say otherwise.
+        environ: of this process.
+    """
+    found = {**environ, TRIAL: folder, PARENT: str(os.getpid())}
+    if at_a_time > 1:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, cores() // at_a_time)))
+    if devices is not None:
+        found.setdefault(ORDER, "PCI_BUS_ID")
+        found[VISIBLE] = devices
+    if keeps:
+        found.setdefault(ROOT, folder)
+    return found
 
 
 # -- Lightning's names ---------------------------------------------------------------------------------------
@@ -192,6 +230,11 @@ def names_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     given = environ.get("PYTHONPATH", "")
     others = [entry for entry in given.split(os.pathsep) if entry != SITE] if given else []
     return {STANDS_IN: environ.get(STANDS_IN) or STANDS_FOR, "PYTHONPATH": os.pathsep.join([SITE, *others])}
+
+
+def python_path(environ: Mapping[str, str] = os.environ) -> str:
+    """PYTHONPATH as it is; "" without one."""
+    return environ.get("PYTHONPATH", "")
 
 
 def hand_down_names() -> tuple[str, Callable[[], None]]:

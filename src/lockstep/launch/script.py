@@ -145,7 +145,8 @@ def _begin(world: World) -> Supervised:
     if command is None:
         raise MisconfigurationException(
             "strategy='ddp' starts the script once for each device, and an interactive session has no "
-            "script: use strategy='ddp_notebook', or save the code as a file and run that"
+            "script: use strategy='ddp_notebook' or strategy='fsdp', or a strategy's start_method='spawn', or save the "
+            "code as a file and run that"
         )
     world = replace(world, port=world.port or free_port())
     if world.local_size > 1:

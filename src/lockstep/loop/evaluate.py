@@ -169,6 +169,8 @@ class EvaluationLoop:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:
             session.fit.progress.phase = VALIDATED  # for a checkpoint of `on_validation_end`
+        elif to_loggers:
+            session.record()
         hooks.call(f"on_{name}_end")
         return _by_loader(values, len(self.feed.num_batches))
 

@@ -555,6 +555,7 @@ class FitLoop:
             self.step.step_plateau("epoch", progress.epoch + 1)
         if for_loggers:
             session.log_metrics(for_loggers, progress.windows - 1)
+        session.record()
         if whole or self._done_in_epoch() is None:
             progress.earlier += feed.rows_at(progress.batch)
             progress.epoch += 1

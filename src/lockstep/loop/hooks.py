@@ -12,8 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callbacks.base import Callback
-from lockstep.callbacks.early_stopping import EarlyStopping
-from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_deprecation, warn_once
@@ -312,9 +310,7 @@ class Hooks:
         if pair is None:
             return ()
         bound, own = pair
-        monitors = tuple(
-            call for call in bound if isinstance(getattr(call.func, "__self__", None), (EarlyStopping, Checkpoint))
-        )
+        monitors = tuple(call for call in bound if getattr(getattr(call.func, "__self__", None), "_decides", False))
         others = tuple(call for call in bound if call not in monitors)
         self.on_train_epoch_end = (others, own) if others or own else None
         return monitors

@@ -19,6 +19,8 @@ from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.rank import does
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
+from lockstep.hpc.trials import TrialFolder
+from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
 from lockstep.loop.feed import Feed, Loaders
 from lockstep.loop.hooks import Hooks
@@ -246,6 +248,15 @@ class Session:
         for logger in self.loggers:
             logger.log_metrics(metrics=scalars, step=self.fit.progress.windows if step is None else step)
             logger.save()
+
+    def record(self) -> None:
+        """In a trial of a search, leave what was logged so far in the trial's folder. On rank 0."""
+        folder = trial_folder()
+        if folder is None or not self.is_global_zero or not self.published.callback:
+            return
+        progress = self.fit.progress
+        metrics = {name: float(value) for name, value in self.published.callback.items()}
+        TrialFolder(folder).log(metrics, epoch=progress.epoch, step=progress.global_step)
 
     # -- logged values -------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.types import RunningStage, TrainerState
 from lockstep.launch.spawn import pack
 from lockstep.loop.evaluate import EvaluationLoop
@@ -19,6 +20,7 @@ from lockstep.loop.fit import FitLoop
 from lockstep.loop.logging import LoggedMetrics
 from lockstep.loop.progress import Progress
 from lockstep.loop.session import Session
+from lockstep.parallel.fully_shard import ENTRY, gathered
 
 Loop = FitLoop | EvaluationLoop
 
@@ -37,8 +39,8 @@ class SpawnResults:
     Attributes:
         returned: what the loop gave.
         grown: layers, parameters and buffers that the call gave the module (in ``setup``, in ``configure_model``), or
-            that it changed.
-        weights: the module's state dict, on the CPU.
+            that it changed; None: ranks have parts of them, which stay there.
+        weights: the module's state dict, whole and on the CPU.
         attributes: what else the module holds.
         callbacks: the callbacks, in the Trainer's order; of one that cannot travel, what of it can.
         progress: counters of the fit.
@@ -47,7 +49,7 @@ class SpawnResults:
     """
 
     returned: Any
-    grown: dict[str, Any]
+    grown: dict[str, Any] | None
     weights: dict[str, Any]
     attributes: dict[str, Any]
     callbacks: list[Any]
@@ -65,17 +67,24 @@ def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
         several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
         of_ranks = session.strategy.gather_objects(returned)
         returned = in_turns([of_ranks[rank] for rank in session.strategy.replicas.first_ranks], several)
-    module = session.module.cpu()
-    attributes = {
-        name: value for name, value in vars(module).items() if name not in _TORCH_OWN and not name.endswith("_hooks")
-    }
-    grown = _portable(
-        {name: getattr(module, name) for name, parts in _build(module).items() if parts != before.get(name)}
-    )
+    module, grown = session.module, None
+    if session.strategy.cuts_parameters:
+        weights = gathered(module.state_dict(), keep=session.strategy.local_rank == 0)
+    else:
+        weights = module.cpu().state_dict()
+        changed = [name for name, parts in _build(module).items() if parts != before.get(name)]
+        grown = _portable({name: getattr(module, name) for name in changed})
+    attributes = {name: value for name, value in vars(module).items() if not _is_torchs(name)}
     progress, published = session.fit.progress, session.published
     return SpawnResults(
-        returned, grown, module.state_dict(), attributes, session.base_callbacks, progress, published, session.state
+        returned, grown, weights, attributes, session.base_callbacks, progress, published, session.state
     )
+
+
+def _is_torchs(attribute: str) -> bool:
+    # hooks, and notes on them by number; what `fully_shard` keeps
+    hooks = attribute.startswith("_") and "_hooks" in attribute
+    return attribute in (*_TORCH_OWN, ENTRY) or hooks or attribute.startswith("__composable_api_state")
 
 
 def _build(module: nn.Module) -> dict[str, list[str]]:
@@ -137,7 +146,9 @@ def call_in_copy(session: Session) -> Callable[..., SpawnResults]:
 def take_over(session: Session, results: SpawnResults) -> Any:
     """In the calling process: go on as if the loop had run here; gives what it returned."""
     module = session.module
-    for name, part in results.grown.items():
+    if results.grown is None and results.weights.keys() - module.state_dict().keys():
+        _make_layers(session)
+    for name, part in (results.grown or {}).items():
         if isinstance(part, Tensor) and not isinstance(part, Parameter):
             module.register_buffer(name, part)
         else:
@@ -150,6 +161,20 @@ def take_over(session: Session, results: SpawnResults) -> Any:
     session.fit.progress, session.published = results.progress, results.published
     session.state = results.state
     return results.returned
+
+
+def _make_layers(session: Session) -> None:
+    """Make the layers whose weights have come, as ``configure_model`` did in the ranks."""
+    module = session.module
+    try:
+        module.trainer = session.trainer
+        module.configure_model()
+    except Exception as error:
+        raise MisconfigurationException(
+            f"The run is over. The weights of {type(module).__name__} came back from its ranks, and its "
+            f"`configure_model`, which makes the layers, cannot run in this process ({error}): use a checkpoint of the "
+            "run, or make the layers in `__init__`."
+        ) from error
 
 
 def _says_what_travels(part: object) -> bool:

@@ -24,6 +24,7 @@ from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
+from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.types import TrainerFn, TrainerStatus
@@ -116,16 +117,17 @@ def _first_difference(module: LightningModule, saved: dict[str, Any], certain: b
         certain: leave out what torch may forgive.
     """
     own, strict = module.state_dict(), module.strict_loading
+    wholes = {name: whole_shape(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     way_out = "make the module as it was saved, or set its `strict_loading = False` to leave out what differs"
     for name, value in own.items():
         if name not in saved:
             if strict and not (certain and name.endswith("num_batches_tracked")):  # which old checkpoints do not have
                 return f"the checkpoint has no {name!r}; {way_out}"
             continue
-        shapes = [getattr(each, "shape", None) for each in (saved[name], value)]
+        shapes = [getattr(saved[name], "shape", None), wholes.get(name, getattr(value, "shape", None))]
         of_old = certain and shapes == [(1,), ()]  # a scalar as a vector
         if shapes[0] != shapes[1] and not of_old:
-            said = f"{tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} here"
+            said = f"{tuple(shapes[0] or ())} in the checkpoint and {tuple(shapes[1] or ())} here"
             return f"{name!r} has the shape {said}; make the module with the arguments that it had"
     extra = [name for name in saved if name not in own] if strict else []
     return f"the module has no {extra[0]!r}; {way_out}" if extra else None
@@ -253,7 +255,7 @@ def _malformed_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> str | N
                     well = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
                     well = well and float(value) >= 0
                 else:
-                    well = value is None or (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+                    well = value is None or (isinstance(value, torch.Tensor) and value.shape == whole_shape(parameter))
                 if not well:
                     what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                     return f"{name!r} of parameter {number} is of another kind ({what})"

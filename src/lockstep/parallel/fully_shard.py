@@ -216,6 +216,23 @@ def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
 # -- while it trains -----------------------------------------------------------------------------------------
 
 
+NO_COPY = (
+    "copy.deepcopy of {name}: it is in shards (fully_shard), and what gathers them belongs to this one. Make the copy "
+    "in `__init__`, where it becomes part of the module and is sharded with it; average weights by "
+    "lockstep.callbacks.WeightAveraging; or copy this rank's shards: "
+    "{{name: p.detach().clone() for name, p in module.named_parameters()}}"
+)
+
+
+def _refuse_copy(module: nn.Module, memo: object) -> None:
+    own = type(module).__mro__[2]  # behind torch's class for both, and FSDPModule
+    raise NotImplementedError(NO_COPY.format(name=own.__name__))
+
+
+ENTRY = "_lockstep_entry"
+"""The attribute of a sharded module through which its steps are called."""
+
+
 class ShardedModule:
     """The sharded parameters of a module, and what its gradients are before and after they are reduced.
 
@@ -235,6 +252,7 @@ class ShardedModule:
         self._params: dict[int, FSDPParam] = {}
         for part in self._parts:
             part.reshard()
+            type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's says less
             for group in part._get_fsdp_state()._fsdp_param_groups:
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
         self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
@@ -256,11 +274,10 @@ class ShardedModule:
 
         if not is_sharded(module):
             return _called
-        entry = "_lockstep_entry"
-        if entry not in vars(module):
-            vars(module)[entry] = _called
-            register_fsdp_forward_method(module, entry)
-        method: Callable[..., Any] = vars(module)[entry]
+        if ENTRY not in vars(module):
+            vars(module)[ENTRY] = _called
+            register_fsdp_forward_method(module, ENTRY)
+        method: Callable[..., Any] = vars(module)[ENTRY]
         return method
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
+
+FLOAT8 = (8, 9)
+"""The first compute capability that multiplies in float8."""
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -100,6 +104,51 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device_type, dtype=self.autocast_dtype, cache_enabled=False)
 
 
+class Float8Precision(MixedPrecision):
+    """``fp8-mixed``: as ``bf16-mixed``, but linear layers multiply in float8, with a scale for each tensor (torchao).
+
+    Layers whose sizes are multiples of 16 take part. On a CPU it is emulated, to try a script that is meant for GPUs.
+
+    Args:
+        name: ``"fp8-mixed"``.
+        device_type: where the steps run.
+
+    Raises:
+        MisconfigurationException: torchao is not installed, or the GPU does not compute in float8.
+    """
+
+    def __init__(self, name: str, device_type: str = "cpu") -> None:
+        super().__init__("bf16-mixed", device_type)
+        self.name = name
+        if device_type not in ("cuda", "cpu"):
+            raise MisconfigurationException(
+                f"precision={name!r} on {device_type!r}: float8 is for CUDA devices, and for trials on the CPU; use "
+                "precision='bf16-mixed'"
+            )
+        if device_type == "cuda" and torch.cuda.get_device_capability() < FLOAT8:
+            have = ".".join(map(str, torch.cuda.get_device_capability()))
+            raise MisconfigurationException(
+                f"precision={name!r}: {torch.cuda.get_device_name()} has compute capability {have}, and float8 needs "
+                "8.9 (Ada, Hopper and later); use precision='bf16-mixed'"
+            )
+        if find_spec("torchao") is None:
+            raise MisconfigurationException(
+                f"precision={name!r} needs torchao, which is not installed: pip install torchao; or use "
+                "precision='bf16-mixed'"
+            )
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module with linear layers of torchao's, which have the same parameters, changed in place."""
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        def takes_part(layer: torch.nn.Module, name: str) -> bool:
+            return type(layer) is torch.nn.Linear and not (layer.in_features % 16 or layer.out_features % 16)
+
+        config = Float8LinearConfig(emulate=self.device_type == "cpu", pad_inner_dim=True)
+        convert_to_float8_training(module, config=config, module_filter_fn=takes_part)
+        return module
+
+
 # -- the table -----------------------------------------------------------------------------------------------
 
 
@@ -110,6 +159,7 @@ PRECISIONS: dict[str, Callable[[str, str], Precision]] = {
     "16-mixed": MixedPrecision,
     "bf16-true": TruePrecision,
     "16-true": TruePrecision,
+    "fp8-mixed": Float8Precision,
 }
 """Name to what makes it from (name, device type)."""
 

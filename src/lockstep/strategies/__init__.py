@@ -2,7 +2,15 @@
 
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.strategies.model_parallel import ModelParallelStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = [
+    "DDPStrategy",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+]

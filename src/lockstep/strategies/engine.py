@@ -93,6 +93,7 @@ class Engine:
         cuts_parameters: each rank holds its part of every parameter, and not the whole.
         places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
+        keeps_gradients: after a step, gradients are there until the next window drops them.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
     """
@@ -102,6 +103,7 @@ class Engine:
     cuts_parameters: bool = False
     places_first: bool = False
     saves_shards: bool = False
+    keeps_gradients: bool = True
     shares: Sequence[float] | None = None
     init_device: torch.device | None = None
 

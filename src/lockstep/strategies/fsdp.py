@@ -123,6 +123,8 @@ class FSDPStrategy(RankedStrategy):
         ignored_modules: modules whose parameters stay whole on each rank.
         backward_prefetch: "BACKWARD_PRE", which is what FSDP2 does.
         nccl: NCCL's variables, as of ``DDPStrategy``.
+        start_method: as of ``DDPStrategy``; with "spawn" and "fork" the module comes back whole. In a notebook
+            ``strategy="fsdp"`` spawns.
         **others: further arguments of torch's first FSDP, taken where they have no effect.
 
     Raises:
@@ -157,10 +159,11 @@ class FSDPStrategy(RankedStrategy):
         backward_prefetch: object = "BACKWARD_PRE",
         nccl: Mapping[str, Any] | None = None,
         activation_checkpointing_save: Save = None,
+        start_method: str = "popen",
         **others: object,
     ) -> None:
         super().__init__(
-            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
         )
         _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
@@ -215,6 +218,7 @@ class FSDPStrategy(RankedStrategy):
         if self._mode != "NO_SHARD":
             return self
         made = DDPStrategy(process_group_backend=self._backend, timeout=self._timeout)
+        made.launcher = self.launcher
         made.plugins, made._nccl, made._recomputation = self.plugins, self._nccl, self._recomputation
         made._offload_optimizer(self._offloads)
         return made

@@ -75,6 +75,7 @@ class ModelParallelStrategy(FSDPStrategy):
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         async_save: ranks copy their parts and train on, while a thread of each writes them.
         nccl: NCCL's variables, as of ``DDPStrategy``.
+        start_method: as of ``DDPStrategy``; with "spawn" and "fork" the module comes back whole.
 
     Raises:
         MisconfigurationException: when a run begins, for sizes that do not fit the ranks, or a module that splits
@@ -104,6 +105,7 @@ class ModelParallelStrategy(FSDPStrategy):
         precision_plugin: object = None,
         async_save: bool = False,
         nccl: Mapping[str, Any] | None = None,
+        start_method: str = "popen",
     ) -> None:
         super().__init__(
             cluster_environment=cluster_environment,
@@ -114,6 +116,7 @@ class ModelParallelStrategy(FSDPStrategy):
             state_dict_type="sharded" if save_distributed_checkpoint else "full",
             async_save=async_save,
             nccl=nccl,
+            start_method=start_method,
         )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (isinstance(size, (bool, str)) or size < 1):
@@ -173,6 +176,11 @@ class ModelParallelStrategy(FSDPStrategy):
 
         if type(module).configure_model is LightningModule.configure_model:
             raise MisconfigurationException(NO_PLAN.format(module=type(module).__name__))
+        if self.precision.name == "fp8-mixed":
+            raise MisconfigurationException(
+                "ModelParallelStrategy with precision='fp8-mixed': torchao's layers in float8 need plans of its own to "
+                "be split; use precision='bf16-mixed', or strategy=\"fsdp\"."
+            )
         self.precision.convert_module(module)
         check_same_module(module)
         tensors = chain(module.parameters(), module.buffers())

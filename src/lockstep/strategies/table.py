@@ -8,10 +8,13 @@ from typing import Any
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
+from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.strategies.model_parallel import ModelParallelStrategy
 
+OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+NVME = {"offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 SPAWN, FORK = {"start_method": "spawn"}, {"start_method": "fork"}
 NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "single_device": (SingleDeviceStrategy, {}),
@@ -33,10 +36,19 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "fsdp": (FSDPStrategy, {}),
     "fsdp_cpu_offload": (FSDPStrategy, {"cpu_offload": True}),
     "model_parallel": (ModelParallelStrategy, {}),
+    "deepspeed": (DeepSpeedStrategy, {}),
+    "deepspeed_stage_1": (DeepSpeedStrategy, {"stage": 1}),
+    "deepspeed_stage_2": (DeepSpeedStrategy, {"stage": 2}),
+    "deepspeed_stage_2_offload": (DeepSpeedStrategy, {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": (DeepSpeedStrategy, {"stage": 3}),
+    "deepspeed_stage_3_offload": (DeepSpeedStrategy, {"stage": 3} | OFFLOAD),
+    "deepspeed_stage_3_offload_nvme": (DeepSpeedStrategy, {"stage": 3} | OFFLOAD | NVME),
 }
 """Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
 
-_SHARDED = 'it is not built yet; use "fsdp", which shards the model over the ranks'
+WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel")
+"""Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
+
 _XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'
 _SLICED = (
     "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
@@ -44,13 +56,6 @@ _SLICED = (
 _GONE = 'Lightning has dropped it, too; use "ddp"'
 REFUSED = {
     "ddp2": 'it was dp within each node and ddp between them, and Lightning has dropped it; use "ddp"',
-    "deepspeed": _SHARDED,
-    "deepspeed_stage_1": _SHARDED,
-    "deepspeed_stage_2": _SHARDED,
-    "deepspeed_stage_2_offload": _SHARDED,
-    "deepspeed_stage_3": _SHARDED,
-    "deepspeed_stage_3_offload": _SHARDED,
-    "deepspeed_stage_3_offload_nvme": _SHARDED,
     "xla": _XLA,
     "xla_debug": _XLA,
     "single_xla": _XLA,
@@ -89,7 +94,7 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
         asked = asked.lower()
     if asked == "auto" and world_size > 1:
         asked = "ddp_notebook" if interactive else "ddp"
-    made = (asked if isinstance(asked, Strategy) else _named(asked)).resolved()
+    made = (asked if isinstance(asked, Strategy) else _named(asked, interactive and world_size > 1)).resolved()
     if world_size > 1 and made.launcher is None:
         name = f'"{asked}"' if isinstance(asked, str) else f"{type(made).__name__}()"
         raise MisconfigurationException(
@@ -99,11 +104,13 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
     return made
 
 
-def _named(asked: object) -> Strategy:
+def _named(asked: object, spawns: bool) -> Strategy:
     if asked == "auto":
         return SingleDeviceStrategy()
     if isinstance(asked, str) and asked in NAMES:
         kind, arguments = NAMES[asked]
+        if spawns and asked in WITHOUT_NOTEBOOK_NAME:
+            arguments = arguments | SPAWN
         return kind(**arguments)
     if isinstance(asked, str) and asked in REFUSED:
         raise MisconfigurationException(f'Trainer(strategy="{asked}"): {REFUSED[asked]}.')

@@ -23,8 +23,12 @@ ENDED = 128 + signal.SIGTERM
 """The exit code of a process that SIGTERM has ended."""
 
 
+_giving_way: list[object] = []
+"""The handlers of :func:`handling` that one inside of them may replace."""
+
+
 @contextmanager
-def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[None]:
+def handling(numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False) -> Iterator[None]:
     """Have ``note`` called for these signals. Outside the main thread nothing is changed.
 
     A handler that the user has set stays, as does what a parent told this process to ignore. Forked processes, loader
@@ -33,6 +37,7 @@ def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[No
     Args:
         numbers: the signals.
         note: called in the handler, so it must not print: the next signal may strike while it does.
+        gives_way: whether a fit that begins inside takes these signals over for its time.
     """
     process = os.getpid()
 
@@ -40,18 +45,24 @@ def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[No
         if os.getpid() == process:
             note(number)
 
-    taken = []
+    before = {}
     if threading.current_thread() is threading.main_thread():
-        taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+        before = {number: signal.getsignal(number) for number in numbers}
+    replaceable = (signal.SIG_DFL, *_giving_way)
+    taken = {number: handler for number, handler in before.items() if handler in replaceable}
     for number in taken:
         signal.signal(number, handle)
+    if gives_way:
+        _giving_way.append(handle)
     try:
         with HANDLERS.inside():
             yield
     finally:
-        for number in taken:
+        if gives_way:
+            _giving_way.remove(handle)
+        for number, handler in taken.items():
             if signal.getsignal(number) is handle:
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, handler)
 
 
 def is_under_lockstep(environ: Mapping[str, str] = os.environ) -> bool:

@@ -25,7 +25,14 @@ WATCHED_SIGNALS = tuple(
 )
 # Set by pytest for each phase of a test, or by libraries for good when they are first used.
 UNWATCHED_VARIABLES = frozenset(
-    {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
+    {
+        "PYTEST_CURRENT_TEST",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_VISIBLE_DEVICES",
+    }
 )
 
 SAMPLED = "lockstep-sample"

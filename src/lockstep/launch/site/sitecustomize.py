@@ -11,7 +11,7 @@ import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
-NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
+NAMES = ("lightning", "pytorch_lightning", "lightning_fabric", "test_tube")
 
 
 class Waiting:

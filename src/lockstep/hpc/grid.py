@@ -1,0 +1,306 @@
+"""The space of a search: options and ranges, and its points by number, computed when they are asked for."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+from typing import Any
+
+import torch
+
+from lockstep.data.order import Shuffled, make_key
+from lockstep.ground.errors import MisconfigurationException
+
+LARGEST_PERMUTED = 1 << 62
+"""Up to this many combinations are shuffled; of more, each trial draws its own, and two hardly ever meet."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A hyperparameter that takes one of some values.
+
+    Attributes:
+        values: at least one, of any type.
+    """
+
+    values: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, at: int) -> Any:
+        value = self.values[at]
+        return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value  # a trial may change its own
+
+    def draw(self, random: Random) -> Any:
+        """One of the values."""
+        return self[random.randrange(len(self))]
+
+
+@dataclass(frozen=True)
+class Range:
+    """A hyperparameter that takes numbers from ``low`` to ``high``, both included.
+
+    Attributes:
+        low: the smallest.
+        high: the largest.
+        whole: integers only.
+        log: equal steps are equal factors.
+        samples: points of a grid.
+        type: what a number goes through before the trial gets it; None: nothing.
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+    log: bool = False
+    samples: int = 10
+    type: Callable[[Any], Any] | None = None
+
+    def __len__(self) -> int:
+        if self._few is not None:
+            return len(self._few)
+        return min(self.samples, int(self.high - self.low) + 1) if self.whole else self.samples
+
+    def __getitem__(self, at: int) -> Any:
+        """A point of the grid: evenly spaced, the first is ``low`` and the last ``high``."""
+        if self._few is not None:
+            return self.given(self._few[at])
+        return self.given(self._spaced(at, len(self)))
+
+    def draw(self, random: Random) -> Any:
+        """A number of the range, each as likely as the others."""
+        if self.whole and not self.log:
+            return self.given(random.randint(int(self.low), int(self.high)))
+        return self.given(self._between(random.random()))
+
+    def given(self, number: float) -> Any:
+        """A number as the trial gets it."""
+        return number if self.type is None else self.type(number)
+
+    @cached_property
+    def _few(self) -> tuple[float, ...] | None:
+        """The points of whole numbers in logarithmic steps, which may coincide; None otherwise."""
+        if not (self.whole and self.log):
+            return None
+        return tuple(sorted({self._spaced(at, self.samples) for at in range(self.samples)}))
+
+    def _spaced(self, at: int, of: int) -> float:
+        if at == of - 1 and of > 1:
+            return self.high
+        return self._between(at / (of - 1) if of > 1 else 0.0)
+
+    def _between(self, share: float) -> float:
+        if self.log:
+            found = self.low * (self.high / self.low) ** share
+        else:
+            found = self.low + (self.high - self.low) * share
+        found = min(max(found, self.low), self.high)  # the last bit of a power may lie outside
+        return math.floor(found + 0.5) if self.whole else found
+
+
+Dimension = Options | Range
+
+
+class Space:
+    """All combinations of some hyperparameters, numbered from 0; the first hyperparameter is the slowest.
+
+    Nothing is listed: memory and time do not depend on the number of combinations.
+
+    Args:
+        dimensions: by name, in the order in which they were added.
+
+    Example:
+        >>> space = Space({"lr": Options((0.1, 0.2)), "layers": Options((1, 2, 3))})
+        >>> space.size, space.at(0), space.at(1), space.at(5)
+        (6, {'lr': 0.1, 'layers': 1}, {'lr': 0.1, 'layers': 2}, {'lr': 0.2, 'layers': 3})
+    """
+
+    def __init__(self, dimensions: Mapping[str, Dimension]) -> None:
+        self.dimensions = dict(dimensions)
+
+    @property
+    def size(self) -> int:
+        """Combinations of the grid; 1 without hyperparameters."""
+        return math.prod(map(len, self.dimensions.values()))
+
+    def at(self, number: int) -> dict[str, Any]:
+        """The combination of a number below `size`."""
+        found: list[tuple[str, Any]] = []
+        for name, dimension in reversed(self.dimensions.items()):
+            number, at = divmod(number, len(dimension))
+            found.append((name, dimension[at]))
+        return dict(reversed(found))
+
+    def drawn(self, seed: int, number: int) -> dict[str, Any]:
+        """The combination that trial `number` of a random search takes: a function of seed and number.
+
+        Where all hyperparameters are lists, no combination comes twice in the first `size` trials.
+
+        Args:
+            seed: another one gives other trials.
+            number: of the trial, from 0.
+        """
+        listed = all(isinstance(dimension, Options) for dimension in self.dimensions.values())
+        if listed and self.size < LARGEST_PERMUTED:
+            return self.at(int(self._shuffled(seed)(torch.tensor([number]))))
+        return {
+            name: dimension.draw(Random(make_key("search", seed, number, name)))
+            for name, dimension in self.dimensions.items()
+        }
+
+    def _shuffled(self, seed: int) -> Shuffled:
+        known = self.__dict__.get("_order")
+        if known is None or known[0] != seed:
+            known = self.__dict__["_order"] = (seed, Shuffled(self.size, make_key("search", seed)))
+        found: Shuffled = known[1]
+        return found
+
+
+STRATEGIES = ("grid_search", "random_search", "optuna")
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What is searched, and how.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        seed: of random draws.
+        mode: "min" or "max": which values of a trial Optuna looks for.
+        sampler: makes Optuna's sampler, called with ``seed=``; None: TPE.
+        pruner: of Optuna's; None: the median pruner.
+        space: the tunable options.
+        types: what the text of an option goes through, by the option's name.
+    """
+
+    strategy: str
+    seed: int = 0
+    mode: str = "min"
+    sampler: Callable[..., Any] | None = None
+    pruner: object = None
+    space: Space = field(default_factory=lambda: Space({}))
+    types: Mapping[str, Callable[[Any], Any] | None] = field(default_factory=dict)
+
+
+def options_of(option: str, values: Iterable[Any] | None, type: Callable[[Any], Any] | None) -> Options:
+    """The values of a list, each through the option's type.
+
+    Args:
+        option: its name, for errors.
+        values: as they were given. None stays None, as an option that is left out does.
+        type: None: values stay as they are. One that takes text only gets the value as text.
+
+    Raises:
+        MisconfigurationException: there are none, or the type refuses one.
+    """
+    if values is None or isinstance(values, (str, bytes, Mapping)):
+        raise MisconfigurationException(
+            f"opt_list({option!r}, options={values!r}): give the values to try as a list: options=[...]"
+        )
+    found = tuple(through(option, value, type) for value in values)
+    if not found:
+        raise MisconfigurationException(
+            f"opt_list({option!r}, options=[]): there is no value to try; give at least one, or leave the option to "
+            "add_argument"
+        )
+    return Options(found)
+
+
+def through(option: str, value: Any, type: Callable[[Any], Any] | None) -> Any:
+    """A value as argparse would give it, had it been typed.
+
+    Raises:
+        MisconfigurationException: the type refuses it.
+    """
+    if type is None or value is None:
+        return value
+    error: Exception | None = None
+    for attempt in (value,) if isinstance(value, str) else (value, str(value)):
+        try:
+            return type(attempt)
+        except Exception as refused:  # of the user's own type, whatever it raises
+            error = refused
+            if not isinstance(refused, (TypeError, AttributeError)):
+                break
+    kind = getattr(type, "__name__", repr(type))
+    raise MisconfigurationException(
+        f"{option}: its type {kind} refuses the value {value!r:.200} ({error}); give a value that it takes, or another "
+        "type="
+    ) from error
+
+
+def range_of(
+    option: str,
+    low: float | None,
+    high: float | None,
+    nb_samples: int = 10,
+    log_base: float | None = None,
+    type: Callable[[Any], Any] | None = None,
+) -> Range:
+    """A range, checked.
+
+    Args:
+        option: its name, for errors.
+        low: the smallest number.
+        high: the largest, included.
+        nb_samples: points of a grid.
+        log_base: any base makes the steps equal factors; None: equal differences.
+        type: ``int`` for whole numbers; ``float`` or None; or what makes the trial's value of a number.
+
+    Raises:
+        MisconfigurationException: an argument is missing or out of its range.
+    """
+    where = f"opt_range({option!r}, low={low!r}, high={high!r}"
+    for name, number in (("low", low), ("high", high)):
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
+            raise MisconfigurationException(f"{where}): {name} is a finite number")
+    assert low is not None
+    assert high is not None
+    if low > high:
+        raise MisconfigurationException(f"{where}): low is the smaller of the two")
+    if not isinstance(nb_samples, int) or nb_samples < 1:
+        raise MisconfigurationException(f"{where}, nb_samples={nb_samples!r}): give a number of points from 1")
+    if log_base is not None and (not log_base > 0 or log_base == 1):
+        raise MisconfigurationException(f"{where}, log_base={log_base!r}): a base is above 0, and not 1; 10, say")
+    if log_base is not None and low <= 0:
+        raise MisconfigurationException(f"{where}, log_base={log_base!r}): on a logarithmic scale low is above 0")
+    whole = type is int
+    if whole and (low != int(low) or high != int(high)):
+        raise MisconfigurationException(f"{where}, type=int): give whole numbers")
+    if whole:
+        return Range(int(low), int(high), True, log_base is not None, nb_samples)
+    made = Range(float(low), float(high), False, log_base is not None, nb_samples, None if type is float else type)
+    through(option, made.low, made.type)
+    return made
+
+
+def numbers(space: Space, strategy: str, nb_trials: int | None) -> Sequence[int]:
+    """The numbers of a search's trials.
+
+    Args:
+        space: what is searched.
+        strategy: "grid_search" or "random_search".
+        nb_trials: at most so many; None: all of a grid.
+
+    Raises:
+        MisconfigurationException: a number of trials that is none, or that a grid has more combinations than.
+    """
+    if nb_trials is None and strategy == "grid_search":
+        return range(space.size)
+    if nb_trials is None:
+        raise MisconfigurationException(f"strategy={strategy!r} needs nb_trials: how many trials to draw")
+    if not isinstance(nb_trials, int) or isinstance(nb_trials, bool) or nb_trials < 1:
+        raise MisconfigurationException(f"nb_trials={nb_trials!r}: give a number of trials from 1")
+    listed = all(isinstance(dimension, Options) for dimension in space.dimensions.values())
+    if strategy == "grid_search" and space.size > nb_trials:
+        counts = " x ".join(f"{name} {len(dimension)}" for name, dimension in space.dimensions.items())
+        raise MisconfigurationException(
+            f"nb_trials={nb_trials}, and the grid has {space.size} combinations ({counts}): give "
+            f"nb_trials={space.size} to run all of them, fewer options, or strategy='random_search' for a part of them"
+        )
+    return range(min(nb_trials, space.size) if strategy == "grid_search" or listed else nb_trials)

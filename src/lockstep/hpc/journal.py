@@ -1,0 +1,237 @@
+"""The journal file of a study: Optuna's, with lines that are checked after each write, and a lock that outlives nobody.
+
+A line is an operation, and trials are numbered by the lines before them. So a line that is torn, by a writer that was
+killed or by a network file system, must not stay: it would be read as part of the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Generator, Iterator
+from functools import cache
+from typing import Any
+
+from optuna.storages.journal import JournalFileBackend
+
+from lockstep.ground.rank import log
+
+TRIES = 3
+"""How often a line is written that does not come out as it was written."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks at a lock that somebody has."""
+
+
+class CorruptJournal(RuntimeError):
+    """The journal of a study has a line that is no whole operation."""
+
+
+class Journal(JournalFileBackend):
+    """Optuna's journal file, in which a torn line is found when it is written, or else when it is read.
+
+    Args:
+        path: of the file, which is made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._held = FileLock(path)
+        super().__init__(path, self._held)  # type: ignore[arg-type]  # of locks Optuna has a base, but not for others
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Add operations, a line each, and read them back.
+
+        Raises:
+            CorruptJournal: the file does not hold what was written.
+            OSError: the disk is full, say; nothing of the lines stays.
+        """
+        data = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
+        with held(self._held):
+            append(self._path, data)
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """The operations from a number on. A last line that has no end yet is left out.
+
+        Raises:
+            CorruptJournal: a line is none; the message has its number.
+        """
+        number = log_number_from
+        try:
+            for told in super().read_logs(log_number_from):
+                if not isinstance(told, dict) or "op_code" not in told:
+                    raise ValueError("it is no operation")
+                yield told
+                number += 1
+        except ValueError as error:
+            raise CorruptJournal(
+                f"line {number + 1} of {self._path!r} is torn ({error}), and the study cannot be read from there on. "
+                f"lockstep checks each line that it writes, so the disk, or another program, has changed it: put the "
+                f"file back from a copy, or go on with what comes before, by `head -n {number} FILE > NEW`"
+            ) from error
+
+
+def append(path: str, data: bytes) -> None:
+    """Add whole lines to a file, and read them back; called by who holds the lock.
+
+    What a killed writer has left of a line is cut off first.
+
+    Raises:
+        CorruptJournal: they do not come back.
+        OSError: they cannot be written; nothing of them stays.
+    """
+    for _ in range(TRIES):
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            start = _cut_torn_end(file, path)
+            try:
+                _write(file, data)
+                os.fsync(file)
+            except OSError:
+                os.ftruncate(file, start)
+                raise
+        finally:
+            os.close(file)
+        # opened anew: a network file system then asks the server
+        with open(path, "rb") as fresh:
+            fresh.seek(start)
+            if fresh.read(len(data)) == data:
+                return
+            beyond = bool(fresh.read(1))
+        if beyond:  # who writes there does not heed the lock; nothing may be cut off any more
+            break
+        os.truncate(path, start)
+    raise CorruptJournal(
+        f"{path!r} does not hold the line that was written last, after {TRIES} tries: see whether another program "
+        "writes into it, or keep the search on another file system"
+    )
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _cut_torn_end(file: int, path: str) -> int:
+    """Cut off what follows the last line's end; gives the size then."""
+    size = os.fstat(file).st_size
+    end = size
+    while end and (block := os.pread(file, min(end, 4096), end - min(end, 4096))).rfind(b"\n") < 0:
+        end -= len(block)
+    if end:
+        begin = end - min(end, 4096)
+        end = begin + os.pread(file, end - begin, begin).rfind(b"\n") + 1
+    if end < size:
+        log.warning("%s: its last line was torn after %d bytes, by a writer that was killed: cut off", path, size - end)
+        os.ftruncate(file, end)
+    return end
+
+
+# -- the lock -------------------------------------------------------------------------------------------------
+
+
+class FileLock:
+    """A lock for processes of several nodes: a symbolic link beside the file, which names who has it.
+
+    Where Optuna's own tools lock the journal, they use the same link. A lock of a process of this host that has died
+    is taken over at once; one of another host when it has not changed for `grace` seconds.
+
+    Args:
+        path: of the file that exists and is locked. The lock's name is the same with `suffix`.
+        suffix: of the name.
+        grace: seconds.
+    """
+
+    def __init__(self, path: str, suffix: str = ".lock", grace: float = 30.0) -> None:
+        self._path, self._link, self.grace = path, path + suffix, grace
+
+    def acquire(self) -> bool:
+        """Wait for the lock.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        pause, seen, since = 0.001, None, time.monotonic()
+        while True:
+            try:
+                os.symlink(_identity(), self._link)
+                return True
+            except FileExistsError:
+                pass
+            found = self._look()
+            if found != seen:
+                seen, since = found, time.monotonic()
+            if found is not None and (_has_died(found[0]) or time.monotonic() - since > self.grace):
+                self._break(found)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def release(self) -> None:
+        """Give the lock back, unless somebody has taken it over."""
+        found = self._look()
+        if found is not None and found[0] == _identity():
+            os.unlink(self._link)
+
+    def _look(self) -> tuple[str, float] | None:
+        """Who has the lock, and since when; None: nobody."""
+        try:
+            return os.readlink(self._link), os.lstat(self._link).st_mtime
+        except FileNotFoundError:
+            return None
+
+    def _break(self, stale: tuple[str, float]) -> None:
+        """Remove a lock that nobody will give back, unless it is another one by now."""
+        with open(self._path, "rb") as file:
+            with contextlib.suppress(OSError):  # a file system without: then two may look at once
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if self._look() == stale:
+                aside = f"{self._link}-{uuid.uuid4().hex}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self._link, aside)
+                    os.unlink(aside)
+
+
+@contextlib.contextmanager
+def held(lock: FileLock) -> Iterator[None]:
+    """Hold a lock."""
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _identity() -> str:
+    """This process, by what no other one has: machine, boot, process namespace, number, start."""
+    return f"{_host()}|{os.getpid()}|{_started(os.getpid())}"
+
+
+def _has_died(identity: str) -> bool:
+    """Whether a process of this host is gone; False for processes of other hosts, of which nobody knows."""
+    host, _, rest = identity.partition("|")
+    number, _, start = rest.partition("|")
+    return host == _host() and number.isdigit() and _started(int(number)) != start
+
+
+@cache
+def _host() -> str:
+    name = socket.gethostname()
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{name}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return name
+
+
+def _started(process: int) -> str:
+    """When a process was started, as the system counts; empty where there is none, or it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            told = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "" if os.path.isdir("/proc/self") else "?"
+    return "" if told[0] in (b"Z", b"X") else told[19].decode()

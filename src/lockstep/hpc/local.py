@@ -1,0 +1,223 @@
+"""The trials of a search on this machine: a process for each, some at a time, with its share of the devices."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import log
+from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, read_events
+from lockstep.launch.environment import trial_environment
+from lockstep.launch.spawn import pack
+
+CALL = "call.pkl"
+"""The function and the options, in the folder of the search, for the trials' processes."""
+PROGRAM = "lockstep.hpc.local_trial"
+"""The module that is a trial's process."""
+LOOK = 0.02
+"""Seconds from one look at the processes to the next."""
+GRACE = 5.0
+"""Seconds that a trial gets to end when the search is interrupted."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended.
+
+    Attributes:
+        number: of the trial.
+        state: "completed", "pruned" or "failed".
+        hparams: its hyperparameters; None where it ended before they were drawn.
+        value: what the function returned, if that was a number.
+        metrics: the last that the trial has logged, and the numbers of a dict that the function returned.
+        error: of a failed one, in a line.
+    """
+
+    number: int
+    state: str
+    hparams: Any
+    value: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What is to be run.
+
+    Attributes:
+        folder: of the search.
+        values: of each trial, by number, made when the trial is started; None where the trial draws them itself.
+        keeps: whether what the trials print goes into their folders, and not to this process' screen.
+        devices: of each trial that runs at a time, as CUDA_VISIBLE_DEVICES has them; None: that stays as it is.
+        hparams: the hyperparameters of a trial by its number and values.
+        lost: told of a trial whose process ended without a last word.
+    """
+
+    folder: Path
+    values: Iterable[tuple[int, Mapping[str, Any] | None]]
+    keeps: bool
+    devices: Sequence[str | None]
+    hparams: Callable[[Mapping[str, Any], int], Any]
+    lost: Callable[[int], None]
+
+
+def run(function: Callable[..., object], options: object, trials: Trials) -> list[Outcome]:
+    """Run the trials; gives how each ended, by number.
+
+    A trial that fails is told of, and the others go on. Where the folder has trials that completed, these are not run
+    again. A Ctrl-C ends all.
+
+    Args:
+        function: called with the hyperparameters in each process.
+        options: that a process makes the hyperparameters of.
+        trials: which.
+
+    Raises:
+        MisconfigurationException: function or options cannot travel, or the folder holds another search.
+        RuntimeError: all have failed.
+    """
+    trials.folder.mkdir(parents=True, exist_ok=True)
+    _write_call(function, options, trials.folder)
+    outcomes: dict[int, Outcome] = {}
+    free, running = list(reversed(trials.devices)), dict[int, tuple[_Process, str | None]]()
+    waiting = _to_run(trials, outcomes)
+    try:
+        more = True
+        while more or running:
+            while free and more:
+                trial = next(waiting, None)
+                more = trial is not None
+                if trial is not None:
+                    devices = free.pop()
+                    running[trial.number] = _Process(trial, trials, devices), devices
+            for number, (process, devices) in list(running.items()):
+                if process.code() is not None:
+                    del running[number]
+                    free.append(devices)
+                    outcomes[number] = process.outcome(trials)
+            time.sleep(LOOK if running else 0)
+    finally:
+        _end([process for process, _ in running.values()])
+    found = [outcomes[number] for number in sorted(outcomes)]
+    if found and all(each.state == "failed" for each in found):
+        raise RuntimeError(f"all {len(found)} trial(s) have failed; trial {found[0].number}: {found[0].error}")
+    return found
+
+
+def _write_call(function: Callable[..., object], options: object, folder: Path) -> None:
+    try:
+        with open(folder / CALL, "wb") as file:
+            pickle.dump(list(sys.path), file)
+            pack((function, options), file)
+    except OSError:
+        raise
+    except Exception as error:  # whatever an object raises that cannot be pickled
+        raise MisconfigurationException(
+            f"the function of the trials cannot be sent to their processes ({type(error).__name__}: {error}): let it "
+            "make what it needs by itself, such as open files, locks and connections, and use none of the script's"
+        ) from error
+
+
+def _to_run(trials: Trials, outcomes: dict[int, Outcome]) -> Iterator[TrialFolder]:
+    """The trials that have not completed yet, with their values written; of the others, the outcomes."""
+    for number, values in trials.values:
+        trial = TrialFolder.of(trials.folder, number)
+        known = trial.values()
+        if known is not None and values is not None and known != values:
+            raise MisconfigurationException(
+                f"{trial.path} holds a trial with other values, of another search: give another folder"
+            )
+        if values is not None and known is None:
+            trial.write_values(values)
+        last = read_events(trial.events()).last
+        if last is not None and last.end == "completed":
+            outcomes[number] = _outcome(trial, trials, "")
+        else:
+            trial.path.mkdir(exist_ok=True)
+            yield trial
+
+
+class _Process:
+    """The process of a trial."""
+
+    def __init__(self, trial: TrialFolder, trials: Trials, devices: str | None) -> None:
+        self.trial = trial
+        environ = trial_environment(str(trial.path), len(trials.devices), devices, trials.keeps)
+        command = [sys.executable, "-m", PROGRAM, str(trial.path)]
+        with contextlib.ExitStack() as files:
+
+            def opened(name: str) -> IO[bytes] | None:
+                return files.enter_context(open(trial.path / name, "ab")) if trials.keeps else None
+
+            self._process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=opened(STDOUT), stderr=opened(STDERR)
+            )
+
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def outcome(self, trials: Trials) -> Outcome:
+        """How the trial ended."""
+        last, code = read_events(self.trial.events()).last, self._process.returncode
+        if last is None or last.end is None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            error = f"its process {how}, without a last word of the trial's"
+            self.trial.note("failed", attempt=last.number if last is not None else 0, error=error)
+            trials.lost(self.trial.number)
+        return _outcome(self.trial, trials, "" if last is None else last.error)
+
+
+def _outcome(trial: TrialFolder, trials: Trials, error: str) -> Outcome:
+    """What a trial's folder says of its end."""
+    events = trial.events()
+    last, values = read_events(events).last, trial.values()
+    hparams = None if values is None else trials.hparams(values, trial.number)
+    metrics = trial.result().get("metrics", {})
+    if last is not None and last.end == "completed":
+        return Outcome(trial.number, "pruned" if last.pruned else "completed", hparams, last.value, metrics)
+    told = [str(event.get("error", "")) for event in events if event.get("event") == "failed"]
+    error = (last.error if last is not None else "") or error or (told[-1] if told else "")
+    log.warning("trial %d failed: %s", trial.number, error)
+    return Outcome(trial.number, "failed", hparams, None, metrics, error)
+
+
+def _end(processes: Sequence[_Process]) -> None:
+    """End processes that still run: politely first."""
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    until = time.monotonic() + GRACE
+    while any(process.code() is None for process in processes) and time.monotonic() < until:
+        time.sleep(LOOK)
+    for process in processes:
+        process.signal(signal.SIGKILL)
+        process._process.wait()
+
+
+def dealt(devices: Sequence[str], workers: int) -> list[str | None]:
+    """The devices of each of some workers; several share one where there are more workers than devices.
+
+    Example:
+        >>> dealt(["0", "1", "2", "3"], 2), dealt(["0", "1"], 3), dealt([], 2)
+        (['0,2', '1,3'], ['0', '1', '0'], [None, None])
+    """
+    if not devices:
+        return [None] * workers
+    if workers > len(devices):
+        return [devices[at % len(devices)] for at in range(workers)]
+    return [",".join(devices[at::workers]) for at in range(workers)]

@@ -1,0 +1,167 @@
+"""SLURM's queue: jobs submitted and cancelled, and what SLURM knows of them, with slurmdbd and without."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS = 60
+"""How long a command of SLURM's may take."""
+MANY = 1000
+"""Jobs that one command is asked about."""
+
+
+class SlurmRefused(RuntimeError):
+    """SLURM did not do what it was asked for; the message has its own words."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as SLURM knows it."""
+
+    state: str  #: PENDING, RUNNING, COMPLETED, FAILED, PREEMPTED, NODE_FAIL, TIMEOUT, CANCELLED ...
+    nodes: str = ""
+    reason: str = ""  #: why it waits, or failed
+
+
+def is_there() -> bool:
+    """Whether this machine has SLURM's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def submit(script: str, *arguments: str, options: Sequence[str] = ()) -> str:
+    """Submit a batch script; gives the job's number.
+
+    Args:
+        script: its path.
+        arguments: of the script.
+        options: of sbatch, which go before those in the script.
+
+    Raises:
+        SlurmRefused: sbatch is missing, or refused, in its own words.
+    """
+    return _submitted(["sbatch", "--parsable", *options, script, *arguments], None)
+
+
+def submit_text(text: str) -> str:
+    """Submit a batch script that is in no file; gives the job's number.
+
+    Raises:
+        SlurmRefused: as for :func:`submit`.
+    """
+    return _submitted(["sbatch", "--parsable"], text)
+
+
+def _submitted(words: Sequence[str], text: str | None) -> str:
+    said = _do(words, text)
+    found = re.search(r"^(\d+)(;.*)?$", said, re.MULTILINE)  # behind the semicolon: a cluster's name
+    if found is None:
+        raise SlurmRefused(f"sbatch said {said.strip()!r:.300}, where the number of the job was expected")
+    return found[1]
+
+
+def cancel(jobs: Iterable[str]) -> None:
+    """Cancel jobs; those that have ended stay as they are.
+
+    Raises:
+        SlurmRefused: in scancel's own words.
+    """
+    for part in _parts(list(jobs)):
+        _do(["scancel", *part])
+
+
+def look(jobs: Iterable[str]) -> dict[str, Job]:
+    """What SLURM knows of jobs; those that it has forgotten are left out.
+
+    The controller remembers jobs for some minutes after their end (MinJobAge); after that slurmdbd is asked, where
+    there is one, or else the file of jobcomp/filetxt.
+
+    Args:
+        jobs: numbers, ``120``, or ``120_7`` for an array's task.
+
+    Raises:
+        SlurmRefused: there is no squeue, or it has failed, in its own words.
+    """
+    wanted = set(jobs)
+    found: dict[str, Job] = {}
+    for part in _parts(sorted({job.partition("_")[0] for job in wanted})):
+        found.update(_in_queue(part))
+    missing = wanted - found.keys()
+    if missing:
+        earlier = _in_accounts(sorted({job.partition("_")[0] for job in missing}))
+        found.update((name, job) for name, job in earlier.items() if name in missing)
+    return {name: job for name, job in found.items() if name in wanted}
+
+
+def _in_queue(numbers: Sequence[str]) -> Iterator[tuple[str, Job]]:
+    words = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%r", f"--jobs={','.join(numbers)}"]
+    try:
+        said = _do(words)
+    except SlurmRefused as refused:
+        if "Invalid job id" in str(refused):  # the only one that was asked for is forgotten
+            return
+        raise
+    for line in said.splitlines():
+        name, state, nodes, reason = [*line.strip().split("|"), "", "", "", ""][:4]
+        yield name, Job(state, nodes, "" if reason == "None" else reason)
+
+
+def _in_accounts(numbers: Sequence[str]) -> dict[str, Job]:
+    """Of jobs that the controller has forgotten."""
+    found: dict[str, Job] = {}
+    try:
+        for part in _parts(numbers):
+            words = ["sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
+            for line in _do([*words, f"--jobs={','.join(part)}"]).splitlines():
+                name, state, nodes = [*line.split("|"), "", "", ""][:3]
+                if state:
+                    found[name] = Job(state.split()[0], nodes)  # "CANCELLED by 0"
+    except SlurmRefused:  # no slurmdbd
+        return _in_jobcomp(set(numbers))
+    return found
+
+
+def _in_jobcomp(numbers: set[str]) -> dict[str, Job]:
+    """Of the file of jobcomp/filetxt, which has a line for each start of a job that has ended."""
+    try:
+        config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", _do(["scontrol", "show", "config"]), re.MULTILINE))
+        if config.get("JobCompType") != "jobcomp/filetxt":
+            return {}
+        text = Path(config["JobCompLoc"]).read_text(errors="replace")
+    except (SlurmRefused, OSError, KeyError):
+        return {}
+    found = {}
+    for line in text.splitlines():
+        told = dict(re.findall(r"(\w+)=(\S*)", line))
+        array, task = told.get("ArrayJobId"), told.get("ArrayTaskId")
+        if (array or told.get("JobId")) in numbers:
+            name = f"{array}_{task}" if array and task else told["JobId"]
+            found[name] = Job(told.get("JobState", ""), told.get("NodeList", ""))
+    return found
+
+
+def _parts(jobs: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (jobs[at : at + MANY] for at in range(0, len(jobs), MANY))
+
+
+def _do(words: Sequence[str], text: str | None = None) -> str:
+    """What a command of SLURM's prints."""
+    try:
+        # in a session of its own: a Ctrl-C here must not cut it between the controller's answer and ours
+        done = subprocess.run(
+            words, input=text, capture_output=True, text=True, errors="replace", timeout=SECONDS, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise SlurmRefused(f"{words[0]} is not on PATH: this machine has no SLURM, or its folder is missing") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmRefused(f"{words[0]} gave no answer within {SECONDS} seconds") from None
+    except OSError as error:
+        raise SlurmRefused(f"{words[0]}: {error}") from None
+    if done.returncode:
+        said = "; ".join(line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip())
+        raise SlurmRefused(said or f"{words[0]} ended with {done.returncode} and said nothing")
+    return done.stdout

@@ -1,0 +1,289 @@
+"""The text of a batch script for ``sbatch``: a pure function of what the job needs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.cluster.slurm import STARTS
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.launch.attempts import TRIAL
+from lockstep.launch.environment import ROOT
+from lockstep.launch.script import arguments
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of ``sbatch`` that the user has added."""
+
+    name: str  #: without leading dashes
+    value: str | None = None  #: None for an option without a value
+    comment: str = ""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The trials that a script runs: one of a search, or all of them as one array job."""
+
+    search: str  #: the folder of the search
+    number: int | None = None  #: None: the array's, and SLURM_ARRAY_TASK_ID says which
+    count: int = 1  #: of the array, whose trials are numbered from 0
+    at_most: int | None = None  #: trials of the array that run at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a batch script asks for, and what it starts.
+
+    Attributes:
+        name: of the job.
+        command: of each task, in words.
+        folder: where the tasks are started.
+        output, error: files for what the tasks print; ``%`` begins a pattern of SLURM's. None: SLURM's default.
+        nodes, tasks_per_node: how many.
+        gpus_per_node: 0 for none.
+        gpu_type: as the cluster names it.
+        cpus_per_task, memory_mb, time: limits; None: the cluster's default.
+        signal_minutes: how long before the time limit the tasks are signalled; 0: they are not.
+        email, on_done, on_fail: whom SLURM writes to, and when.
+        options: of the user's.
+        commands: lines of shell that run before the tasks are started, as they are.
+        variables: of the environment.
+        trials: which trials of a search the script runs.
+    """
+
+    name: str
+    command: Sequence[str]
+    folder: str
+    output: str | None = None
+    error: str | None = None
+    nodes: int = 1
+    tasks_per_node: int = 1
+    gpus_per_node: int = 0
+    gpu_type: str | None = None
+    cpus_per_task: int | None = None
+    memory_mb: int | None = None
+    time: str | None = None
+    signal_minutes: int = 5
+    email: str | None = None
+    on_done: bool = False
+    on_fail: bool = False
+    options: Sequence[Option] = ()
+    commands: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    trials: Trials | None = None
+
+
+FROM = {
+    "nodes": "per_experiment_nb_nodes (lockstep submit: --nodes)",
+    "ntasks-per-node": "per_experiment_nb_gpus (lockstep submit: --tasks-per-node)",
+    "gres": "per_experiment_nb_gpus and gpu_type (lockstep submit: --gpus-per-node, --gpu-type)",
+    "cpus-per-task": "per_experiment_nb_cpus (lockstep submit: --cpus-per-task)",
+    "mem": "memory_mb_per_node (lockstep submit: --mem)",
+    "time": "job_time (lockstep submit: --time)",
+    "signal": "minutes_to_checkpoint_before_walltime (lockstep submit: --save-before)",
+    "job-name": "job_name (lockstep submit: --job-name)",
+    "array": "array and at_most",
+    "mail-user": "notify_job_status",
+    "mail-type": "notify_job_status",
+    "output": "log_path (lockstep submit: --output)",
+    "error": "log_path",
+}
+"""Options that the script has by itself, and what sets them."""
+
+SHORT = {
+    "A": "account", "a": "array", "c": "cpus-per-task", "C": "constraint", "D": "chdir", "e": "error", "J": "job-name",
+    "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist",
+    "x": "exclude", "G": "gpus",
+}  # fmt: skip
+"""Names of sbatch's options by their letters."""
+
+
+def option(cmd: str, value: object = None, comment: str = "") -> Option:
+    """An option as users write it: with or without dashes, by its name or letter; True is an option without a value.
+
+    Example:
+        >>> option("-p", "long"), option("exclusive")
+        (Option(name='partition', value='long', comment=''), Option(name='exclusive', value=None, comment=''))
+    """
+    name = cmd.lstrip("-")
+    return Option(SHORT.get(name, name), None if value in (None, "", True) else str(value), comment)
+
+
+def minutes_of(time: str | int | None) -> float | None:
+    """A time limit as sbatch takes it, in minutes; None where it has none of sbatch's forms.
+
+    Example:
+        >>> minutes_of("2:00:00"), minutes_of("15"), minutes_of("1-12"), minutes_of("15:30"), minutes_of("UNLIMITED")
+        (120.0, 15.0, 2160.0, 15.5, None)
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if found is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    if days is not None:
+        return float(days * 1440 + (first or 0) * 60 + (second or 0)) + (third or 0) / 60
+    if third is not None:
+        return float((first or 0) * 60 + (second or 0)) + third / 60
+    return float(first or 0) + (second or 0) / 60
+
+
+def text(batch: Batch) -> str:
+    """The script.
+
+    Raises:
+        MisconfigurationException: an option that is no option, says something else than the script does by itself,
+            or has a value that a batch script cannot hold.
+
+    Example:
+        >>> print(text(Batch("mine", ["python", "train.py", "--name", "a b"], "/home/me")), end="")
+        #!/bin/bash
+        #SBATCH --job-name=mine
+        #SBATCH --nodes=1
+        #SBATCH --ntasks-per-node=1
+        #SBATCH --signal=USR1@300
+        #SBATCH --open-mode=append
+        #SBATCH --requeue
+        <BLANKLINE>
+        cd -- /home/me || exit 1
+        srun --kill-on-bad-exit=1 --export=ALL python train.py --name 'a b'
+    """
+    lines = ["#!/bin/bash", *_options(batch), ""]
+    if batch.trials is not None:
+        lines += _trial(batch.trials)
+    lines += [f"export {name}={quoted(value)}" for name, value in batch.variables.items()]
+    lines.append(f"cd -- {quoted(batch.folder)} || exit 1")
+    lines += batch.commands
+    cpus = {} if batch.cpus_per_task is None else {"SLURM_CPUS_PER_TASK": str(batch.cpus_per_task)}
+    words = arguments("srun", list(batch.command), {"SLURM_NTASKS": "", **cpus})
+    lines.append(" ".join(map(quoted, words)))
+    return "\n".join([*lines, ""])
+
+
+def module_command(module: str) -> str:
+    """The line of shell that loads an environment module, and fails with its name where that cannot be.
+
+    Example:
+        >>> print(module_command("cuda/12"))
+        module load cuda/12 || { echo 'lockstep: the module cuda/12 could not be loaded' >&2; exit 1; }
+    """
+    said = quoted(f"lockstep: the module {module} could not be loaded")
+    return f"module load {quoted(module)} || {{ echo {said} >&2; exit 1; }}"
+
+
+def _options(batch: Batch) -> list[str]:
+    """The lines for sbatch: the script's own, and those of the user's in the place of those that say the same."""
+    own = _own_options(batch)
+    for option in batch.options:
+        _check(option, own, batch)
+    said = {option.name: option for option in batch.options}
+    if "no-requeue" in said:
+        own.pop("requeue")
+    lines: list[str] = []
+    for name, value in own.items():
+        given = said.pop(name, None)
+        lines += _lines(Option(name, value) if given is None else given)
+    for option in batch.options:
+        if option.name in said:
+            lines += _lines(option)
+    return lines
+
+
+def _own_options(batch: Batch) -> dict[str, str | None]:
+    """What the script asks for by itself."""
+    found: dict[str, str | None] = {"job-name": batch.name}
+    array = batch.trials is not None and batch.trials.number is None
+    if batch.trials is not None and array:
+        limit = "" if batch.trials.at_most is None else f"%{batch.trials.at_most}"
+        found["array"] = f"0-{batch.trials.count - 1}{limit}"
+    if batch.output is not None:
+        found["output"] = batch.output
+    if batch.error is not None:
+        found["error"] = batch.error
+    found["nodes"], found["ntasks-per-node"] = str(batch.nodes), str(batch.tasks_per_node)
+    if batch.gpus_per_node:
+        kind = "" if batch.gpu_type is None else f"{batch.gpu_type}:"
+        found["gres"] = f"gpu:{kind}{batch.gpus_per_node}"
+    if batch.cpus_per_task is not None:
+        found["cpus-per-task"] = str(batch.cpus_per_task)
+    if batch.memory_mb is not None:
+        found["mem"] = str(batch.memory_mb)
+    if batch.time is not None:
+        found["time"] = batch.time
+    if batch.signal_minutes:
+        found["signal"] = f"USR1@{60 * batch.signal_minutes}"
+    if batch.email is not None:
+        kinds = [kind for kind, asked in (("END", batch.on_done), ("FAIL", batch.on_fail)) if asked]
+        found["mail-user"] = batch.email
+        found["mail-type"] = ",".join(kinds or ["NONE"])
+    found["open-mode"] = "append"  # or a second start truncates what the first one has printed
+    found["requeue"] = None
+    return found
+
+
+def _check(option: Option, own: Mapping[str, str | None], batch: Batch) -> None:
+    """Refuse an option that the script contradicts."""
+    told = f"sbatch's option --{option.name}{'' if option.value is None else f'={option.value}'}"
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]+", option.name):
+        raise MisconfigurationException(f"{told} is none: write its long name, such as 'partition'")
+    if option.name in own and own[option.name] != option.value:
+        way = f"set {FROM[option.name]} instead" if option.name in FROM else "leave it out"
+        raise MisconfigurationException(f"{told}, but the script says --{option.name}={own[option.name]}: {way}")
+    tasks = batch.nodes * batch.tasks_per_node
+    if option.name == "ntasks" and option.value != str(tasks):
+        raise MisconfigurationException(
+            f"{told}, but {batch.nodes} node(s) with {batch.tasks_per_node} task(s) each make {tasks}: leave it out, "
+            "or set the nodes and the tasks of a node"
+        )
+
+
+def _lines(option: Option) -> list[str]:
+    comment = " ".join(option.comment.split())
+    value = "" if option.value is None else f"={_option_value(option)}"
+    return [*([f"# {comment}"] if comment else []), f"#SBATCH --{option.name}{value}"]
+
+
+def _option_value(option: Option) -> str:
+    """A value as sbatch reads it from its lines: in double quotes, with backslashes before ``"`` and ``\\``."""
+    value = option.value or ""
+    if not value.isprintable():
+        raise MisconfigurationException(
+            f"--{option.name}={value!r:.100} cannot stand in a batch script, where an option is a line: leave out "
+            "newlines and other control characters"
+        )
+    if re.fullmatch(r"[\w.,:;@%/+=~^\[\]-]+", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _trial(trials: Trials) -> list[str]:
+    if trials.number is None:
+        first = f'printf -v {TRIAL} "%s/trial_%04d" {quoted(trials.search)} "$SLURM_ARRAY_TASK_ID"'
+    else:
+        first = f"{TRIAL}={quoted(f'{trials.search}/trial_{trials.number:04}')}"
+    # the first word behind the script says how often the trial was started before it was submitted anew
+    return [first, f'{STARTS}="${{1:-0}}"', f'{ROOT}="${TRIAL}"', f"export {TRIAL} {STARTS} {ROOT}"]
+
+
+def quoted(word: str) -> str:
+    """A word for bash, which reads it back unchanged; control characters by their numbers, so that it is one line.
+
+    Raises:
+        MisconfigurationException: it holds a NUL, which no word of a command can.
+
+    Example:
+        >>> print(quoted("a $b"), quoted("two\\nlines"))
+        'a $b' $'two\\012lines'
+    """
+    if "\0" in word:
+        raise MisconfigurationException(f"{word!r:.100} holds a NUL, which no word of a command can hold")
+    if not any(ord(each) < 32 or ord(each) == 127 for each in word):
+        return shlex.quote(word)
+    # three octal digits always: a hexadecimal escape would swallow letters behind it
+    escaped = (
+        f"\\{ord(each):03o}" if ord(each) < 32 or ord(each) == 127 else f"\\{each}" if each in "\\'" else each
+        for each in word
+    )
+    return f"$'{''.join(escaped)}'"

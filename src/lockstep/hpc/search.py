@@ -1,0 +1,304 @@
+"""The folder of a search: its trials, how each of them stands, and their submission to SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import storage
+from lockstep.hpc import queue
+from lockstep.hpc.queue import Job, SlurmRefused
+from lockstep.hpc.trials import TrialFolder, TrialHistory, folders, read_events
+
+SEARCH = "search.json"
+SCRIPT = "job.sh"
+
+UNSUBMITTED, PENDING, RUNNING = "unsubmitted", "pending", "running"
+PREEMPTED, COMPLETED, PRUNED, FAILED = "preempted", "completed", "pruned", "failed"
+CANCELLED, UNKNOWN = "cancelled", "unknown"
+FINAL = (COMPLETED, PRUNED, FAILED, CANCELLED, PREEMPTED, UNSUBMITTED)
+"""States that nothing changes by itself."""
+
+_WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_LOST = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often a trial may be started again, counted apart: after preemptions, and after failures."""
+
+    preemptions: int = 100
+    failures: int = 3
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a trial stands.
+
+    Attributes:
+        error: why it failed, or waits.
+        node: where it ran last.
+    """
+
+    trial: TrialFolder
+    state: str
+    error: str
+    node: str
+    history: TrialHistory
+    values: Mapping[str, Any]
+    result: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest values that it has logged."""
+        found: Mapping[str, Any] = self.result.get("metrics", {})
+        return found
+
+
+class Search:
+    """The folder of a search.
+
+    Args:
+        path: ``log_path`` and the search's name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, settings: Mapping[str, Any]) -> None:
+        """Keep what the search was submitted with."""
+        with storage.replacing(self.path / SEARCH) as file:
+            file.write(json.dumps(dict(settings), indent=1).encode() + b"\n")
+
+    def settings(self) -> dict[str, Any]:
+        """What it was submitted with; empty where that is not known."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / SEARCH).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    @property
+    def limits(self) -> Limits:
+        """How often its trials may be started again."""
+        settings, standard = self.settings(), Limits()
+        return Limits(
+            settings.get("max_preemptions", standard.preemptions), settings.get("max_failures", standard.failures)
+        )
+
+    def trials(self) -> list[TrialFolder]:
+        """Its trials, by number."""
+        return folders(self.path)
+
+    def script(self, trial: TrialFolder) -> Path:
+        """The batch script of a trial: its own, or the one of the array job."""
+        return (self.path if self.settings().get("array") else trial.path) / SCRIPT
+
+
+def found_at(path: str | os.PathLike[str]) -> list[Search]:
+    """The searches at a path: the folder of one, or a ``log_path`` with several in it."""
+    if folders(path):
+        return [Search(path)]
+    try:
+        names = sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [Search(Path(path) / name) for name in names if folders(Path(path) / name)]
+
+
+# -- how trials stand ----------------------------------------------------------------------------------------
+
+
+def look(search: Search) -> tuple[list[Status], str]:
+    """How the trials of a search stand; and what kept SLURM from being asked, if something did."""
+    trials = search.trials()
+    histories = [read_events(trial.events()) for trial in trials]
+    asked = [history.jobs[-1] for history in histories if history.jobs and not _is_over(history)]
+    jobs: dict[str, Job] = {}
+    trouble = ""
+    if asked:
+        try:
+            jobs = queue.look(asked)
+        except SlurmRefused as refused:
+            trouble = str(refused)
+    return [
+        _status(trial, history, jobs.get(history.jobs[-1]) if history.jobs else None, not trouble)
+        for trial, history in zip(trials, histories, strict=True)
+    ], trouble
+
+
+def _is_over(history: TrialHistory) -> bool:
+    """Whether SLURM has nothing to add."""
+    return history.last is not None and history.last.end == "completed" and not history.waits
+
+
+def _status(trial: TrialFolder, history: TrialHistory, job: Job | None, asked: bool) -> Status:
+    state, error = state_of(history, job, asked)
+    if state == FAILED and not error:
+        error = trial.last_line()
+    node = history.last.host if history.last is not None and not history.waits else ""
+    if job is not None and not node:
+        node = job.nodes
+    if state == FAILED and not error and history.last is None:
+        error = f"it never began: see whether {node or 'its node'} sees {trial.path}"
+    return Status(trial, state, error, node, history, trial.values() or {}, trial.result())
+
+
+def state_of(history: TrialHistory, job: Job | None, asked: bool = True) -> tuple[str, str]:
+    """The state of a trial, and why it failed or waits.
+
+    Only its own last word makes it "completed". A failure that SLURM answers by another start, or that comes from a
+    node that was lost, is a preemption.
+
+    Args:
+        history: what its events say.
+        job: what SLURM says of its newest job; None: it does not know it.
+        asked: whether SLURM could be asked.
+    """
+    last = None if history.waits else history.last
+    known = "" if job is None else job.state
+    if last is not None and last.end == "completed":
+        return (PRUNED if last.pruned else COMPLETED), ""
+    if known in _WAITS:
+        return PENDING, job.reason if job is not None else ""
+    if known in _LOST:
+        return PREEMPTED, known.lower()
+    if last is not None and last.end == "failed":
+        return FAILED, last.error
+    if known in _RUNS:
+        return RUNNING, ""
+    if history.cancelled or known == "CANCELLED":
+        return CANCELLED, ""
+    if last is not None and last.job is None:  # a process on this machine
+        return RUNNING, ""
+    if not history.jobs:
+        return UNSUBMITTED, ""
+    return _without_word(last is None, known, job, asked)
+
+
+def _without_word(never_began: bool, known: str, job: Job | None, asked: bool) -> tuple[str, str]:
+    """The state of a trial that has said no last word, and whose job is over or unknown."""
+    if not asked:
+        return UNKNOWN, ""
+    if known in ("TIMEOUT", "DEADLINE"):
+        return FAILED, "its time was up before it was saved"
+    if known == "OUT_OF_MEMORY":
+        return FAILED, "out of memory, says SLURM"
+    if known == "COMPLETED":
+        return FAILED, "its process ended without a last word of the trial's"
+    if known == "":
+        return FAILED, "SLURM no longer knows its job, and it has said no last word"
+    return FAILED, "" if never_began or job is None else f"its job ended as {known}, without a last word of the trial's"
+
+
+# -- submission ----------------------------------------------------------------------------------------------
+
+
+def submit_trials(search: Search, trials: Sequence[TrialFolder], submitted: Callable[[str], None]) -> None:
+    """Submit trials whose folders and scripts are there: each as a job, or all as one array job.
+
+    Args:
+        search: theirs.
+        trials: in this order.
+        submitted: told what has been submitted, in words, when it is over.
+
+    Raises:
+        SlurmRefused: in sbatch's own words, with the trials that went in and those that did not.
+    """
+    gone: list[tuple[TrialFolder, str]] = []
+    try:
+        if search.settings().get("array"):
+            _submit_array(search, trials, gone)
+        else:
+            for trial in trials:
+                job = queue.submit(str(search.script(trial)), str(_starts(trial)))
+                _went_in(trial, job, gone)
+    except SlurmRefused as refused:
+        raise SlurmRefused(f"{refused}\n{_half(search, trials, gone)}") from None
+    except BaseException:  # Ctrl-C
+        submitted(_half(search, trials, gone))
+        raise
+    submitted(_told(gone))
+
+
+def _submit_array(search: Search, trials: Sequence[TrialFolder], gone: list[tuple[TrialFolder, str]]) -> None:
+    limit = search.settings().get("at_most")
+    numbers = ranges([trial.number for trial in trials]).replace(" ", "")
+    options = [f"--array={numbers}{f'%{limit}' if limit else ''}"]
+    # one number for all of them: what counts is that it is above those of all earlier starts
+    starts = max((_starts(trial) for trial in trials), default=0)
+    number = queue.submit(str(search.path / SCRIPT), str(starts), options=options)
+    for trial in trials:
+        _went_in(trial, f"{number}_{trial.number}", gone)
+
+
+def _went_in(trial: TrialFolder, job: str, gone: list[tuple[TrialFolder, str]]) -> None:
+    trial.note("submitted", job=job)
+    gone.append((trial, job))
+
+
+def _starts(trial: TrialFolder) -> int:
+    """A number above those of all starts that the trial has had."""
+    return max((attempt.number + 1 for attempt in read_events(trial.events()).attempts), default=0)
+
+
+def _told(gone: Sequence[tuple[TrialFolder, str]]) -> str:
+    if not gone:
+        return "submitted no trial"
+    first, last = gone[0][1], gone[-1][1]
+    jobs = f"job {first}" if first == last else f"jobs {first} to {last}"
+    return f"submitted trial(s) {ranges([trial.number for trial, _ in gone])} as {jobs}"
+
+
+def _half(search: Search, trials: Sequence[TrialFolder], gone: Sequence[tuple[TrialFolder, str]]) -> str:
+    went = {trial.number for trial, _ in gone}
+    rest = ranges([trial.number for trial in trials if trial.number not in went])
+    return (
+        f"{_told(gone)}; not submitted: trial(s) {rest or 'none'}. Later: "
+        f"lockstep trials {search.path} --resubmit unsubmitted"
+    )
+
+
+def cancel_trials(trials: Iterable[Status]) -> list[TrialFolder]:
+    """Cancel the jobs of trials that wait or run; gives those trials.
+
+    Raises:
+        SlurmRefused: in scancel's own words.
+    """
+    chosen = [status for status in trials if status.state in (PENDING, RUNNING, UNKNOWN) and status.history.jobs]
+    queue.cancel(status.history.jobs[-1] for status in chosen)
+    for status in chosen:
+        status.trial.note("cancelled")
+    return [status.trial for status in chosen]
+
+
+def exhausted(status: Status, limits: Limits) -> str:
+    """Why a trial is not to be started again; empty if it may be."""
+    history = status.history
+    lost = history.preemptions + (status.state == PREEMPTED)
+    if status.state == FAILED and history.failures >= limits.failures:
+        return f"trial {status.trial.number} has failed {history.failures} time(s), max_failures is {limits.failures}"
+    if lost > limits.preemptions:
+        return f"trial {status.trial.number} was preempted {lost} time(s), max_preemptions is {limits.preemptions}"
+    return ""
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in few words.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        '0-2, 5, 7-8'
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

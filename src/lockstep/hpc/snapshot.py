@@ -1,0 +1,89 @@
+"""A copy of the code that git tracks, so that trials that wait in the queue run what was submitted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.ground.errors import MisconfigurationException
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A command that runs copied code.
+
+    Attributes:
+        words: of the command.
+        folder: where it is started.
+        python_path: for PYTHONPATH; None: as it is.
+    """
+
+    words: list[str]
+    folder: str
+    python_path: str | None
+
+
+def copy(target: Path, words: Sequence[str], folder: str, python_path: str) -> Copied:
+    """Copy the files that git tracks, as they are now, and let a command run them there.
+
+    A script stays in its working folder, where its data are; a module (``-m``), which is looked for in the working
+    folder, runs in the copy of that. Entries of PYTHONPATH within the work tree are those of the copy.
+
+    Args:
+        target: the folder of the copy, which is replaced.
+        words: of a command of Python's: ``[python, options, script or -m module, arguments]``.
+        folder: its working folder.
+        python_path: PYTHONPATH as it is.
+
+    Raises:
+        MisconfigurationException: git is missing, the script is in no work tree, or git does not track it.
+    """
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
+        at += 2 if words[at] in ("-X", "-W") else 1
+    if at == len(words):
+        raise MisconfigurationException(f"snapshot=True: there is no script in {' '.join(words)!r}")
+    is_module = words[at] == "-m"
+    script = os.path.realpath(folder if is_module else os.path.join(folder, words[at]))
+    top = Path(_git(script if is_module else os.path.dirname(script), "rev-parse", "--show-toplevel").strip())
+    top = Path(os.path.realpath(top))
+    names = [name for name in _git(str(top), "ls-files", "-z", "--recurse-submodules").split("\0") if name]
+    if not is_module and os.path.relpath(script, top) not in names:
+        raise MisconfigurationException(
+            f"snapshot=True: git does not track {script!r}, so that it would not be copied: git add it, or leave "
+            "snapshot out"
+        )
+    shutil.rmtree(target, ignore_errors=True)
+    for name in names:
+        source = top / name
+        if source.is_symlink() or source.is_file():  # what git tracks may have been removed
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name, follow_symlinks=False)
+    moved = [_moved(entry, top, target, folder) for entry in python_path.split(os.pathsep) if entry]
+    where = _moved(folder, top, target, folder) if is_module else folder
+    new = list(words) if is_module else [*words[:at], _moved(script, top, target, folder), *words[at + 1 :]]
+    return Copied(new, where, os.pathsep.join(moved) or None)
+
+
+def _moved(path: str, top: Path, target: Path, folder: str) -> str:
+    """A path within the work tree as one within the copy; any other as it is, from the root."""
+    real = os.path.realpath(os.path.join(folder, path))
+    if real != str(top) and not real.startswith(f"{top}{os.sep}"):
+        return os.path.join(folder, path)
+    return os.path.normpath(target / os.path.relpath(real, top))
+
+
+def _git(folder: str, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, errors="surrogateescape")
+    except FileNotFoundError:
+        raise MisconfigurationException("snapshot=True copies what git tracks, and git is not on PATH") from None
+    if done.returncode:
+        raise MisconfigurationException(
+            f"snapshot=True copies what git tracks: git {words[0]} in {folder!r}: {done.stderr.strip()}"
+        )
+    return done.stdout

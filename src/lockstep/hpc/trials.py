@@ -1,0 +1,310 @@
+"""A trial's folder on disk: its values, what has happened to it, and what it has measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import storage
+from lockstep.ground.errors import MisconfigurationException
+
+VALUES = "values.json"
+EVENTS = "events.jsonl"
+RESULT = "result.json"
+METRICS = "metrics.jsonl"
+STDOUT, STDERR = "stdout", "stderr"
+
+_NAME = re.compile(r"trial_(\d{4,})")
+
+
+class TrialFolder:
+    """The folder of one trial, ``<search>/trial_0007``.
+
+    It holds
+
+    - ``values.json``: the hyperparameters, exactly; written whole or not at all,
+    - ``events.jsonl``: a line for each event: submitted, started, saved, pruned, failed, completed, cancelled,
+    - ``metrics.jsonl`` and ``result.json``: what the trial has logged, line by line, and the newest of it,
+    - ``stdout`` and ``stderr``: what its processes have printed.
+
+    Nothing is kept in memory: each method reads or writes the files, which several processes and nodes share.
+
+    Args:
+        path: of the folder; it need not exist yet.
+
+    Raises:
+        ValueError: the name is not ``trial_`` and a number of four digits at least.
+
+    Example:
+        >>> import tempfile
+        >>> trial = TrialFolder.of(tempfile.mkdtemp(), 7)
+        >>> trial.write_values({"lr": 0.1})
+        >>> trial.path.name, trial.number, trial.values()
+        ('trial_0007', 7, {'lr': 0.1})
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        found = _NAME.fullmatch(self.path.name)
+        if found is None:
+            raise ValueError(f"{os.fspath(path)!r} is no folder of a trial: its name is not trial_ and four digits")
+        self.number = int(found[1])
+
+    @classmethod
+    def of(cls, search: str | os.PathLike[str], number: int) -> TrialFolder:
+        """The folder of a search's trial by its number, from 0."""
+        return cls(Path(search) / f"trial_{number:04}")
+
+    def __repr__(self) -> str:
+        return f"TrialFolder({str(self.path)!r})"
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def write_values(self, values: Mapping[str, Any]) -> None:
+        """Write the hyperparameters, and make the folder.
+
+        Raises:
+            MisconfigurationException: a value that JSON cannot hold.
+            OSError: the folder cannot be written.
+        """
+        text = encoded(values)
+        with storage.replacing(self.path / VALUES) as file:
+            file.write(text)
+
+    def values(self) -> dict[str, Any] | None:
+        """The hyperparameters; None where none have been written."""
+        return _read_json(self.path / VALUES)
+
+    # -- events --------------------------------------------------------------------------------------------
+
+    def note(self, event: str, **details: object) -> None:
+        """Add an event, with the time and this host: one write of one line, so that writers do not mix.
+
+        Args:
+            event: its name.
+            details: what else is to be known: ``job``, ``attempt``, ``rank``, ``error``, ``value``.
+        """
+        told = {"event": event, "time": time.time(), "host": socket.gethostname(), **details}
+        _append(self.path / EVENTS, told)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events in the order in which they were written; lines that a crash has cut are left out."""
+        return list(_lines(self.path / EVENTS))
+
+    # -- metrics -------------------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float], **progress: int) -> None:
+        """Keep what the trial has measured so far: a line of the curves, and the newest values.
+
+        Args:
+            metrics: by name; what the newest line lacks is kept of earlier ones.
+            progress: where that was: ``epoch``, ``step``, ``attempt``.
+        """
+        told = {"time": time.time(), **progress, "metrics": dict(metrics)}
+        _append(self.path / METRICS, told)
+        earlier = self.result().get("metrics", {})
+        with storage.replacing(self.path / RESULT) as file:
+            file.write(encoded({**told, "metrics": {**earlier, **metrics}}))
+
+    def result(self) -> dict[str, Any]:
+        """The newest values (``metrics``) and where that was (``epoch``, ``step``, ``time``); empty before any."""
+        return _read_json(self.path / RESULT) or {}
+
+    def curves(self) -> list[dict[str, Any]]:
+        """What was logged, line by line, in order."""
+        return list(_lines(self.path / METRICS))
+
+    def last_line(self) -> str:
+        """The last line that the trial's processes have printed to stderr, or else to stdout; SLURM's own after all."""
+        lines = [line.strip() for name in (STDOUT, STDERR) for line in _tail(self.path / name).splitlines()]
+        lines = [line for line in lines if line]
+        own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))]
+        return (own or lines or [""])[-1]
+
+
+def encoded(values: Mapping[str, Any]) -> bytes:
+    """Values as JSON in ASCII, from which they can be read back exactly, any text included.
+
+    Raises:
+        MisconfigurationException: there is a value that JSON cannot hold.
+    """
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(
+                f"{name}={value!r:.100} cannot be written to a trial's {VALUES} ({error}): use numbers, text, True, "
+                "False, None, and lists and dicts of them"
+            ) from None
+    return (json.dumps(dict(values)) + "\n").encode()
+
+
+def folders(search: str | os.PathLike[str]) -> list[TrialFolder]:
+    """The trials of a search, by number; none where there is no such folder."""
+    try:
+        names = os.listdir(search)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((TrialFolder(Path(search) / name) for name in names if _NAME.fullmatch(name)), key=lambda t: t.number)
+
+
+# -- what the events say -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Attempt:
+    """One start of a trial, and what it has said of itself."""
+
+    number: int
+    job: str | None
+    host: str
+    began: float
+    last: float  #: time of its last sign of life
+    pruned: bool = False
+    end: str | None = None  #: its last word: "completed" or "failed"
+    error: str = ""
+    value: float | None = None
+
+
+@dataclass
+class TrialHistory:
+    """What a trial's events say, in order.
+
+    Attributes:
+        jobs: the jobs that it was submitted as; the last one counts.
+        attempts: its starts.
+        cancelled: whether somebody has cancelled it after its last start or submission.
+    """
+
+    jobs: list[str] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    submitted: float | None = None
+    cancelled: bool = False
+
+    @property
+    def last(self) -> Attempt | None:
+        """The newest start."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was submitted anew after its last start."""
+        return bool(self.jobs) and (self.last is None or (self.submitted or 0.0) > self.last.began)
+
+    @property
+    def failures(self) -> int:
+        """Starts that an exception has ended, but for those that SLURM itself followed by another one."""
+        return self.restarts - self.preemptions + (self.last is not None and self.last.end == "failed")
+
+    @property
+    def preemptions(self) -> int:
+        """Starts after which there was another one, though none of them had failed by itself."""
+        return self.restarts - sum(attempt.end == "failed" and then.job != attempt.job for attempt, then in self._pairs)
+
+    @property
+    def _pairs(self) -> list[tuple[Attempt, Attempt]]:
+        return list(zip(self.attempts, self.attempts[1:], strict=False))
+
+    @property
+    def restarts(self) -> int:
+        """Starts after the first."""
+        return max(0, len(self.attempts) - 1)
+
+    @property
+    def seconds(self) -> float:
+        """Time in which it was seen alive, over all starts."""
+        return sum(max(0.0, attempt.last - attempt.began) for attempt in self.attempts)
+
+
+def read_events(events: list[dict[str, Any]]) -> TrialHistory:
+    """The history of a trial.
+
+    Ranks each tell of their failure. Of one start, a failure counts before anything else, and of failures the first
+    that does not only say that another rank has failed.
+    """
+    history, by_number = TrialHistory(), dict[int, Attempt]()
+    for told in events:
+        kind, moment, number = told.get("event"), float(told.get("time", 0.0)), int(told.get("attempt") or 0)
+        if kind == "submitted":
+            history.jobs.append(str(told.get("job")))
+            history.submitted, history.cancelled = moment, False
+        elif kind == "cancelled":
+            history.cancelled = True
+        elif kind == "started":
+            attempt = Attempt(number, told.get("job"), str(told.get("host", "")), moment, moment)
+            by_number[number] = attempt
+            history.attempts.append(attempt)
+            history.cancelled = False
+        elif number in by_number:
+            attempt = by_number[number]
+            attempt.last = max(attempt.last, moment)
+            _take_in(attempt, str(kind), told)
+    history.attempts.sort(key=lambda attempt: attempt.number)
+    return history
+
+
+def _take_in(attempt: Attempt, kind: str, told: Mapping[str, Any]) -> None:
+    error = str(told.get("error", ""))
+    if kind == "pruned":
+        attempt.pruned = True
+    elif kind == "failed":
+        if attempt.end != "failed" or (attempt.error.startswith("RankFailed") and not error.startswith("RankFailed")):
+            attempt.error = error
+        attempt.end = "failed"
+    elif kind == "completed" and attempt.end is None:
+        attempt.end, attempt.value = kind, told.get("value")
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def _append(path: Path, told: Mapping[str, Any]) -> None:
+    line = json.dumps(told).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash has cut the line before
+            line = b"\n" + line
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            told = json.loads(line)
+        except ValueError:  # cut by a crash, or the null bytes of a network file system
+            continue
+        if isinstance(told, dict):
+            yield told
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tail(path: Path, size: int = 4096) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""DeepSpeed's engine around a module: made, driven, and looked into."""

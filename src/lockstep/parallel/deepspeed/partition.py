@@ -1,0 +1,119 @@
+"""Parameters in partitions (ZeRO stage 3): how a module comes into them, and what of it is whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from lockstep.ground import comm
+from lockstep.ground.installed import DEEPSPEED_LINEAR
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether DeepSpeed has cut a parameter over the ranks."""
+    return hasattr(parameter, "ds_id")
+
+
+def span(numel: int, rank: int, world: int) -> tuple[int, int]:
+    """The first element of a rank's part, and how many it has without padding.
+
+    Example:
+        >>> [span(5, rank, 3) for rank in range(3)]
+        [(0, 2), (2, 2), (4, 1)]
+    """
+    size = -(-numel // world)
+    start = min(rank * size, numel)
+    return start, min(size, numel - start)
+
+
+def partition(
+    module: nn.Module,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    gather: Callable[[Iterable[Tensor]], object],
+) -> dict[int, Tensor]:
+    """Let each rank keep its part of rank 0's weights, layer by layer. Collective.
+
+    Args:
+        module: alike on all ranks but for its values; changed in place.
+        config: of the engine.
+        dtype: of the parts; None: as the parameters are.
+        device: of this rank.
+        gather: makes a layer's parameters whole, before they are cut.
+
+    Returns:
+        by a parameter's id this rank's elements in the type that it had, where ``dtype`` is another.
+    """
+    import deepspeed
+
+    rank, world = comm.rank(), comm.world_size()
+    align_numbers()
+    init = deepspeed.zero.Init(config_dict_or_path=dict(config), enabled=True)
+    exact: dict[int, Tensor] = {}
+    for layer in reversed(list(module.modules())):
+        mine = [p for p in layer.parameters(recurse=False) if not is_partitioned(p)]
+        gather(mine)
+        for parameter in mine:
+            parameter.data = parameter.data.to(device)
+        comm.broadcast_tensors([parameter.data for parameter in mine], 0, None)
+        for parameter in mine:
+            if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                start, size = span(parameter.numel(), rank, world)
+                exact[id(parameter)] = parameter.data.flatten()[start : start + size].clone()
+                parameter.data = parameter.data.to(dtype)
+            init._convert_to_deepspeed_param(parameter)
+            cut: Any = parameter
+            cut.partition()
+    return exact
+
+
+def align_numbers() -> None:
+    """Let all ranks number layers and parameters alike, which DeepSpeed compares; collective.
+
+    It counts on from engine to engine, and a rank may have had more of them than others.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    (layers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    largest = comm.all_reduce(torch.tensor([layers[0], Init.param_id]), "max").tolist()
+    layers[0], Init.param_id = largest
+
+
+def put(parameter: Any, value: Tensor) -> None:
+    """Let a partitioned parameter have this value, of which this rank keeps its part; no other rank is asked."""
+    start, size = span(parameter.ds_numel, comm.rank(), comm.world_size())
+    part = value.flatten()[start : start + size]
+    with torch.no_grad():
+        parameter.ds_tensor.data[:size].copy_(part)
+        if parameter.data.shape == parameter.ds_shape:  # it is whole now
+            parameter.data.copy_(value)
+
+
+@contextmanager
+def gathered(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Inside, partitioned parameters are whole; what is done to them is lost. Collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([p for p in parameters if is_partitioned(p)]):
+        yield
+
+
+@contextmanager
+def lean_linear() -> Iterator[None]:
+    """Inside, linear layers keep the parameter for their backward, and not a view that would hold its memory."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    own = nn.functional.linear
+    with DEEPSPEED_LINEAR.inside():
+        nn.functional.linear = zero3_linear_wrap
+        try:
+            yield
+        finally:
+            nn.functional.linear = own

@@ -1,0 +1,733 @@
+"""DeepSpeed: ZeRO stages 1 to 3 by the package's own engine, with windows, data and checkpoints of the Trainer."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.local import told_local_rank
+from lockstep.cluster.world import World
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.rank import does, rank_zero_info
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
+from lockstep.parallel.consistency import broadcast_buffers, check_same_module
+from lockstep.parallel.deepspeed import package
+from lockstep.parallel.fully_shard import Policy
+from lockstep.parallel.late_parameters import LateParameters, beside
+from lockstep.parallel.recompute import Layers, Save
+from lockstep.precision.base import Precision
+from lockstep.strategies import deepspeed_config as settings
+from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
+from lockstep.strategies.engine import Engine, EngineState
+from lockstep.strategies.ranks import HALF_AN_HOUR, REFUSED, RankedStrategy
+
+if TYPE_CHECKING:
+    from lockstep.parallel.deepspeed.engine import ZeroEngine
+    from lockstep.parallel.sharded_init import ShardedInit
+
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. Under DeepSpeed all ranks reduce gradients together, and the others "
+    "would wait for this one. Return a loss on each, if only `0.0 * loss`."
+)
+LATE = (
+    "rank {rank}: parameter {name!r} came after DeepSpeed had taken over the module's: make it in `__init__` or in "
+    "`configure_model`"
+)
+THAWED = (
+    "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
+    "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
+    'group with lr=0.0 until its time, say; or use strategy="fsdp".'
+)
+GAP = (
+    "Under DeepSpeed ranks reduce each gradient together, and rank {rank} has no samples of loader {loader} in a "
+    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
+    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
+)
+MIDDLE = (
+    "DeepSpeedStrategy: a checkpoint within an accumulation window: DeepSpeed holds the gradients of its first "
+    "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
+    "`every_n_train_steps` be multiples of accumulate_grad_batches."
+)
+MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
+"""Optimizers of torch's that mix the elements of a parameter, by class name."""
+
+NO_EFFECT = {
+    "load_full_weights": "checkpoints hold whole weights in any case",
+    "logging_batch_size_per_gpu": "the loader says how large a batch is",
+    "remote_device": "`offload_params_device` says where parameters are kept",
+}
+"""Arguments of Lightning's strategy that have no effect here, and why."""
+
+
+class DeepSpeedStrategy(RankedStrategy):
+    """One process per device, over DeepSpeed's engine: ZeRO stage 1, 2 or 3. CPUs work, too (gloo).
+
+    The arguments are those of Lightning's strategy; None leaves the choice to ``config``, and where that says nothing
+    to the default. See `docs/deepspeed.md`.
+
+    Args:
+        accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
+        stage: of ZeRO: 1 cuts optimizer states over the ranks, 2 gradients, too, 3 parameters, too. Default: 2.
+        offload_optimizer: keep optimizer states on ``offload_optimizer_device`` ("cpu"), and step there.
+        offload_parameters: keep parameters on ``offload_params_device`` ("cpu"); for stage 3.
+        nvme_path: a folder on a fast disk, where a device is "nvme".
+        params_buffer_count, params_buffer_size, max_in_cpu, optimizer_buffer_count, pin_memory: of the offload.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: of the disk.
+        sub_group_size, contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter,
+            allgather_bucket_size, reduce_bucket_size: of ZeRO. Buckets have at most 2e8 elements.
+        zero_allow_untested_optimizer: False: refuse optimizers that DeepSpeed does not name as tested.
+        config: DeepSpeed's own: a JSON file, or a dict. What belongs to the Trainer may stand there if it says the
+            same.
+        logging_level: of DeepSpeed's log, on rank 0.
+        loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of precision="16-mixed".
+        partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: of
+            ``deepspeed.checkpointing``, where the model uses it.
+        cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
+        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        timeout: how long a collective waits for the other ranks; None: 30 minutes.
+        nccl: NCCL's variables, as of ``DDPStrategy``.
+        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same.
+        **others: further arguments of Lightning's strategy, taken where they have no effect.
+
+    Raises:
+        MisconfigurationException: for an argument that has no place here, that nobody knows, or that the config
+            contradicts.
+        ModuleNotFoundError: DeepSpeed is not installed.
+    """
+
+    runs_padding = True
+    places_first = True
+    keeps_gradients = False
+
+    def __init__(
+        self,
+        accelerator: object = None,
+        zero_optimization: bool = True,
+        stage: int | None = None,
+        *,
+        offload_optimizer: bool | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: str | None = None,
+        offload_optimizer_device: str | None = None,
+        nvme_path: str | None = None,
+        params_buffer_count: int | None = None,
+        params_buffer_size: int | None = None,
+        max_in_cpu: int | None = None,
+        optimizer_buffer_count: int | None = None,
+        pin_memory: bool | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        sub_group_size: int | None = None,
+        contiguous_gradients: bool | None = None,
+        overlap_comm: bool | None = None,
+        allgather_partitions: bool | None = None,
+        reduce_scatter: bool | None = None,
+        allgather_bucket_size: float | None = None,
+        reduce_bucket_size: float | None = None,
+        zero_allow_untested_optimizer: bool | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        logging_level: int = logging.WARNING,
+        loss_scale: float | None = None,
+        initial_scale_power: int | None = None,
+        loss_scale_window: int | None = None,
+        hysteresis: int | None = None,
+        min_loss_scale: float | None = None,
+        partition_activations: bool | None = None,
+        cpu_checkpointing: bool | None = None,
+        contiguous_memory_optimization: bool | None = None,
+        synchronize_checkpoint_boundary: bool | None = None,
+        parallel_devices: object = None,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        nccl: Mapping[str, Any] | None = None,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
+        **others: object,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _OF_CONFIG and value is not None}
+        if not package.is_installed():
+            raise missing_extra("deepspeed", "deepspeed", "DeepSpeedStrategy")
+        super().__init__(
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
+        )
+        _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
+        if zero_optimization is not True:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): without ZeRO the engine reduces whole "
+                'gradients, which strategy="ddp" does faster.'
+            )
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._user = settings.read(config)
+        self._config = settings.merged(settings.whole_numbers(given), self._user)
+        self._stage = int(self._config[settings.ZERO]["stage"])
+        if offload_parameters and self._stage != 3:
+            rank_zero_info(
+                f"DeepSpeedStrategy(offload_parameters=True, stage={self._stage}) has no effect: parameters are whole "
+                "on each device until stage 3."
+            )
+        self._level = logging_level
+        self._built: ShardedInit | None = None
+        self._exact: dict[int, Tensor] = {}
+        self._zero: ZeroEngine | None = None
+        self._evaluates: Any = None
+        self._said_sizes: dict[str, int] = {}
+        self._late: LateParameters | None = None
+        self._buffers: WindowBuffers | None = None
+        self._norms: SynchronizedNorms | None = None
+        self._zero_weight = self._has_begun = self._has_ended = False
+        self._call = ExitStack()  # what is there for the length of a call
+
+    # -- set up
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As of any ranks; the engine scales the loss where floats have 16 bits."""
+        if precision.name not in settings.PRECISIONS:
+            raise MisconfigurationException(
+                f'Trainer(precision="{precision.name}", strategy="deepspeed"): DeepSpeed keeps its weights in float32: '
+                f"choose one of {', '.join(settings.PRECISIONS)}."
+            )
+        settings.of_precision(self._config, precision.name, device.type)
+        if precision.scaler is not None:
+            precision = copy(precision)
+            precision.scaler = None
+        super().connect(world, device, precision)
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and import DeepSpeed."""
+        super().setup_environment()
+        self._call.close()
+        self._call.enter_context(told_local_rank(self.world.local_rank))
+        self._call.enter_context(package.prepared(self.root_device, self._level))
+        settings.check_keys(self._user, package.zero_keys())
+        path = settings.disk(self._config)
+        if path is not None and not package.can_use_disks():
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed uses disks by libaio, which is not there: "
+                'install it with its headers (libaio-dev), or offload to the "cpu".'
+            )
+
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        from lockstep.parallel import sharded_init
+        from lockstep.parallel.meta_init import leave_meta
+
+        if self.world.size == 1:
+            yield
+            leave_meta(module, self.root_device)
+            return
+        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
+            yield
+            leave_meta(module, torch.device("cpu"))
+
+    @does("taking rank 0's weights")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
+        from lockstep.parallel.deepspeed.partition import is_partitioned, partition
+
+        self._end_engine()
+        self.module, self._own_backward = module, own_backward
+        self._has_ended = False
+        self.precision.convert_module(module)
+        check_same_module(module)
+        gather = list if self._built is None else self._built.gather
+        buffers = list(module.buffers())
+        gather(buffers)
+        for buffer in buffers:
+            buffer.data = buffer.data.to(self.root_device)
+        broadcast_buffers(buffers, 0, None)
+        if self._stage == 3:
+            self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather)
+        elif any(is_partitioned(parameter) for parameter in module.parameters()):
+            raise MisconfigurationException(
+                f"{type(module).__name__} is in partitions: a fit with stage 3 left it so. Save a checkpoint and load "
+                "it into a new module, or go on with stage 3."
+            )
+        else:
+            parameters = list(module.parameters())
+            gather(parameters)
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.root_device)
+            comm.broadcast_tensors([parameter.data for parameter in parameters], 0, None)
+        self._built = None
+        self._choose_recomputation()
+        self._begin_recomputation()
+        self._watch_no_more()
+        self._late = LateParameters(module)
+        self._watch_buffers()
+
+    def _choose_recomputation(self) -> None:
+        """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
+        block = self._config.get("activation_checkpointing", {})
+        on = [key for key in ("partition_activations", "cpu_checkpointing") if block.get(key)]
+        if not on:
+            return
+        if package.uses_checkpointing(self.module):
+            package.configure_checkpointing(block)
+            rank_zero_info(f"DeepSpeed: layers that call deepspeed.checkpointing are recomputed ({', '.join(on)}).")
+        elif not self._recomputation.is_on:
+            self._recompute(True, None, None)
+            rank_zero_info(
+                f"DeepSpeed: {', '.join(on)}: no layer calls deepspeed.checkpointing, so the repeated blocks are "
+                "recomputed as by activation_checkpointing=True."
+            )
+        if "partition_activations" in on:
+            rank_zero_info("DeepSpeed: partition_activations has no effect without model parallelism.")
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """The type in which the engine keeps parameters; None: float32."""
+        blocks = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((dtype for block, dtype in blocks.items() if block in self._config), None)
+
+    def _engine_config(self) -> dict[str, Any]:
+        """The engine's config, as far as it is known before there is an optimizer."""
+        from lockstep.ground.parameters import whole_shape
+
+        made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
+        made.pop("optimizer", None)
+        self._said_sizes = settings.of_batches(made)
+        made["gradient_accumulation_steps"] = 1
+        made["gradient_clipping"] = 0.0
+        numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
+        settings.fill_in(made, self.root_device.type, numel)
+        return made
+
+    def _watch_no_more(self) -> None:
+        if self._late is not None:
+            self._late.close()
+            self._late = None
+
+    def _watch_buffers(self) -> None:
+        some = self.world.size > 1 and any(True for _ in self.module.buffers())
+        self._buffers = WindowBuffers(self.module) if some else None
+
+    @does("starting DeepSpeed's engine")
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Give the module and its optimizer to DeepSpeed's engine."""
+        from lockstep.parallel.deepspeed.engine import ZeroEngine
+
+        super().setup_optimizers(optimizers, configs)
+        optimizer = self._check_fit(optimizers)
+        made = self._engine_config()
+        trainer = self.module.trainer
+        settings.of_optimizer(dict(self._config), optimizer)
+        settings.of_accumulation({**self._config}, trainer.config.accumulate_grad_batches)
+        clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
+        settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
+        made.update(clipping)
+        if self.world.size > 1:
+            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
+            if norms.layers:  # those that the user made synchronized among them
+                self._norms = norms
+                self._buffers = self._buffers if self._own_buffers() else None
+        self._end_evaluation()
+        self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
+        self._exact = {}
+        vars(optimizer)["zero_grad"] = self._zero_grad
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        if self._zero is not None:
+            self._zero.zero_grad()
+
+    def _check_fit(self, optimizers: list[Optimizer]) -> Optimizer:
+        """Refuse what the engine cannot do, by name; gives the one optimizer."""
+        module = self.module
+        kind = type(module).__name__
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{kind}: automatic_optimization=False under DeepSpeed: its engine has to know which backward is the "
+                'last before a step. Let the Trainer step, or use strategy="fsdp".'
+            )
+        if len(optimizers) != 1:
+            raise MisconfigurationException(
+                f"{kind}.configure_optimizers returned {len(optimizers)} optimizers: DeepSpeed's engine steps one. "
+                'Put their parameters into groups of one, or use strategy="fsdp".'
+            )
+        for name, way in (
+            ("configure_gradient_clipping", "use Trainer(gradient_clip_val=...)"),
+            ("optimizer_step", "use the hooks on_before_optimizer_step and on_before_zero_grad"),
+        ):
+            if getattr(type(module), name) is not getattr(LightningModule, name):
+                raise MisconfigurationException(
+                    f"{kind} overrides `{name}`: DeepSpeed's engine clips and steps in one go, on this rank's part of "
+                    f'the gradients: {way}, or strategy="fsdp".'
+                )
+        optimizer = optimizers[0]
+        name = type(optimizer).__name__
+        if name in MIXES:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy with {name}: it mixes the elements of a parameter, and each rank has a part of "
+                'them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
+            )
+        if beside(module, optimizers):
+            raise MisconfigurationException(
+                f"{name} holds a parameter that {kind} does not have: let it be an attribute of the module, not an "
+                "item of a plain list."
+            )
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            raise MisconfigurationException(
+                f"{name}: none of its parameters needs gradients: there is nothing to train."
+            )
+        for parameter_name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise MisconfigurationException(
+                    f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32: "
+                    'convert it by module.float(), or use strategy="fsdp".'
+                )
+        self._check_tested(optimizer)
+        return optimizer
+
+    def _check_tested(self, optimizer: Optimizer) -> None:
+        if self._config.get("zero_allow_untested_optimizer", True):
+            return
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            tested = ", ".join(sorted({kind.__name__ for kind in ZERO_SUPPORTED_OPTIMIZERS}))
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(zero_allow_untested_optimizer=False) with {type(optimizer).__name__}: DeepSpeed "
+                f"names as tested {tested}: use one of them, or leave the argument out."
+            )
+
+    def change_optimizers(self) -> None:
+        """Refuse it: the engine has the states of those that it was given."""
+        raise MisconfigurationException(
+            "DeepSpeedStrategy: other optimizers were put in the place of those of `configure_optimizers` in the "
+            "middle of a fit. Change their param_groups instead."
+        )
+
+    def epoch_begins(self) -> None:
+        """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
+        self._check_late()
+        name = None if self._zero is None else self._zero.untrained()
+        if name is not None:
+            raise MisconfigurationException(THAWED.format(name=name))
+
+    def end_training(self) -> None:
+        """Leave every rank with rank 0's buffers."""
+        self._check_late()
+        if self._buffers is not None:
+            self._buffers.align()
+
+    def teardown(self) -> None:
+        """Take the engine's hooks away; in stage 3 the module stays in partitions."""
+        super().teardown()
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("zero_grad", None)
+        if self._norms is not None:
+            self._norms.put_back()
+            self._norms = None
+        self._watch_no_more()
+        self._end_evaluation()
+        if self._zero is not None and not self._has_ended:
+            self._zero.end()
+            self._has_ended = True
+        self._call.close()
+
+    def _end_engine(self) -> None:
+        if self._zero is not None and not self._has_ended:
+            self._zero.end()
+        self._zero = None
+
+    def _end_evaluation(self) -> None:
+        if self._evaluates is not None:
+            self._evaluates.end()
+            self._evaluates = None
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """As on one process, inside the engine's hooks, which gather parameters in stage 3."""
+        self._check_late()
+        if torch.is_grad_enabled():
+            if self._said_sizes:
+                self._check_sizes()
+            if not self._has_begun:
+                self._forward_begins()
+        self._has_begun = False
+        with nullcontext() if self.context is None else self.context():
+            return self._runner()(fn, *args)
+
+    def _runner(self) -> Callable[..., Any]:
+        if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
+            return self._zero.run
+        if self._stage != 3:
+            return _called
+        if self._evaluates is None:
+            from lockstep.parallel.deepspeed.engine import evaluation
+
+            self._evaluates = evaluation(self.module, self._engine_config())
+        runner: Callable[..., Any] = self._evaluates
+        return runner
+
+    def _check_sizes(self) -> None:
+        trainer = self.module.trainer
+        size = getattr(trainer.train_dataloader, "batch_size", None)
+        if isinstance(size, int):
+            settings.check_batches(self._said_sizes, size, trainer.accumulate_grad_batches, self.world.size)
+        self._said_sizes = {}
+
+    def _check_late(self) -> None:
+        if self._late is not None and self._late.found is not None:
+            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
+
+    def _forward_begins(self) -> None:
+        """Take rank 0's buffers before the first training forward of a window."""
+        if self._buffers is not None:
+            if self._buffers.due:
+                self._buffers.align()
+            self._buffers.differ = True
+
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Backward with gradients averaged over the ranks and cut, by the engine."""
+        assert self._zero is not None
+        self._zero.backward(loss, self.sync_gradients, self._zero_weight, self._own_backward)
+        if self.sync_gradients:
+            self.rounds += 1
+        if self._buffers is not None:
+            self._buffers.due = self.sync_gradients
+
+    def skip(self, absent: bool = False) -> None:
+        """Refuse it: the other ranks would wait for this one's part of the reduction."""
+        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse it: ranks with and without that part would reduce different gradients."""
+        raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
+        if torch.is_grad_enabled():
+            self._forward_begins()
+            self._has_begun = True
+        yield
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
+        self._zero_weight = True
+        if self._norms is not None:
+            self._norms.set_zero_weight(True)
+        try:
+            yield self._own_buffers()
+        finally:
+            self._zero_weight = False
+            if self._norms is not None:
+                self._norms.set_zero_weight(False)
+
+    def _own_buffers(self) -> list[Tensor]:
+        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all."""
+        self._check_late()
+        with nullcontext() if self._buffers is None else self._buffers.shown():
+            yield
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Let the engine clip the whole gradient by its 2-norm, in the step that follows."""
+        assert self._zero is not None
+        if algorithm != "norm":
+            settings.of_clipping({}, value, algorithm)
+        self._zero.clip(value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Let the engine update the parameters."""
+        assert self._zero is not None
+        if closure is not None:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy: {type(optimizer).__name__}.step(closure): the engine steps by gradients that are "
+                'there already: use an optimizer without a closure, or strategy="ddp".'
+            )
+        self._zero.step()
+
+    def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """This rank's parts of the gradients."""
+        return [] if self._zero is None else self._zero.gradients()
+
+    def divide_gradients(self, weight: float | Tensor) -> float:
+        """As on one process; the norms that offloading has noted are divided, too."""
+        assert self._zero is not None
+        mine = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device)
+        total = self.collectives.reduce(mine, reduce_op="sum").item()
+        factor = self.world.size / total if total else 0.0
+        self._zero.scale_gradients(factor)
+        return factor
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Inside, ``.grad`` is the whole gradient, to be looked at: what is done to it is lost. Collective."""
+        zero = self._zero
+        if zero is None or not zero.has_gradients:
+            yield
+            return
+        for parameter in zero.parameters.values():
+            gradient = zero.whole_gradient(parameter)
+            if gradient is not None and gradient.shape == parameter.shape:
+                parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter in zero.parameters.values():
+                parameter.grad = None
+
+    def held_gradients(self) -> dict[str, Any]:
+        """Refuse it within a window, where the engine has gradients in parts."""
+        raise MisconfigurationException(MIDDLE)
+
+    # -- what it holds
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's parts, the engine's float32 weights among the optimizer's states, and its buckets."""
+        held = super().held()
+        if self._zero is None or self._has_ended:
+            parts = [getattr(parameter, "ds_tensor", parameter) for parameter in self.module.parameters()]
+            return {**held, "parameters": parts}
+        return {**held, **self._zero.held()}
+
+    def saves_memory_by(self) -> frozenset[str]:
+        """The same, with what the stage cuts, and where it is offloaded."""
+        zero = self._config[settings.ZERO]
+        offloads = any(
+            (zero.get(key) or {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
+        )
+        names = ["sharded optimizer", *(["sharded parameters"] if self._stage == 3 else [])]
+        return super().saves_memory_by() | {*names, *(["offload"] if offloads else [])}
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """The module's parameters by name; in stage 3 they are empty, and `whole_parameters` gives them whole."""
+        return Engine.named_parameters(self)
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter in float32 and its gradient, gathered one by one."""
+        for name, parameter in self.named_parameters().items():
+            gradient = None if self._zero is None else self._zero.whole_gradient(parameter)
+            yield name, self._whole(parameter), gradient
+
+    def _whole(self, parameter: Parameter) -> Tensor:
+        from lockstep.parallel.deepspeed.engine import whole_value
+
+        return whole_value(parameter) if self._zero is None else self._zero.whole(parameter)
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """Module and optimizer as of one process, on rank 0; the others take part, and hold no values of them."""
+        if alone and self.world.size > 1:
+            raise MisconfigurationException(
+                f"rank {self.world.rank} cannot save by itself: each rank has a part of the optimizer (DeepSpeed), and "
+                "the others are not asked when one has failed. Save while all are well, by "
+                "ModelCheckpoint(every_n_train_steps=...)."
+            )
+        keep = self.world.is_zero
+        module = self._module_state(keep)
+        if weights_only or self._zero is None:
+            return EngineState(module)
+        return EngineState(module, [self._zero.optimizer_state(keep)], {})
+
+    def _module_state(self, keep: bool) -> dict[str, Any]:
+        """The module's state dict with the engine's own values of parameters, whole."""
+        made = self.module.state_dict()
+        done: dict[int, Tensor] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name not in made:
+                continue
+            if id(parameter) not in done:
+                whole = self._whole(parameter)
+                done[id(parameter)] = whole.cpu() if keep else torch.empty_like(whole, device="meta")
+            made[name] = done[id(parameter)]
+        return made
+
+    def load(self, state: EngineState) -> None:
+        """Take this rank's parts of whole tensors; one without memory, as `save` gives, leaves what there is."""
+        if state.module is not None:
+            kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
+            self._load_module(state.module, kept)
+        for saved in state.optimizers or ():
+            if saved is not None and self._zero is not None:
+                self._zero.load_optimizer_state(saved)
+
+    def _load_module(self, saved: dict[str, Any], kept: set[str]) -> None:
+        from lockstep.parallel.deepspeed.partition import is_partitioned, put
+
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in saved}
+        rest = {name: value for name, value in saved.items() if name not in cut | kept}
+        found = self.module.load_state_dict(rest, strict=self.module.strict_loading and not cut and not kept)
+        missing = [name for name in found.missing_keys if name not in cut | kept]
+        if self.module.strict_loading and (missing or found.unexpected_keys):
+            raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
+        for name in cut - kept:
+            put(parameters[name], saved[name])
+        for name in (name for name in saved if name in parameters and name not in kept):
+            if self._zero is not None:
+                self._zero.load_parameter(parameters[name], saved[name])
+            elif self._dtype is not None:
+                self._exact[id(parameters[name])] = self._own_part(parameters[name], saved[name])
+
+    def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
+        """What the engine is to have of a parameter that the module rounds: of stage 3 this rank's elements."""
+        from lockstep.parallel.deepspeed.partition import is_partitioned, span
+
+        flat = value.flatten()
+        if is_partitioned(parameter):
+            start, size = span(value.numel(), self.world.rank, self.world.size)
+            flat = flat[start : start + size]
+        return flat.to(self.root_device, torch.float32, copy=True)
+
+
+def _called(fn: Callable[..., Any], *args: object) -> Any:
+    return fn(*args)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+_OF_CONFIG = frozenset(
+    {
+        *settings.PLACES,
+        *settings.OFFLOAD_OPTIMIZER,
+        *settings.OFFLOAD_PARAMETERS,
+        *("offload_optimizer", "offload_parameters", "offload_params_device", "offload_optimizer_device"),
+    }
+)
+
+
+def _check_others(others: Mapping[str, object]) -> None:
+    known = [*inspect.signature(DeepSpeedStrategy).parameters, *NO_EFFECT]
+    for name, value in others.items():
+        if name in NO_EFFECT:
+            rank_zero_info(f"DeepSpeedStrategy({name}={value!r:.100}) has no effect: {NO_EFFECT[name]}.")
+        elif name in ("accelerator", "parallel_devices"):
+            if value is not None:
+                raise MisconfigurationException(f"DeepSpeedStrategy({name}={value!r:.100}): {REFUSED[name]}.")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy({name}={value!r:.100}): there is no such argument.{hint}"
+            )

@@ -1,0 +1,436 @@
+"""DeepSpeed's config: of the strategy's arguments, the user's config and the Trainer's flags, one owner for each."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.ground.errors import MisconfigurationException
+
+ZERO = "zero_optimization"
+BUCKETS = 200_000_000
+"""Elements of a bucket where nobody says otherwise, as in Lightning."""
+
+PLACES: dict[str, tuple[str, ...]] = {
+    "stage": (ZERO, "stage"),
+    "sub_group_size": (ZERO, "sub_group_size"),
+    "contiguous_gradients": (ZERO, "contiguous_gradients"),
+    "overlap_comm": (ZERO, "overlap_comm"),
+    "allgather_partitions": (ZERO, "allgather_partitions"),
+    "reduce_scatter": (ZERO, "reduce_scatter"),
+    "allgather_bucket_size": (ZERO, "allgather_bucket_size"),
+    "reduce_bucket_size": (ZERO, "reduce_bucket_size"),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer",),
+    "partition_activations": ("activation_checkpointing", "partition_activations"),
+    "cpu_checkpointing": ("activation_checkpointing", "cpu_checkpointing"),
+    "contiguous_memory_optimization": ("activation_checkpointing", "contiguous_memory_optimization"),
+    "synchronize_checkpoint_boundary": ("activation_checkpointing", "synchronize_checkpoint_boundary"),
+    "block_size": ("aio", "block_size"),
+    "queue_depth": ("aio", "queue_depth"),
+    "single_submit": ("aio", "single_submit"),
+    "overlap_events": ("aio", "overlap_events"),
+    "thread_count": ("aio", "thread_count"),
+    "initial_scale_power": ("fp16", "initial_scale_power"),
+    "loss_scale": ("fp16", "loss_scale"),
+    "loss_scale_window": ("fp16", "loss_scale_window"),
+    "hysteresis": ("fp16", "hysteresis"),
+    "min_loss_scale": ("fp16", "min_loss_scale"),
+}
+"""Arguments of the strategy, and where they stand in the config."""
+
+OFFLOAD_OPTIMIZER = {"nvme_path": "nvme_path", "optimizer_buffer_count": "buffer_count", "pin_memory": "pin_memory"}
+OFFLOAD_PARAMETERS = {
+    "nvme_path": "nvme_path",
+    "params_buffer_count": "buffer_count",
+    "params_buffer_size": "buffer_size",
+    "max_in_cpu": "max_in_cpu",
+    "pin_memory": "pin_memory",
+}
+WHOLE = ("bucket_size", "_threshold", "group_size", "buffer_size", "max_live_parameters", "max_reuse_distance")
+"""Ends of the keys whose numbers count something: 2e8 stands for 200000000 there."""
+
+LOOPS = {
+    "scheduler": "`configure_optimizers` returns the scheduler, and the Trainer steps it",
+    "data_efficiency": "lockstep draws the samples of each rank",
+    "curriculum_learning": "lockstep draws the samples of each rank",
+    "pipeline": "lockstep runs whole models",
+    "tensor_parallel": "use ModelParallelStrategy",
+    "autotuning": "run the Trainer with each setting instead",
+    "hybrid_engine": "it is for inference between steps",
+    "elasticity": "lockstep resumes on any number of ranks",
+    "torch_autocast": "choose the precision by Trainer(precision=...)",
+    "amp": "choose the precision by Trainer(precision=...)",
+    "zenflow": "it updates weights beside the loop",
+    "compile": "compile the module by torch.compile",
+}
+"""Blocks of DeepSpeed's config that would do what the Trainer does, and who does it here."""
+
+KEYS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer"),
+    *("fp16", "bf16", "bfloat16", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor"),
+    *("communication_data_type", "data_types", "sparse_gradients", "steps_per_print", "wall_clock_breakdown"),
+    *("dump_state", "memory_breakdown", ZERO, "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "checkpoint", "disable_allgather"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "gradient_allreduce_op", "log_level", "timers"),
+    *("disable_python_gc", "dataloader_drop_last", "use_node_local_storage", "seq_parallel_communication_data_type"),
+)
+"""Further keys of DeepSpeed's config."""
+
+CHECKPOINTING = (
+    *("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints"),
+    *("synchronize_checkpoint_boundary", "profile"),
+)
+PRECISIONS = {"32-true": None, "bf16-mixed": None, "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
+"""The Trainer's precisions, and the block of the config that each stands for; None: parameters in float32."""
+
+Config = dict[str, Any]
+
+
+def refuse(setting: str, why: str) -> MisconfigurationException:
+    """The error for a setting of the config."""
+    return MisconfigurationException(f"DeepSpeedStrategy(config=...): {setting}: {why.rstrip('?')}{_end(why)}")
+
+
+def _end(sentence: str) -> str:
+    return "?" if sentence.endswith("?") else "."
+
+
+def shown(path: Iterable[str], value: object) -> str:
+    """A setting as the user has written it.
+
+    Example:
+        >>> shown(("zero_optimization", "stage"), 2)
+        '"zero_optimization": {"stage": 2}'
+    """
+    text = json.dumps(value, default=repr)[:100]
+    *outer, last = path
+    text = f'"{last}": {text}'
+    for name in reversed(outer):
+        text = f'"{name}": {{{text}}}'
+    return text
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def read(given: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
+    """A config as a dict: from a file, or as it was given; whole numbers are integers.
+
+    Raises:
+        MisconfigurationException: there is no such file, it is no JSON, or no dict.
+    """
+    if given is None:
+        return {}
+    source: object = given
+    if isinstance(given, (str, os.PathLike)):
+        path = Path(given)
+        try:
+            source = json.loads(path.read_text())
+        except OSError as error:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(config={str(given)!r}): the file cannot be read ({error.strerror}): give the path "
+                f"of a JSON file, seen from {os.getcwd()!r}, or a dict."
+            ) from None
+        except ValueError as error:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(config={str(given)!r}): the file is no JSON ({error}): mend it, or give a dict."
+            ) from None
+    if not isinstance(source, Mapping):
+        raise MisconfigurationException(
+            f"DeepSpeedStrategy(config={given!r:.100}): give a dict, or a JSON file that holds one."
+        )
+    return {key: _plain(value, (key,)) for key, value in source.items()}
+
+
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, float) and path[-1].endswith(WHOLE):
+        if not value.is_integer():
+            raise refuse(shown(path, value), "give a whole number")
+        return int(value)
+    return value
+
+
+def check_keys(config: Mapping[str, Any], zero_keys: Iterable[str]) -> None:
+    """Refuse what DeepSpeed would pass over without a word.
+
+    Args:
+        config: the user's.
+        zero_keys: those of "zero_optimization", by the package that is installed.
+
+    Raises:
+        MisconfigurationException: for an unknown key, with the nearest one; for a block that the Trainer stands for.
+    """
+    for key, value in config.items():
+        if key in LOOPS:
+            raise refuse(shown((key,), value), f"{LOOPS[key]}; leave the block out")
+    _known(config, (*KEYS, *LOOPS), ())
+    for block, known in ((ZERO, zero_keys), ("activation_checkpointing", CHECKPOINTING)):
+        inner = config.get(block, {})
+        if not isinstance(inner, Mapping):
+            raise refuse(shown((block,), inner), "give a dict")
+        _known(inner, tuple(known), (block,))
+
+
+def _known(given: Mapping[str, Any], known: tuple[str, ...], path: tuple[str, ...]) -> None:
+    for key, value in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            way = f'did you mean "{near[0]}"?' if near else "see DeepSpeed's page on its config for those that it has"
+            raise refuse(shown((*path, key), value), f"DeepSpeed has no such key: {way}")
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def whole_numbers(arguments: Mapping[str, Any]) -> Config:
+    """The strategy's arguments, 2e8 as 200000000 where something is counted."""
+    return {name: _plain(value, (name,)) for name, value in arguments.items()}
+
+
+def merged(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> Config:
+    """The config with what the strategy's arguments say.
+
+    Args:
+        arguments: those that are not None, by name.
+        config: the user's.
+
+    Raises:
+        MisconfigurationException: an argument and the config say different things.
+    """
+    made = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    made.setdefault(ZERO, {})
+    for name, value in arguments.items():
+        if name in PLACES:
+            _put(made, PLACES[name], value, f"{name}={value!r}")
+    _offload(made, "optimizer", arguments, OFFLOAD_OPTIMIZER)
+    _offload(made, "parameters", arguments, OFFLOAD_PARAMETERS)
+    zero = made[ZERO]
+    stage = zero.setdefault("stage", 2)
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise MisconfigurationException(
+            f"DeepSpeedStrategy(stage={stage!r}): choose 1 (optimizer states are cut over the ranks), 2 (gradients, "
+            'too) or 3 (parameters, too); without any of them use strategy="ddp".'
+        )
+    if stage != 3:
+        zero.pop("offload_param", None)
+    return made
+
+
+def _put(config: Config, path: tuple[str, ...], value: Any, argument: str) -> None:
+    *outer, last = path
+    inner = config
+    for name in outer:
+        inner = inner.setdefault(name, {})
+    if last in inner and inner[last] != value:
+        raise MisconfigurationException(
+            f"DeepSpeedStrategy({argument}, config=...): the config says {shown(path, inner[last])}: give one of them, "
+            "or the same in both."
+        )
+    inner[last] = value
+
+
+def _offload(config: Config, what: str, arguments: Mapping[str, Any], details: Mapping[str, str]) -> None:
+    flag = f"offload_{what}"
+    name = "offload_param" if what == "parameters" else flag
+    where = "offload_params_device" if what == "parameters" else "offload_optimizer_device"
+    device = arguments.get(where, "cpu")
+    if device not in ("cpu", "nvme"):
+        raise MisconfigurationException(f'DeepSpeedStrategy({where}={device!r}): choose "cpu" or "nvme".')
+    there = config[ZERO].get(name) or {}
+    on = arguments.get(flag)
+    if on is False and there.get("device", "none") != "none":
+        raise MisconfigurationException(
+            f"DeepSpeedStrategy({flag}=False, config=...): the config says {shown((ZERO, name), there)}: give one of "
+            "them, or the same in both."
+        )
+    if on:
+        block = config[ZERO][name] = dict(there)
+        _put(block, ("device",), device, f"{flag}=True")
+        for argument, key in details.items():
+            if argument in arguments and (key != "nvme_path" or device == "nvme"):
+                _put(block, (key,), arguments[argument], f"{argument}={arguments[argument]!r}")
+
+
+def disk(config: Mapping[str, Any]) -> str | None:
+    """The folder to which states or parameters are offloaded; None: none is.
+
+    Raises:
+        MisconfigurationException: it is not named, or there is no such folder.
+    """
+    for key in ("offload_optimizer", "offload_param"):
+        block = config[ZERO].get(key) or {}
+        if block.get("device") == "nvme":
+            path = block.get("nvme_path")
+            if path is None or not Path(path).is_dir():
+                said = shown((ZERO, key, "device"), "nvme")
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy: {said}, nvme_path={path!r}: give by nvme_path a folder that is there, on a "
+                    "fast disk."
+                )
+            return str(path)
+    return None
+
+
+# -- the Trainer's flags -------------------------------------------------------------------------------------
+
+
+def of_precision(config: Config, precision: str, device: str) -> None:
+    """Let the config say the Trainer's precision.
+
+    Args:
+        device: type of the run's.
+
+    Raises:
+        MisconfigurationException: it says another.
+    """
+    if "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")
+    if device == "cpu" and ((config.get("fp16") or {}).get("enabled") is True or precision.startswith("16")):
+        place = f'Trainer(precision="{precision}", accelerator="cpu", strategy="deepspeed")'
+        said = (
+            place
+            if precision.startswith("16")
+            else f"DeepSpeedStrategy(config=...): {shown(('fp16', 'enabled'), True)}"
+        )
+        raise MisconfigurationException(
+            f'{said}: DeepSpeed does not compute in float16 on a CPU: use Trainer(precision="bf16-mixed"), or a GPU.'
+        )
+    wanted = PRECISIONS[precision]
+    for block in ("fp16", "bf16"):
+        enabled = (config.get(block) or {}).get("enabled")
+        if enabled is not None and enabled != "auto" and bool(enabled) != (block == wanted):
+            flag = {"fp16": "16-mixed", "bf16": "bf16-true"}[block]
+            fits = f'Trainer(precision="{flag}")' if enabled else 'Trainer(precision="32-true")'
+            raise refuse(
+                shown((block, "enabled"), enabled),
+                f'Trainer(precision="{precision}") says otherwise: give {fits}, or leave the block out of the config',
+            )
+    for block in ("fp16", "bf16"):
+        if block == wanted:
+            config[block] = {**(config.get(block) or {}), "enabled": True}
+        else:
+            config.pop(block, None)
+
+
+def of_accumulation(config: Config, flag: int | Mapping[int, int]) -> None:
+    """Windows are the loop's, and the engine's are of one micro-batch.
+
+    Raises:
+        MisconfigurationException: the config says another number than the Trainer.
+    """
+    said = config.get("gradient_accumulation_steps", "auto")
+    if said not in ("auto", flag):
+        raise refuse(
+            shown(("gradient_accumulation_steps",), said),
+            f"Trainer(accumulate_grad_batches={flag!r}) says otherwise: give the Trainer that number, and leave it out "
+            "of the config",
+        )
+    config["gradient_accumulation_steps"] = 1
+
+
+def of_clipping(config: Config, value: float | None, algorithm: str | None) -> None:
+    """A bound of the config's holds where the Trainer has none.
+
+    Raises:
+        MisconfigurationException: the two differ, or clipping is by value.
+    """
+    said = config.get("gradient_clipping", 0.0)
+    if value is not None and said not in ("auto", 0.0, 0, value):
+        raise refuse(
+            shown(("gradient_clipping",), said),
+            f"Trainer(gradient_clip_val={value!r}) says otherwise: give one of them, or the same in both",
+        )
+    if value is not None and algorithm == "value":
+        raise MisconfigurationException(
+            f'Trainer(gradient_clip_val={value!r}, gradient_clip_algorithm="value"): DeepSpeed clips by the norm of '
+            'the whole gradient alone: use gradient_clip_algorithm="norm", or strategy="fsdp".'
+        )
+    config["gradient_clipping"] = 0.0 if said == "auto" or value is not None else float(said)
+
+
+def of_batches(config: Config) -> dict[str, int]:
+    """What the config says of batch sizes, for `check_batches`; the engine itself counts by ones."""
+    said = {key: config.pop(key, "auto") for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
+    config["train_micro_batch_size_per_gpu"] = 1
+    return {key: size for key, size in said.items() if size != "auto"}
+
+
+def check_batches(said: Mapping[str, int], batch_size: int, micro_batches: int, world: int) -> None:
+    """Compare the config's batch sizes with the training loader's.
+
+    Args:
+        said: as `of_batches` gives it.
+        batch_size: of the loader.
+        micro_batches: of a window.
+        world: number of ranks.
+
+    Raises:
+        MisconfigurationException: they differ.
+    """
+    right = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "train_batch_size": batch_size * micro_batches * world,
+    }
+    for key, size in said.items():
+        if size != right[key]:
+            raise refuse(
+                shown((key,), size),
+                f"the training loader has batch_size={batch_size}, which makes {right[key]} here: leave it out, or let "
+                "the loader have that size",
+            )
+
+
+def of_optimizer(config: Config, optimizer: object) -> None:
+    """The module makes the optimizer.
+
+    Raises:
+        MisconfigurationException: the config names another, or other settings.
+    """
+    block = config.pop("optimizer", None)
+    if block is None:
+        return
+    name = type(optimizer).__name__
+    kind, settings = str(block.get("type", name)), dict(block.get("params", {}))
+    for key in ("torch_adam", "adam_w_mode", "fused"):
+        settings.pop(key, None)
+    if kind.lower() not in (name.lower(), name.lower().removeprefix("deepspeedcpu")):
+        raise refuse(
+            shown(("optimizer", "type"), kind),
+            f"`configure_optimizers` returns {name}: return the other one there, and leave the block out",
+        )
+    own = getattr(optimizer, "defaults", {})
+    for key, said in settings.items():
+        if said != "auto" and key in own and _alike(said) != _alike(own[key]):
+            raise refuse(
+                shown(("optimizer", "params", key), said),
+                f"`configure_optimizers` returns {name}({key}={own[key]!r}): say it in one place",
+            )
+
+
+def _alike(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def fill_in(config: Config, device: str, numel: int) -> None:
+    """What the engine needs and nobody has said.
+
+    Args:
+        device: type of the run's.
+        numel: elements of the module's parameters, for which no bucket need be larger.
+    """
+    zero = config[ZERO]
+    largest = min(BUCKETS, numel + numel % 2)
+    zero.setdefault("allgather_bucket_size", largest)
+    zero.setdefault("reduce_bucket_size", largest)
+    zero.setdefault("overlap_comm", device == "cuda")
+    if zero.get("stage") == 3:
+        zero.setdefault("sub_group_size", 1_000_000_000_000)
+    config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("zero_force_ds_cpu_optimizer", False)  # torch's optimizers step on the CPU, too
+    config.setdefault("steps_per_print", 2**31)

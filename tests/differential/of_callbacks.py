@@ -1,0 +1,77 @@
+"""The rows of the table for what single callbacks and profilers do, and what they look at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tests.differential.causes import PAGE, Row, end, ended_before
+from tests.differential.further import program_of
+from tests.differential.program import PLAIN, Program
+
+if TYPE_CHECKING:
+    from tests.differential.compare import Difference
+    from tests.differential.record import Record
+
+
+def thawed_under_swa(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A call that ends in an error of SWALR's about a group that came after it."""
+    failed = [call for call, facts in theirs.ends if facts.get("message") == "'swa_lr'"]
+    return bool(failed) and (d.call >= failed[0] or not d.call)
+
+
+def all_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Files of a ModelCheckpoint that keeps all and looks at no value, where some have the same name."""
+    kept = [part for kind, part in program.callbacks if kind == "ModelCheckpoint" and part.get("save_top_k") == -1]
+    versions = [name for name in ours.files if re.search(r"-v\d+\.ckpt$", name) and name not in theirs.files]
+    alike = versions and any("monitor" not in part for part in kept)
+    return bool(alike) and (d.kind in ("files", "checkpoint") or d.name == "ModelCheckpoint")
+
+
+def dumps_nowhere(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A call at whose end Lightning's AdvancedProfiler misses a folder."""
+    profiles = program.profiler is not None and program.profiler[0] == "AdvancedProfiler"
+    failed = [call for call, facts in theirs.ends if facts.get("raised") == ["AssertionError"]]
+    return profiles and bool(failed) and not ended_before(ours, d) and (d.call >= failed[0] or not d.call)
+
+
+def logged_at_end(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Metrics of a call that a hook at an epoch's end has ended, of which ours has more."""
+    if "raised" not in end(theirs, d.call) or not d.name.endswith("_metrics") or "-" in (d.theirs, d.ours):
+        return False
+    return d.kind == "end" and d.theirs.keys() < d.ours.keys()
+
+
+OF_CALLBACKS = [
+    Row(
+        "Layers that are thawed while SWA sets the rate take its last one; Lightning ends in a KeyError.",
+        PAGE,
+        program_of(10028),
+        thawed_under_swa,
+        then="all",
+    ),
+    Row(
+        "save_top_k=-1 keeps every file, by a version where the name is the same; Lightning, where nothing is "
+        "monitored, has one file, which each save overwrites.",
+        PAGE,
+        replace(
+            PLAIN, callbacks=(("ModelCheckpoint", {"save_top_k": -1, "filename": "best", "every_n_train_steps": 2}),)
+        ),
+        all_kept,
+    ),
+    Row(
+        "AdvancedProfiler(dump_stats=True) without a dirpath or a logger's folder writes to default_root_dir; "
+        "Lightning's ends in an AssertionError.",
+        PAGE,
+        program_of(10187),
+        dumps_nowhere,
+        then="all",
+    ),
+    Row(
+        "What an epoch's last hooks have logged is there, too, where one of them raises.",
+        PAGE,
+        program_of(10374),
+        logged_at_end,
+    ),
+]

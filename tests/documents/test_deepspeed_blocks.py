@@ -1,0 +1,157 @@
+"""The code blocks of a guide to distributed training on DeepSpeed, with import and devices changed, run."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep import LightningModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.testing import RankPool
+from tests.equivalence.models import rows
+from tests.loop.pieces import QUIET
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed"),
+]
+
+BASIC = """
+    trainer = Trainer(
+        accelerator='gpu',
+        devices=4,
+        strategy='deepspeed',
+        precision='16-mixed',
+    )
+"""
+CONFIGURED = """
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+    strategy = DeepSpeedStrategy(
+        stage=2, # ZeRO Stage (1, 2, or 3)
+        offload_optimizer=True,
+        offload_parameters=True,
+    )
+    trainer = Trainer(
+        accelerator='gpu',
+        devices=4,
+        strategy=strategy,
+    )
+"""
+BY_FILE = 'strategy = DeepSpeedStrategy(config="deepspeed_config.json")'
+CONFIG = """
+    {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {
+                "device": "cpu",
+                "pin_memory": true
+            },
+            "allgather_bucket_size": 2e8,
+            "reduce_bucket_size": 2e8
+        },
+        "activation_checkpointing": {
+            "partition_activations": true,
+            "cpu_checkpointing": true
+        },
+        "fp16": {
+            "enabled": true
+        },
+        "gradient_clipping": 1.0
+    }
+"""
+OFFLOAD = """
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+    strategy = DeepSpeedStrategy(
+        stage=3,
+        offload_optimizer=True,
+        offload_parameters=True,
+    )
+"""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        out: Tensor = x + self.linear(self.norm(x)).relu()
+        return out
+
+
+class Deep(LightningModule):
+    """What the guide leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = x.square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def run(block: str, replaced: dict[str, Any], folder: str | None = None) -> Any:
+    """The steps of a short fit by a block, the runs of a layer, and the error that it ended with."""
+    import lockstep
+
+    def trainer(**flags: Any) -> lockstep.Trainer:
+        flags = {**QUIET, "max_steps": 2, **flags, "accelerator": "cpu", "devices": dist.get_world_size(), **replaced}
+        return lockstep.Trainer(**flags)
+
+    names: dict[str, Any] = {"Trainer": trainer, "DeepSpeedStrategy": lockstep.strategies.DeepSpeedStrategy}
+    text = textwrap.dedent(block).replace("lightning.pytorch", "lockstep")
+    if folder is not None:
+        text = text.replace("deepspeed_config.json", f"{folder}/deepspeed_config.json")
+    module = Deep()
+    try:
+        exec(text, names)
+        made = names["trainer"] if "trainer" in names else trainer(strategy=names["strategy"])
+        made.fit(module, rows(8)(2))
+    except MisconfigurationException as error:
+        return 0, 0, str(error)
+    norm = None if made.strategy._zero is None else made.strategy._zero._clips_by
+    return made.global_step, module.layers[0].runs, norm
+
+
+def test_sixteen_bits_are_refused_on_a_cpu(ranks: RankPool) -> None:
+    for _, _, error in ranks(2).run(run, BASIC, {}, timeout=200):
+        assert "does not compute in float16 on a CPU" in error
+        assert 'precision="bf16-mixed"' in error
+    for steps, _, _ in ranks(2).run(run, BASIC, {"precision": "bf16-mixed"}, timeout=200):
+        assert steps == 2
+
+
+@pytest.mark.parametrize("block", [CONFIGURED, OFFLOAD])
+def test_offload(ranks: RankPool, block: str) -> None:
+    for steps, _, _ in ranks(2).run(run, block, {}, timeout=200):
+        assert steps == 2
+
+
+def test_the_config_file(ranks: RankPool, tmp_path: Path) -> None:
+    """With its 16 bits it is refused here; with bfloat16 it runs, clips by its bound and recomputes layers."""
+    file = tmp_path / "deepspeed_config.json"
+    file.write_text(textwrap.dedent(CONFIG))
+    for _, _, error in ranks(2).run(run, BY_FILE, {}, str(tmp_path), timeout=200):
+        assert '"fp16": {"enabled": true}: DeepSpeed does not compute in float16 on a CPU' in error
+    config = json.loads(CONFIG)
+    config["bf16"] = config.pop("fp16")
+    file.write_text(json.dumps(config))
+    for steps, runs, bound in ranks(2).run(run, BY_FILE, {"precision": "bf16-true"}, str(tmp_path), timeout=200):
+        assert (steps, runs, bound) == (2, 4, 1.0)
