@@ -16,7 +16,7 @@ from lockstep.callbacks import PruneTrial  # noqa: E402
 from lockstep.ground.errors import MisconfigurationException  # noqa: E402
 from lockstep.hpc.journal import Journal  # noqa: E402
 from lockstep.hpc.parser import HyperOptArgumentParser, Hyperparameters, running_trial  # noqa: E402
-from lockstep.hpc.study import JOURNAL  # noqa: E402
+from lockstep.hpc.trials import JOURNAL  # noqa: E402
 from lockstep.testing.pool import RankPool  # noqa: E402
 from tests.loop.pieces import on_ranks, quiet  # noqa: E402
 

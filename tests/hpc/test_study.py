@@ -18,13 +18,14 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
+from lockstep.cli.trials import trials  # noqa: E402
 from lockstep.ground.errors import MisconfigurationException  # noqa: E402
 from lockstep.ground.rank import rank_zero_only  # noqa: E402
 from lockstep.hpc import journal, study  # noqa: E402
 from lockstep.hpc.grid import Options, SearchSettings, Space, range_of  # noqa: E402
 from lockstep.hpc.journal import CorruptJournal, FileLock, Journal, held  # noqa: E402
-from lockstep.hpc.study import BEAT, JOURNAL, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
-from lockstep.hpc.trials import TrialFolder  # noqa: E402
+from lockstep.hpc.study import BEAT, LOST, NUMBER, StudyTrial, fail_dead  # noqa: E402
+from lockstep.hpc.trials import JOURNAL, TrialFolder  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -219,6 +220,13 @@ def test_one_that_nobody_comes_after_is_failed_by_who_looks(tmp_path: Path) -> N
     silenced(tmp_path, 4)
     assert fail_dead(tmp_path) == [4]
     assert fail_dead(tmp_path) == []
+
+
+def test_the_table_of_trials_left_one_running_whose_node_had_died(tmp_path: Path) -> None:
+    silenced(tmp_path, 4)
+    assert trials([str(tmp_path)]) == 0
+    (dead,) = opened(tmp_path).trials
+    assert dead.state.name == "FAIL"
 
 
 def test_a_trial_that_was_taken_for_dead_and_is_not_is_not_lost(tmp_path: Path) -> None:

@@ -161,9 +161,9 @@ def test_bytes_of_model_states_are_those_of_zero_and_its_padding(ranks: RankPool
     """Adam's two moments and the weights that it steps, 12 bytes an element, are cut over the ranks."""
     sizes = [parameter.numel() for parameter in Plain().parameters()]
     step = 4  # bytes of the number of steps
-    if stage == 3:  # each parameter is padded; the parts of the parameters are the weights that are stepped
+    if stage == 3:  # each parameter is padded; the engine steps weights of its own, beside the parts of the parameters
         part = sum(-(-size // world) for size in sizes)
-        expected = (4 * part, 4 * part, 8 * part + step)
+        expected = (4 * part, 4 * part, 12 * part + step)
     else:  # all of them together, to a multiple of twice the ranks; gradients are gone after a step
         padded = -(-sum(sizes) // (2 * world)) * 2 * world
         expected = (4 * padded, 0, 12 * padded // world + step)

@@ -25,8 +25,8 @@ started (`srun lockstep env`) to see what a rank sees.
 
 # by the names of the distributions; a test compares them with the extras of pyproject.toml
 OPTIONAL = (
-    *("alembic", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "psutil", "pyyaml", "rich"),
-    *("safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
+    *("alembic", "deepspeed", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "optuna", "psutil"),
+    *("pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
 )
 BESIDE = ("lightning", "pytorch-lightning", "numpy", "mlflow")
 """Distributions that are no extras, and that are told of where they are installed."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import sys
 import time
@@ -13,6 +15,7 @@ from lockstep.hpc import search as searches
 from lockstep.hpc import table
 from lockstep.hpc.queue import SlurmRefused
 from lockstep.hpc.search import Limits, Search, Status
+from lockstep.hpc.trials import JOURNAL
 
 ABOUT = """\
 Show the trials of a search: state, hyperparameters, last metrics, node, restarts, seconds; the best one is named.
@@ -119,6 +122,12 @@ def _watch(found: Sequence[Search], given: argparse.Namespace) -> int:
 
 
 def _look(search: Search) -> tuple[list[Status], str]:
+    """How the trials stand. A study is told of those whose node has died: no other trial may come that would do it."""
+    if (search.path / JOURNAL).exists() and importlib.util.find_spec("optuna") is not None:
+        from lockstep.hpc.study import fail_dead
+
+        with contextlib.suppress(PermissionError):  # who may only read sees the table all the same
+            fail_dead(search.path)
     return searches.look(search)
 
 

@@ -223,6 +223,7 @@ GLOBALS = {
     "parallel/deepspeed/package.py": {"_known_group": "whose process group DeepSpeed has joined"},
     "parallel/hooks/hook_transport.py": {"_queues": "threads of process groups, as long as these live"},
     "loop/spawn_results.py": {"_parents": "the Trainer that this process was copied from"},
+    "hpc/parser.py": {"_running": "the trial of a study that this process is"},
     "callbacks/progress/tqdm.py": {"_class": "tqdm, once it is imported"},
 }
 """What modules remember, file by file, that a process has once. Caches of functions and classes are not listed."""

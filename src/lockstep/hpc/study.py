@@ -20,10 +20,8 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
 from lockstep.hpc.journal import FileLock, Journal, held
-from lockstep.hpc.trials import TrialFolder
+from lockstep.hpc.trials import JOURNAL, TrialFolder
 
-JOURNAL = "study.journal"
-"""The journal in the folder of a search."""
 NUMBER, PRUNED_AT, LOST = "lockstep_trial", "lockstep_pruned_at", "lockstep_lost"
 """What is kept of a trial in the study: its number, the check at which it was pruned, why it was taken for dead."""
 BEAT = "heartbeat"

@@ -20,6 +20,8 @@ EVENTS = "events.jsonl"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
 STDOUT, STDERR = "stdout", "stderr"
+JOURNAL = "study.journal"
+"""Of a search by Optuna, in the folder of the search."""
 
 _NAME = re.compile(r"trial_(\d{4,})")
 
