@@ -22,14 +22,16 @@ from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 
 SECONDS_SLOW = 900
-"""The time limit of a test marked slow that sets none; pyproject has that of the others."""
+"""The time limit of a test marked slow that sets none; pyproject has that of the others, and some files theirs."""
 
 _failed = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        own = {mark.name for mark in item.own_markers}
+        limited = item.get_closest_marker("timeout") if "slow" not in own else "timeout" in own
+        if item.get_closest_marker("slow") and not limited:
             item.add_marker(pytest.mark.timeout(SECONDS_SLOW))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -667,9 +667,13 @@ def late(face: str, files: Mapping[str, str], name: str) -> Any:
 
     Raises:
         AttributeError: it is no name of the face.
+        ImportError: its file cannot be imported.
     """
     if name not in files:
         raise AttributeError(f"module {face!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{files[name]}", face), name)
+    try:
+        value = getattr(import_module(f".{files[name]}", face), name)
+    except AttributeError as error:  # from within the file: Python would say that the face has no such name
+        raise ImportError(f"{face}.{name} cannot be imported: {type(error).__name__}: {error}") from error
     setattr(sys.modules[face], name, value)
     return value

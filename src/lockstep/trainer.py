@@ -41,7 +41,7 @@ from lockstep.config.run import (
     synchronizes_batchnorm,
 )
 from lockstep.datamodule import LightningDataModule
-from lockstep.ground.device import Accelerator, creating, find_accelerator
+from lockstep.ground.device import Accelerator, creating, find_accelerator, warn_of_untried_torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
 from lockstep.ground.types import RunningStage, TrainerFn
@@ -188,6 +188,7 @@ class Trainer(Attributes):
         **others: Never,
     ) -> None:
         variables = locals()
+        warn_of_untried_torch()
         flags = {name: variables[name] for name in FLAGS}
         flags.update(flags_of(flags, FLAGS))
         unknown: dict[str, Any] = {**others}  # for type checkers there are none: they tell of a misspelt flag

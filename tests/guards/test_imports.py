@@ -1,4 +1,4 @@
-"""What `import lockstep` costs: little time, and nothing heavy or optional."""
+"""What `import lockstep` costs: little time, and nothing heavy or optional; commands of a search need no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +97,21 @@ def test_import_is_quick() -> None:
 
 def test_a_heavy_import_would_be_seen() -> None:
     assert "yaml" in heavy(costs()["import yaml"][1])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import lockstep; lockstep.__version__",
+        "from lockstep import HyperOptArgumentParser, SlurmCluster",
+        "from lockstep.cli.run import main; main(['trials', '--help'])",
+        "from lockstep.cli.run import main; main(['submit', '--print', __file__])",
+    ],
+)
+def test_a_search_is_submitted_and_looked_at_without_torch(use: str, tmp_path: Path) -> None:
+    """Its import takes 2 s: ten times what the rest of such a command takes."""
+    script = tmp_path / "script.py"
+    caught = f"try:\n    exec({use!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+    script.write_text(f"import sys\n{caught}assert 'torch' not in sys.modules\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -28,6 +28,41 @@ from lockstep.testing.models import BoringModel
 from tests.hpc.fake_slurm import FakeSlurm
 
 PROJECT = Path(__file__).resolve().parents[2]
+GOLDEN = PROJECT / "tests" / "golden" / "sbatch" / "page_of_2019.sh"
+"""The script of the page's first trial; the others differ by the trial's folder alone."""
+PAGE = """
+from lockstep import HyperOptArgumentParser, SlurmCluster
+
+PORT = 12910
+
+def main(hparams):
+    raise AssertionError("called where the trials are submitted")
+
+parser = HyperOptArgumentParser(strategy='grid_search', add_help=False)
+parser.opt_list('--learning_rate', default=0.001, type=float, options=[1e-3, 1e-2, 1e-1], tunable=True)
+parser.opt_list('--layers', default=1, type=float, options=[16, 32, 64], tunable=True)
+hyperparams = parser.parse_args()
+
+cluster = SlurmCluster(
+    hyperparam_optimizer=hyperparams,
+    log_path='save',
+    dry_run=True,
+)
+
+cluster.add_command('export NCCL_SOCKET_IFNAME=^docker0,lo')
+cluster.add_command('export NCCL_DEBUG=INFO')
+cluster.add_command('export MASTER_PORT=%r' % PORT)
+cluster.load_modules(['NCCL/2.4.7-1-cuda.10.0'])
+cluster.per_experiment_nb_nodes = 12
+cluster.per_experiment_nb_gpus = 8
+cluster.add_slurm_cmd(cmd='ntasks-per-node', value=8, comment='1 task per gpu')
+
+cluster.optimize_parallel_cluster_gpu(
+    main,
+    nb_trials=9, # how many permutations of the grid search to run
+    job_name='name_for_squeue'
+)
+"""
 
 
 @pytest.fixture
@@ -76,6 +111,31 @@ def test_a_dry_run_writes_and_submits_nothing(tmp_path: Path, monkeypatch: pytes
         assert f"#SBATCH --output={trial.path}/stdout\n" in text
         assert subprocess.run(["/bin/bash", "-n", trial.path / "job.sh"], capture_output=True).stderr == b""
         assert trial.events() == []
+
+
+def test_the_page_of_2019_writes_nine_scripts(tmp_path: Path) -> None:
+    """Its example as it stands, but for the import, the names it leaves open and ``dry_run``; without a SLURM here."""
+    script = tmp_path / "page.py"
+    script.write_text(PAGE)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    trials = Search(tmp_path / "save" / "name_for_squeue").trials()
+    expected = [(rate, layers) for rate in (1e-3, 1e-2, 1e-1) for layers in (16.0, 32.0, 64.0)]
+    assert [(trial.values()["learning_rate"], trial.values()["layers"]) for trial in trials] == expected
+    for number, trial in enumerate(trials):
+        written = trial.path / "job.sh"
+        assert subprocess.run(["/bin/bash", "-n", written], capture_output=True).stderr == b""
+        text = written.read_text().replace(sys.executable, "/opt/python").replace(str(tmp_path), "/home/me")
+        if os.environ.get("LOCKSTEP_GOLDEN") == "write" and number == 0:
+            GOLDEN.write_text(text)
+        assert text == GOLDEN.read_text().replace("trial_0000", f"trial_{number:04}")
 
 
 def test_a_thousand_trials_are_written_in_less_than_five_seconds(tmp_path: Path, slurm: FakeSlurm) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
 if TYPE_CHECKING:
     from lockstep.launch.elastic_run import Plan
 
@@ -241,6 +239,8 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _devices(text: str) -> int:
+    import torch
+
     there = torch.cuda.device_count()
     if text == "auto":
         return there or 1

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lockstep.data.order import Shuffled, make_key
 from lockstep.ground.errors import MisconfigurationException
+
+if TYPE_CHECKING:
+    from lockstep.data.order import Shuffled
 
 LARGEST_PERMUTED = 1 << 62
 """Up to this many combinations are shuffled; of more, each trial draws its own, and two hardly ever meet."""
@@ -147,13 +147,19 @@ class Space:
         """
         listed = all(isinstance(dimension, Options) for dimension in self.dimensions.values())
         if listed and self.size < LARGEST_PERMUTED:
+            import torch  # 2 s that a grid does without
+
             return self.at(int(self._shuffled(seed)(torch.tensor([number]))))
+        from lockstep.data.order import make_key
+
         return {
             name: dimension.draw(Random(make_key("search", seed, number, name)))
             for name, dimension in self.dimensions.items()
         }
 
     def _shuffled(self, seed: int) -> Shuffled:
+        from lockstep.data.order import Shuffled, make_key
+
         known = self.__dict__.get("_order")
         if known is None or known[0] != seed:
             known = self.__dict__["_order"] = (seed, Shuffled(self.size, make_key("search", seed)))

@@ -17,7 +17,6 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
 from lockstep.hpc.trials import STDERR, STDOUT, TrialFolder, read_events
 from lockstep.launch.environment import trial_environment
-from lockstep.launch.spawn import pack
 
 CALL = "call.pkl"
 """The function and the options, in the folder of the search, for the trials' processes."""
@@ -115,6 +114,8 @@ def run(function: Callable[..., object], options: object, trials: Trials) -> lis
 
 
 def _write_call(function: Callable[..., object], options: object, folder: Path) -> None:
+    from lockstep.launch.spawn import pack
+
     try:
         with open(folder / CALL, "wb") as file:
             pickle.dump(list(sys.path), file)

@@ -16,13 +16,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-import torch.utils.data.dataloader
-
 from lockstep.cluster.detect import early_rank
 from lockstep.ground.installed import FORK_WORKERS
 from lockstep.ground.rank import rank_zero_only
-from lockstep.ground.seed import hand_down_seed
 from lockstep.launch.attempts import TRIAL
 from lockstep.launch.parent_death import PARENT, bind, end_with, prctl
 from lockstep.supervise.status import note_early
@@ -107,6 +103,8 @@ def share_cores(environ: Mapping[str, str], local_size: int) -> None:
         local_size: ranks on this node.
     """
     if local_size > 1 and "OMP_NUM_THREADS" not in environ:
+        import torch
+
         share = max(1, cores() // local_size)
         if torch.get_num_threads() > share:
             torch.set_num_threads(share)
@@ -134,6 +132,8 @@ def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.envir
         dealt_out: whether a cluster places the ranks; or no GPU is wanted.
         environ: the environment; called before CUDA is used, which reads it once.
     """
+    import torch
+
     if dealt_out or torch.version.cuda is None:
         return
     environ.setdefault(ORDER, "PCI_BUS_ID")
@@ -146,6 +146,8 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The GPUs that processes started from here see, as CUDA_VISIBLE_DEVICES names them."""
     if VISIBLE in environ:
         return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    import torch
+
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
@@ -262,8 +264,6 @@ def hand_down_names() -> tuple[str, Callable[[], None]]:
 SEED = "PL_GLOBAL_SEED"
 """The variable with the seed, by the name that Lightning gave it."""
 
-_LOADER = torch.utils.data.dataloader.__file__
-
 
 def _working_folder() -> str | None:
     try:
@@ -284,6 +284,8 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
     """
     rank_zero_only.rank = early_rank(environ)
     if SEED in environ:
+        from lockstep.ground.seed import hand_down_seed
+
         hand_down_seed(int(environ[SEED]))
     if PARENT in environ:
         end_with(int(environ[PARENT]))
@@ -298,13 +300,16 @@ def bind_loader_workers() -> None:
     """
     found = prctl()
     if found is not None:
-        FORK_WORKERS.at_fork(after_in_child=functools.partial(_bind_loader_worker, found))
+        from torch.utils.data import dataloader
+
+        bound = functools.partial(_bind_loader_worker, found, dataloader.__file__)
+        FORK_WORKERS.at_fork(after_in_child=bound)
 
 
-def _bind_loader_worker(found: Callable[..., int]) -> None:
+def _bind_loader_worker(found: Callable[..., int], loader: str) -> None:
     frame, made = sys._getframe(), threading.main_thread() is threading.current_thread()
     while made and frame is not None:  # what counts is the end of a thread, so the loader's must be the main one
-        if frame.f_code.co_filename == _LOADER:
+        if frame.f_code.co_filename == loader:
             bind(found)
             return
         frame = frame.f_back  # type: ignore[assignment]

@@ -17,7 +17,6 @@ from lockstep.cluster.local import is_started, on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
-from lockstep.ground.seed import current_seed
 from lockstep.launch.environment import SEED, bind_loader_workers, free_port, share_cores, started_in
 from lockstep.supervise.client import Side, Supervised, at_launcher
 from lockstep.supervise.status import MAILBOX, noted_call
@@ -154,6 +153,8 @@ def _begin(world: World) -> Supervised:
         if world.num_nodes == 1:
             os.environ.update(on_one_host(world.address, os.environ))
     environ = dict(os.environ)
+    from lockstep.ground.seed import current_seed  # imports torch
+
     if current_seed() is not None:
         environ[SEED] = str(current_seed())
     return Supervised(world, command, environ)

@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=name_for_squeue
-#SBATCH --output=/logs/name_for_squeue/trial_0007/stdout
-#SBATCH --error=/logs/name_for_squeue/trial_0007/stderr
+#SBATCH --output=/home/me/save/name_for_squeue/trial_0000/stdout
+#SBATCH --error=/home/me/save/name_for_squeue/trial_0000/stderr
 #SBATCH --nodes=12
 # 1 task per gpu
 #SBATCH --ntasks-per-node=8
@@ -10,7 +10,7 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 
-LOCKSTEP_TRIAL=/logs/name_for_squeue/trial_0007
+LOCKSTEP_TRIAL=/home/me/save/name_for_squeue/trial_0000
 LOCKSTEP_TRIAL_STARTS="${1:-0}"
 PL_TRAINER_DEFAULT_ROOT_DIR="$LOCKSTEP_TRIAL"
 export LOCKSTEP_TRIAL LOCKSTEP_TRIAL_STARTS PL_TRAINER_DEFAULT_ROOT_DIR
