@@ -50,7 +50,7 @@ def test_what_one_says_reaches_all_others(nodes: list[Node]) -> None:
 
 def test_who_says_farewell_is_not_lost_and_who_is_killed_is(nodes: list[Node]) -> None:
     nodes[1].hub.close()
-    nodes[2].hub._lines[0].socket.shutdown(socket.SHUT_RDWR)  # as the system does for a process that is killed
+    nodes[2].hub._connections[0].socket.shutdown(socket.SHUT_RDWR)  # as the system does for a process that is killed
     assert nodes[0].lost.get(timeout=SECONDS) == (2, "host2", "ended without a word")
     assert nodes[0].lost.empty()
 
@@ -76,7 +76,7 @@ def test_a_hub_that_cannot_be_reached() -> None:
 
 def test_the_system_asks_a_silent_machine_for_half_a_minute(nodes: list[Node]) -> None:
     """A message of one's own now and then took a loaded machine for dead."""
-    connection = nodes[1].hub._lines[0].socket
+    connection = nodes[1].hub._connections[0].socket
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     if hasattr(socket, "TCP_KEEPIDLE"):
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)

@@ -54,7 +54,7 @@ FLUSH = 1.0
 Heard = Callable[[int, Any], None]
 
 
-class _Line:
+class _Connection:
     """One connection, served by the hub's thread.
 
     Attributes:
@@ -65,9 +65,9 @@ class _Line:
         deadline: until when the other end has to say who it is.
     """
 
-    def __init__(self, connection: socket.socket, node: int = -1, host: str = "") -> None:
-        connection.setblocking(False)
-        self.socket = connection
+    def __init__(self, opened: socket.socket, node: int = -1, host: str = "") -> None:
+        opened.setblocking(False)
+        self.socket = opened
         self.node, self.host = node, host
         self.joined = self.well = False
         self.error: OSError | None = None
@@ -114,13 +114,13 @@ class _Line:
         except OSError as error:
             self.error, goes_on = error, False
         found: list[Message] = []
-        *lines, rest = self._rest.split(b"\n")
-        if lines:
+        *texts, rest = self._rest.split(b"\n")
+        if texts:
             self._rest = bytearray(rest)
-        for line in lines:
+        for text in texts:
             try:
-                message = json.loads(line)
-            except ValueError:
+                message = json.loads(text)
+            except (ValueError, RecursionError):
                 return found, False
             if not isinstance(message, dict):
                 return found, False
@@ -134,10 +134,10 @@ class _Line:
         self.socket.close()
 
 
-def _kept_alive(connection: socket.socket) -> socket.socket:
+def _kept_alive(opened: socket.socket) -> socket.socket:
     """Have the system ask now and then whether the other machine is there."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     options = {
         "TCP_KEEPIDLE": IDLE,
         "TCP_KEEPALIVE": IDLE,  # its name on macOS
@@ -147,8 +147,8 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
     }
     for name, value in options.items():
         if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return opened
 
 
 # -- the hub -------------------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ class Hub:
         self.node, self.host = node, host
         self._on_lost, self._on_met = on_lost, on_met
         self._listeners: dict[str, Heard] = {}
-        self._lines: dict[int, _Line] = {}
-        self._strangers: set[_Line] = set()
+        self._connections: dict[int, _Connection] = {}
+        self._strangers: set[_Connection] = set()
         self._lock = threading.RLock()
         self._door: socket.socket | None = None
         self._opens_at = 0.0  # when the door is looked at again, after no file could be opened for a caller
@@ -192,7 +192,7 @@ class Hub:
     def nodes(self) -> list[int]:
         """The other nodes with which this one is connected."""
         with self._lock:
-            return sorted(self._lines)
+            return sorted(self._connections)
 
     def listen(self, topic: str, heard: Heard) -> None:
         """Have ``heard(node, body)`` called for each message on a topic."""
@@ -220,21 +220,21 @@ class Hub:
     def join(self, address: str, port: int, token: str) -> bool:
         """Call the hub, and wait until it has let this node in; whether it has."""
         try:
-            connection = _kept_alive(socket.create_connection((address, port), CALLING))
+            opened = _kept_alive(socket.create_connection((address, port), CALLING))
         except OSError:
             return False
         try:
-            connection.sendall(_text({"token": token, "node": self.node, "host": self.host}))
-            welcome = connection.recv(1)  # the hub's first byte: nothing else is sent before it
+            opened.sendall(_text({"token": token, "node": self.node, "host": self.host}))
+            welcome = opened.recv(1)  # the hub's first byte: nothing else is sent before it
         except OSError:
             welcome = b""
         if welcome != WELCOME:
-            connection.close()
+            opened.close()
             return False
-        line = _Line(connection, 0, address)
-        line.joined = True
+        connection = _Connection(opened, 0, address)
+        connection.joined = True
         with self._lock:
-            self._lines[0] = line
+            self._connections[0] = connection
         self._start()
         self._on_met(0)
         return True
@@ -262,26 +262,26 @@ class Hub:
             self._wake_up()
             self._thread.join(2 * FLUSH)
         with self._lock:
-            for line in self._every():
-                line.close()
-            self._lines.clear()
+            for connection in self._every():
+                connection.close()
+            self._connections.clear()
             self._strangers.clear()
         if self._door is not None:
             self._door.close()
 
-    # -- lines
+    # -- connections
 
-    def _every(self) -> list[_Line]:
+    def _every(self) -> list[_Connection]:
         with self._lock:
-            return [*self._lines.values(), *self._strangers]
+            return [*self._connections.values(), *self._strangers]
 
     def _pass(self, topic: str, text: bytes, to: int | None, but: int | None = None, newest: bool = False) -> bool:
         with self._lock:
             if to is None:
-                lines = [line for node, line in self._lines.items() if node != but]
+                connections = [connection for node, connection in self._connections.items() if node != but]
             else:
-                lines = [self._lines[to]] if to in self._lines else []
-            told = [line for line in lines if line.put(topic, text, newest)]
+                connections = [self._connections[to]] if to in self._connections else []
+            told = [connection for connection in connections if connection.put(topic, text, newest)]
         if told:
             self._wake_up()
         return bool(told)
@@ -310,7 +310,7 @@ class Hub:
         selector = self._selector
         if self._door is not None:
             selector.register(self._door, selectors.EVENT_READ)
-        known: dict[_Line, int] = {}
+        known: dict[_Connection, int] = {}
         while not self._has_ended():
             self._register(selector, known)
             for key, events in selector.select(self._patience()):
@@ -330,27 +330,27 @@ class Hub:
     def _has_ended(self) -> bool:
         if self._ends_at is None:
             return False
-        return time.monotonic() >= self._ends_at or not any(line.waits for line in self._every())
+        return time.monotonic() >= self._ends_at or not any(connection.waits for connection in self._every())
 
     def _patience(self) -> float | None:
         """Seconds after which there is something to do, whatever comes; None: nothing."""
-        moments = [line.deadline for line in self._strangers]
+        moments = [connection.deadline for connection in self._strangers]
         moments += [moment for moment in (self._opens_at, self._ends_at) if moment]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
-    def _register(self, selector: selectors.BaseSelector, known: dict[_Line, int]) -> None:
-        """Let the selector watch the lines of now, and those for writing for which something waits."""
+    def _register(self, selector: selectors.BaseSelector, known: dict[_Connection, int]) -> None:
+        """Let the selector watch the connections of now, and those for writing for which something waits."""
         every = set(self._every())
-        for line in [line for line in known if line not in every]:
+        for connection in [connection for connection in known if connection not in every]:
             with contextlib.suppress(KeyError, ValueError):
-                selector.unregister(line.socket)
-            del known[line]
-        for line in every:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.waits else 0)
-            if known.get(line) != events:
-                change = selector.modify if line in known else selector.register
-                change(line.socket, events, line)
-                known[line] = events
+                selector.unregister(connection.socket)
+            del known[connection]
+        for connection in every:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waits else 0)
+            if known.get(connection) != events:
+                change = selector.modify if connection in known else selector.register
+                change(connection.socket, events, connection)
+                known[connection] = events
         if self._opens_at and time.monotonic() >= self._opens_at and self._door is not None:
             self._opens_at = 0.0
             selector.register(self._door, selectors.EVENT_READ)
@@ -360,7 +360,7 @@ class Hub:
         assert self._door is not None
         while True:
             try:
-                connection, _ = self._door.accept()
+                opened, _ = self._door.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -372,70 +372,70 @@ class Hub:
                     return
                 continue
             with self._lock:
-                self._strangers.add(_Line(_kept_alive(connection)))
+                self._strangers.add(_Connection(_kept_alive(opened)))
 
-    def _look_at(self, line: _Line, events: int) -> None:
+    def _look_at(self, connection: _Connection, events: int) -> None:
         messages: list[Message] = []
         goes_on = True
         if events & selectors.EVENT_READ:
-            messages, goes_on = line.read()
+            messages, goes_on = connection.read()
         for message in messages:
-            if line.joined:
-                self._hear(line, message)
-            elif not self._meet(line, message):
+            if connection.joined:
+                self._hear(connection, message)
+            elif not self._meet(connection, message):
                 return
         with self._lock:
             if goes_on and events & selectors.EVENT_WRITE:
-                goes_on = line.write()
-            goes_on = goes_on and line.waits <= WAITING
+                goes_on = connection.write()
+            goes_on = goes_on and connection.waits <= WAITING
         if not goes_on:
-            self._lose(line)
+            self._lose(connection)
 
-    def _meet(self, line: _Line, hello: Message) -> bool:
+    def _meet(self, connection: _Connection, hello: Message) -> bool:
         """The first message of a caller; whether it is one of ours. One that calls again takes the place of before."""
         with self._lock:
-            self._strangers.discard(line)
+            self._strangers.discard(connection)
         if not secrets.compare_digest(str(hello.get("token")), self._token):
-            line.close()
+            connection.close()
             return False
-        line.node, line.host, line.joined = int(hello["node"]), str(hello["host"]), True
+        connection.node, connection.host, connection.joined = int(hello["node"]), str(hello["host"]), True
         with self._lock:
-            before = self._lines.pop(line.node, None)
-            self._lines[line.node] = line
-            line.put("welcome", WELCOME, newest=False)
+            before = self._connections.pop(connection.node, None)
+            self._connections[connection.node] = connection
+            connection.put("welcome", WELCOME, newest=False)
         if before is not None:
             before.close()
-        self._on_met(line.node)
+        self._on_met(connection.node)
         return True
 
-    def _hear(self, line: _Line, message: Message) -> None:
+    def _hear(self, connection: _Connection, message: Message) -> None:
         if message.get("farewell"):
-            line.well = line.well or message["node"] == line.node
+            connection.well = connection.well or message["node"] == connection.node
             return
         if self.node == 0 and "to" not in message:
-            self._pass(str(message.get("topic")), _text(message), None, but=line.node)
+            self._pass(str(message.get("topic")), _text(message), None, but=connection.node)
         heard = self._listeners.get(message.get("topic", ""))
         if heard is not None:
             heard(int(message["node"]), message["body"])
 
-    def _lose(self, line: _Line) -> None:
+    def _lose(self, connection: _Connection) -> None:
         with self._lock:
-            self._strangers.discard(line)
-            own = self._lines.get(line.node) is line
+            self._strangers.discard(connection)
+            own = self._connections.get(connection.node) is connection
             if own:
-                del self._lines[line.node]
-        line.close()
-        if own and not line.well and self._ends_at is None:
-            silent = line.error is not None and line.error.errno in _UNREACHED
-            self._on_lost(line.node, line.host, SILENT if silent else "ended without a word")
+                del self._connections[connection.node]
+        connection.close()
+        if own and not connection.well and self._ends_at is None:
+            silent = connection.error is not None and connection.error.errno in _UNREACHED
+            self._on_lost(connection.node, connection.host, SILENT if silent else "ended without a word")
 
     def _dismiss(self) -> None:
         """Hang up on callers who do not say who they are."""
         now = time.monotonic()
-        for line in [line for line in self._strangers if line.deadline <= now]:
+        for connection in [connection for connection in self._strangers if connection.deadline <= now]:
             with self._lock:
-                self._strangers.discard(line)
-            line.close()
+                self._strangers.discard(connection)
+            connection.close()
 
 
 WELCOME = b"\n"
