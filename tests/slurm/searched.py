@@ -60,6 +60,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--at_most", type=int)
+    parser.add_argument("--minutes", type=int, help="the time limit; the signal comes a minute before")
     parser.add_argument("--tasks", type=int, default=1)
     parser.add_argument("--option", action="append", default=[], help="of sbatch")
     hyperparams = parser.parse_args()
@@ -68,6 +69,8 @@ if __name__ == "__main__":
         log_path=hyperparams.log_path,
         per_experiment_nb_nodes=hyperparams.nodes,
         per_experiment_nb_cpus=3 if hyperparams.tasks == 1 else 2,
+        job_time=hyperparams.minutes,
+        minutes_to_checkpoint_before_walltime=5 if hyperparams.minutes is None else 1,
         array=hyperparams.at_most is not None,
         at_most=hyperparams.at_most,
     )

@@ -136,6 +136,19 @@ def test_disturbed_trials_end_with_the_bits_of_undisturbed_ones(
         assert made == list(range(1, STEPS + 1))
 
 
+def test_a_trial_that_nears_its_time_limit_goes_on_in_its_next_one(slurm: Lab, tmp_path: Path) -> None:
+    """Signalled by SLURM itself: no step is made twice, and the bits are those of a trial without a limit."""
+    one = ["--strategy", "random_search", "--nb_trials", "1"]
+    search = submit(slurm, tmp_path / "limited", *one, "--pause", "4", "--minutes", "3")
+    free = submit(slurm, tmp_path / "free", *one)
+    (status,) = await_states(slurm, search, "completed")
+    await_states(slurm, free, "completed")
+    assert (status.history.preemptions, status.history.failures) == (1, 0)
+    made = [int(line.split()[1]) for line in (status.trial.path / "history").read_text().splitlines()]
+    assert made == list(range(1, STEPS + 1))
+    assert weights(search) == weights(free)
+
+
 def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(slurm: Lab, tmp_path: Path) -> None:
     """PreemptMode=CANCEL, where no job may be requeued: they go on from their checkpoints, as other jobs."""
     two = ["--strategy", "random_search", "--nb_trials", "2"]
