@@ -110,39 +110,80 @@ def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
 
     The agents of several nodes count their restarts each for itself, so that TORCHELASTIC_RESTART_COUNT does not tell
     the attempts apart. Each rank leaves a name of its own, in the place of whoever was this rank before; rank 0 calls
-    every name by a new number, and says that it counts when those who have the places now have all heard it.
+    every name by a new number, and says that it counts when those who have the places now have all heard it. Nobody
+    polls: a rank makes about seven requests, and rank 0 five for each of the others.
     """
     until = time.monotonic() + patience.total_seconds()
+    seconds = f"{patience.total_seconds():g} s"
     if world.is_zero:
         number = store.add("lockstep/attempts", 1)
-        places = [f"lockstep/here/{rank}" for rank in range(1, world.size)]
-        while True:
-            here = [store.get(place).decode() for place in places] if store.check(places) else []
-            for name in here:
-                store.set(f"lockstep/call/{name}", str(number))
-            if here and store.check([f"lockstep/heard/{number}/{name}" for name in here]):
-                store.set(f"lockstep/go/{number}", "")
-                return number
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    f"not all of the {world.size} ranks came to the store at MASTER_ADDR={world.address}, "
-                    f"MASTER_PORT={world.port} within {patience.total_seconds():g} s: do all {world.num_nodes} agents "
-                    "run?"
-                )
-            time.sleep(0.01)
+        if not _call_all(store, world.size, number, until):
+            raise RuntimeError(
+                f"not all of the {world.size} ranks came to the store at MASTER_ADDR={world.address}, "
+                f"MASTER_PORT={world.port} within {seconds}: do all {world.num_nodes} agents run?"
+            )
+        return number
     name = uuid.uuid4().hex
     store.set(f"lockstep/here/{world.rank}", name)
+    turn = 1
     while time.monotonic() < until:
-        if store.check([f"lockstep/call/{name}"]):
-            number = int(store.get(f"lockstep/call/{name}"))  # a rank 0 that is left over may have called first
-            store.set(f"lockstep/heard/{number}/{name}", "")
-            if store.check([f"lockstep/go/{number}"]):
-                return number
-        time.sleep(0.01)
+        if not _await(store, [_message(name, turn)], until, LOOK):
+            turn += store.check([_message(name, turn + 1)])  # who was to write this one has been killed
+            continue
+        word, _, called = store.get(_message(name, turn)).decode().partition(" ")
+        if word == GO:
+            return int(called)
+        store.set(f"lockstep/heard/{called}/{name}", "")  # of a rank 0 that is left over, too
+        turn += 1
     raise RuntimeError(
         f"rank {world.rank} heard nothing of rank 0 in the store at MASTER_ADDR={world.address}, "
-        f"MASTER_PORT={world.port} within {patience.total_seconds():g} s: is rank 0 running?"
+        f"MASTER_PORT={world.port} within {seconds}: is rank 0 running?"
     )
+
+
+CALL, GO = "call", "go"
+"""What rank 0 writes to the others: with the number of the attempt."""
+
+LOOK = 1.0
+"""Seconds that a request of the store may wait: a signal is heard behind it."""
+
+
+def _call_all(store: dist.Store, size: int, number: int, until: float) -> bool:
+    """On rank 0: call those who have the places until all have answered, and let them go; False if they do not."""
+    places = [f"lockstep/here/{rank}" for rank in range(1, size)]
+    called: set[str] = set()
+    wait = 0.02
+    while time.monotonic() < until:
+        if not _await(store, places, until, LOOK):
+            continue
+        names = [name.decode() for name in store.multi_get(places)]
+        for name in names:
+            if name not in called:
+                _write(store, name, f"{CALL} {number}")
+        called.update(names)
+        if _await(store, [f"lockstep/heard/{number}/{name}" for name in names], until, wait):
+            for name in names:
+                _write(store, name, f"{GO} {number}")
+            return True
+        wait = min(2 * wait, LOOK)  # a place may be that of a rank that is gone, until the one of now takes it
+    return False
+
+
+def _await(store: dist.Store, keys: list[str], until: float, seconds: float) -> bool:
+    """Wait until all keys are there, no longer than these seconds; whether they are."""
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, min(seconds, until - time.monotonic()))))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _write(store: dist.Store, name: str, words: str) -> None:
+    store.set(_message(name, store.add(f"lockstep/messages/{name}", 1)), words)
+
+
+def _message(name: str, turn: int) -> str:
+    return f"lockstep/message/{name}/{turn}"
 
 
 def _named(world: World, error: Exception, patience: timedelta, listens: bool) -> Exception:

@@ -453,7 +453,7 @@ class InOrder(RendezvousHandler):
         store = PrefixStore("lockstep", met.store)
         store.set_timeout(timedelta(seconds=60))
         store.set(f"node-{met.rank}", "" if self._node_rank is None else str(self._node_rank))
-        given = [store.get(f"node-{rank}").decode() for rank in range(met.world_size)]
+        given = [each.decode() for each in store.multi_get([f"node-{rank}" for rank in range(met.world_size)])]
         twice = sorted({number for number in given if number and given.count(number) > 1})
         if twice:
             raise RendezvousStateError(f"--node-rank {twice[0]} is given on {given.count(twice[0])} of the nodes")
