@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lockstep.cluster import meeting
 from lockstep.cluster.meeting import _agreed, meet
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
@@ -132,8 +133,9 @@ class CountingStore:
         return ask
 
 
-def test_sixty_four_ranks_agree_on_their_attempt_without_polling() -> None:
+def test_sixty_four_ranks_agree_on_their_attempt_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     """They asked every 10 ms: 13,453 times at 128 ranks. Behind them lie names of ranks that are gone."""
+    monkeypatch.setattr(meeting, "LOOK", 60.0)  # so that a busy machine changes no count
     size = 64
     server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     for rank in range(1, size, 3):
@@ -147,7 +149,7 @@ def test_sixty_four_ranks_agree_on_their_attempt_without_polling() -> None:
 
     with ThreadPoolExecutor(size) as pool:
         assert list(pool.map(come, range(size))) == [1] * size
-    assert max(store.requests for store in stores[1:]) <= 12
+    assert max(store.requests for store in stores[1:]) <= 8
     assert stores[0].requests <= 6 * size + 30
 
 
