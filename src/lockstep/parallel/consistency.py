@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import re
 import time
 import warnings
@@ -53,16 +54,21 @@ def check_alike(what: str, mine: Sequence[str], group: comm.Group = None) -> Non
             raise MisconfigurationException(said)
     if len(set(found)) == 1:
         return
-    every = comm.all_gather_object(list(mine), group)
-    for rank, theirs in enumerate(every):
-        for index in range(max(len(every[0]), len(theirs))):
-            first = every[0][index] if index < len(every[0]) else "nothing more"
-            other = theirs[index] if index < len(theirs) else "nothing more"
-            if first != other:
-                raise MisconfigurationException(
-                    f"{what} is not the same on every rank: rank 0 has {first}, rank {rank} has {other}. Build it "
-                    "alike everywhere: nothing in it may depend on the rank"
-                )
+    first = comm.broadcast_object(list(mine), 0, group)
+    for rank, difference in enumerate(comm.all_gather_object(_difference(first, mine), group)):
+        if difference is not None:
+            raise MisconfigurationException(
+                f"{what} is not the same on every rank: rank 0 has {difference[0]}, rank {rank} has {difference[1]}. "
+                "Build it alike everywhere: nothing in it may depend on the rank"
+            )
+
+
+def _difference(first: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
+    """The first lines that differ."""
+    for pair in itertools.zip_longest(first, mine, fillvalue="nothing more"):
+        if pair[0] != pair[1]:
+            return pair
+    return None
 
 
 @contextlib.contextmanager
