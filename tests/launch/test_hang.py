@@ -200,12 +200,38 @@ def test_what_has_changed_of_ranks_travels_as_json() -> None:
     later = [replace(one, at=one.at + 1, stopped=3.5), replace(other, at=other.at + 1, stack=None, notes=(note(4),))]
     changes, there, sizes = Changes(), {}, []
     for told in ([one, other], later, later):
-        message = json.dumps(changes.of(told))
-        changes.keep(told)
+        message = json.dumps(changes.of(told, told[0].at))
+        changes.keep()
         there = taken_in(there, json.loads(message))
         sizes.append(len(message))
     assert there == {1: later[0], 2: replace(later[1], stack=WORKING)}
-    assert sizes[2] < 200 < sizes[1] < sizes[0]
+    assert sizes[2] < 60 < sizes[1] < sizes[0]
+
+
+def test_a_rank_that_goes_on_as_it_did_is_not_told_again() -> None:
+    """Its clocks go on where it is known; one that begins to stand still, works again or is gone is told."""
+    changes, there = Changes(), {}
+    lives = {
+        1: [0.0, 0.0, 1.0, 2.1, 3.0, 0.0, 0.0],  # still
+        2: [4.0, 5.0, 6.2, 6.9, 8.0, 9.0, 10.0],
+        3: [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None],
+    }
+    told = []
+    for second in range(7):
+        now = [
+            replace(snapshot(rank, note(3)), at=100.0 + second, still=still)
+            for rank, each in lives.items()
+            if (still := each[second]) is not None
+        ]
+        message = changes.of(now, 100.0 + second)
+        changes.keep()
+        there = taken_in(there, message)
+        told.append(([each["rank"] for each in message["ranks"]], message["gone"]))
+        assert there.keys() == {each.rank for each in now}
+        for each in now:
+            assert replace(there[each.rank], still=each.still) == each
+            assert abs(there[each.rank].still - each.still) <= 0.5
+    assert told == [([1, 2, 3], []), ([], []), ([1], []), ([], []), ([], []), ([1], []), ([], [3])]
 
 
 @pytest.mark.parametrize("ranks", [(), (0,), (0, 2), tuple(range(4096)), tuple(range(3, 8192, 8)), (0, 1, 2, 7, 9, 11)])

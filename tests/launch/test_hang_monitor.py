@@ -224,10 +224,11 @@ def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_cal
         zero.look(later)
         one.look(later)
     assert capfd.readouterr().err == ""
-    zero.look(4.5)
+    one.look(6.5)
+    zero.look(6.5)
     said = capfd.readouterr().err
     assert "rank 0 is in its own code, /me/train.py:31; rank 1 waits in all_reduce #1, /me/train.py:1" in said
-    one.look(4.5)
+    one.look(6.5)
     assert capfd.readouterr().err == ""
     zero.lookout._looked_at -= 60.0
     one.lookout._watched_at -= 60.0

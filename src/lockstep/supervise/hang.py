@@ -63,7 +63,10 @@ class RankSnapshot:
     @property
     def inside(self) -> Note | None:
         """The collective that the thread that trains is in."""
-        return next((note for note in self.notes if note.inside and not note.aside), None)
+        for note in self.notes:  # a plain loop: of thousands of ranks this is asked each second
+            if note.left is None and not note.aside:
+                return note
+        return None
 
     @property
     def waited(self) -> float:
@@ -125,58 +128,92 @@ def _when(snapshot: RankSnapshot) -> str:
 # -- between nodes
 
 
-ALWAYS = ("rank", "at", "still", "stopped")
-"""What of a snapshot is told each time; the rest where it has changed."""
+CLOCKS = ("at", "still", "stopped")
+"""What of a snapshot goes on by itself."""
+
+TOLERANCE = 0.5
+"""Seconds by which those may differ from what is expected of them before they are told again."""
+
+
+def later(snapshot: RankSnapshot, at: float) -> RankSnapshot:
+    """A rank that goes on doing what it does, at a later moment."""
+    more = at - snapshot.at
+    still, halted = snapshot.still, snapshot.stopped
+    return replace(snapshot, at=at, still=still + more if still else 0.0, stopped=halted + more if halted else 0.0)
 
 
 class Changes:
     """What the next message on some ranks has to tell whoever has taken in all before it (`taken_in`)."""
 
     def __init__(self) -> None:
-        self._known: dict[int, RankSnapshot] = {}
+        self._known: dict[int, RankSnapshot] = {}  # as they were last told
+        self._next: dict[int, RankSnapshot] = {}
 
-    def of(self, snapshots: Iterable[RankSnapshot]) -> list[dict[str, Any]]:
-        """The ranks as JSON knows them; of a known one what has changed. A stack stays until there is another."""
-        return [self._change(self._known.get(snapshot.rank), snapshot) for snapshot in snapshots]
+    def of(self, snapshots: Sequence[RankSnapshot], at: float) -> dict[str, Any]:
+        """The message, as JSON knows it: the ranks that have changed, with what has, and those that are no more.
 
-    def keep(self, snapshots: Iterable[RankSnapshot]) -> None:
-        """They have been told."""
-        for each in snapshots:
-            before = self._known.get(each.rank)
-            known = each if before is None else replace(each, stack=each.stack or before.stack)
-            self._known[each.rank] = known
+        Args:
+            snapshots: as they are now. A stack stays until there is another.
+            at: the moment.
+        """
+        told = []
+        self._next = {}
+        for now in snapshots:
+            before = self._known.get(now.rank)
+            change = self._change(before, now)
+            known = now if before is None else replace(now, stack=now.stack or before.stack)
+            self._next[now.rank] = known if change or before is None else before
+            if change:
+                told.append({"rank": now.rank, **change})
+        return {"at": at, "ranks": told, "gone": sorted(self._known.keys() - self._next.keys())}
+
+    def keep(self) -> None:
+        """The last message has been sent."""
+        self._known = self._next
 
     @staticmethod
     def _change(before: RankSnapshot | None, now: RankSnapshot) -> dict[str, Any]:
-        told: dict[str, Any] = {name: getattr(now, name) for name in ALWAYS}
+        told: dict[str, Any] = {}
         for field in fields(RankSnapshot):
             name, value = field.name, getattr(now, field.name)
-            if name in ALWAYS or (before is not None and value == getattr(before, name)):
+            if name in ("rank", *CLOCKS) or (before is not None and value == getattr(before, name)):
                 continue
             if name == "stack" and value is None:
                 continue
             told[name] = _plain(name, value)
-        return told
+        expected = None if before is None else later(before, now.at)
+        if not told and expected is not None:
+            strays = any(abs(getattr(now, name) - getattr(expected, name)) > TOLERANCE for name in CLOCKS)
+            if not strays:
+                return {}
+        return {**told, **{name: getattr(now, name) for name in CLOCKS}}
 
 
-def taken_in(before: Mapping[int, RankSnapshot], told: Iterable[Mapping[str, Any]]) -> dict[int, RankSnapshot]:
+def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dict[int, RankSnapshot]:
     """The ranks of a node after a message of `Changes`, by rank.
 
     Args:
         before: as they were known.
         told: the message.
     """
-    found = {}
-    for each in told:
+    gone = set(told["gone"])
+    found = {rank: later(known, told["at"]) for rank, known in before.items() if rank not in gone}
+    for each in told["ranks"]:
         values = {name: _value(name, value) for name, value in each.items()}
         known = before.get(each["rank"])
         found[each["rank"]] = RankSnapshot(**values) if known is None else replace(known, **values)
     return found
 
 
+_OF_A_NOTE = tuple(field.name for field in fields(Note))
+
+
 def _plain(name: str, value: Any) -> Any:
     if name == "notes":
-        return [{**vars(note), "members": ranges(shared(note.members))} for note in value]
+        return [
+            {name: getattr(note, name) for name in _OF_A_NOTE} | {"members": ranges(shared(note.members))}
+            for note in value
+        ]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 

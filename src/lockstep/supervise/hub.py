@@ -63,6 +63,7 @@ class _Connection:
         well: the other end has said farewell.
         error: of the system, where the other end has not simply hung up.
         deadline: until when the other end has to say who it is.
+        events: for which the hub's thread watches it; 0: it does not.
     """
 
     def __init__(self, opened: socket.socket, node: int = -1, host: str = "") -> None:
@@ -75,6 +76,7 @@ class _Connection:
         self._rest = bytearray()
         self._out: deque[tuple[str, memoryview]] = deque()
         self.waits = 0  #: bytes that wait
+        self.events = 0
 
     def put(self, topic: str, text: bytes, newest: bool) -> bool:
         """Keep a message until it can go out; ``newest``: unless one on this topic still waits."""
@@ -179,6 +181,7 @@ class Hub:
         self._listeners: dict[str, Heard] = {}
         self._connections: dict[int, _Connection] = {}
         self._strangers: set[_Connection] = set()
+        self._changed: set[_Connection] = set()  # of which the thread has to see for what it watches them
         self._lock = threading.RLock()
         self._door: socket.socket | None = None
         self._opens_at = 0.0  # when the door is looked at again, after no file could be opened for a caller
@@ -235,6 +238,7 @@ class Hub:
         connection.joined = True
         with self._lock:
             self._connections[0] = connection
+            self._changed.add(connection)
         self._start()
         self._on_met(0)
         return True
@@ -282,7 +286,11 @@ class Hub:
             else:
                 connections = [self._connections[to]] if to in self._connections else []
             told = [connection for connection in connections if connection.put(topic, text, newest)]
-        if told:
+            for connection in told:
+                connection.write()  # if it is over, the thread sees that, too
+            late = [connection for connection in told if connection.waits]
+            self._changed.update(late)
+        if late:
             self._wake_up()
         return bool(told)
 
@@ -310,9 +318,8 @@ class Hub:
         selector = self._selector
         if self._door is not None:
             selector.register(self._door, selectors.EVENT_READ)
-        known: dict[_Connection, int] = {}
         while not self._has_ended():
-            self._register(selector, known)
+            self._register(selector)
             for key, events in selector.select(self._patience()):
                 if key.fileobj is self._wake[0]:
                     with contextlib.suppress(OSError):
@@ -338,19 +345,18 @@ class Hub:
         moments += [moment for moment in (self._opens_at, self._ends_at) if moment]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
-    def _register(self, selector: selectors.BaseSelector, known: dict[_Connection, int]) -> None:
+    def _register(self, selector: selectors.BaseSelector) -> None:
         """Let the selector watch the connections of now, and those for writing for which something waits."""
-        every = set(self._every())
-        for connection in [connection for connection in known if connection not in every]:
-            with contextlib.suppress(KeyError, ValueError):
-                selector.unregister(connection.socket)
-            del known[connection]
-        for connection in every:
+        with self._lock:
+            changed, self._changed = self._changed, set()
+        for connection in changed:
+            if connection.socket.fileno() < 0:  # closed
+                continue
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waits else 0)
-            if known.get(connection) != events:
-                change = selector.modify if connection in known else selector.register
+            if connection.events != events:
+                change = selector.modify if connection.events else selector.register
                 change(connection.socket, events, connection)
-                known[connection] = events
+                connection.events = events
         if self._opens_at and time.monotonic() >= self._opens_at and self._door is not None:
             self._opens_at = 0.0
             selector.register(self._door, selectors.EVENT_READ)
@@ -371,8 +377,10 @@ class Hub:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     return
                 continue
+            connection = _Connection(_kept_alive(opened))
             with self._lock:
-                self._strangers.add(_Connection(_kept_alive(opened)))
+                self._strangers.add(connection)
+                self._changed.add(connection)
 
     def _look_at(self, connection: _Connection, events: int) -> None:
         messages: list[Message] = []
@@ -388,6 +396,7 @@ class Hub:
             if goes_on and events & selectors.EVENT_WRITE:
                 goes_on = connection.write()
             goes_on = goes_on and connection.waits <= WAITING
+            self._changed.add(connection)
         if not goes_on:
             self._lose(connection)
 
@@ -396,7 +405,7 @@ class Hub:
         with self._lock:
             self._strangers.discard(connection)
         if not secrets.compare_digest(str(hello.get("token")), self._token):
-            connection.close()
+            self._drop(connection)
             return False
         connection.node, connection.host, connection.joined = int(hello["node"]), str(hello["host"]), True
         with self._lock:
@@ -404,7 +413,7 @@ class Hub:
             self._connections[connection.node] = connection
             connection.put("welcome", WELCOME, newest=False)
         if before is not None:
-            before.close()
+            self._drop(before)
         self._on_met(connection.node)
         return True
 
@@ -424,10 +433,17 @@ class Hub:
             own = self._connections.get(connection.node) is connection
             if own:
                 del self._connections[connection.node]
-        connection.close()
+        self._drop(connection)
         if own and not connection.well and self._ends_at is None:
             silent = connection.error is not None and connection.error.errno in _UNREACHED
             self._on_lost(connection.node, connection.host, SILENT if silent else "ended without a word")
+
+    def _drop(self, connection: _Connection) -> None:
+        """Hang up, in the hub's thread."""
+        if connection.events and self._selector is not None:
+            self._selector.unregister(connection.socket)
+            connection.events = 0
+        connection.close()
 
     def _dismiss(self) -> None:
         """Hang up on callers who do not say who they are."""
@@ -435,7 +451,7 @@ class Hub:
         for connection in [connection for connection in self._strangers if connection.deadline <= now]:
             with self._lock:
                 self._strangers.discard(connection)
-            connection.close()
+            self._drop(connection)
 
 
 WELCOME = b"\n"

@@ -26,10 +26,12 @@ from lockstep.supervise.hang import (
     TRACED,
     Changes,
     RankSnapshot,
+    circle,
     compare,
     diverged,
     overdue,
     parted,
+    stopped,
     taken_in,
 )
 from lockstep.supervise.signals import SignalPipe
@@ -46,8 +48,12 @@ KNOWN = 8192
 """Collectives that some ranks have made and others not yet, of which the first rank's note is kept."""
 ANSWER = 0.03
 """Seconds in which a rank that can says at which batch it is."""
+PART = 0.05
+"""The part of a processor that may go into comparing what ranks do."""
 PATIENCE = 5.0
 """Seconds for which what was heard from another node counts."""
+STEADY = 1.9
+"""Seconds from one message between nodes to the next, where nothing changes: less than two looks."""
 SHOWN = 10.0
 """Seconds from one time to the next at which ranks are asked for their stacks since another node wants to know."""
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
@@ -118,7 +124,7 @@ class HangMonitor:
         self._histories = Histories()
         self._halted: dict[int, float] = {}
         self._asked_for: frozenset[int] = frozenset()
-        self._ask_again = 0.0
+        self._ask_again = self._prove_at = self._tell_at = 0.0
         self._waits: dict[int, tuple[float, RankSnapshot]] = {}  # ranks whose stacks waited, since when that is known
         self._said: set[tuple[Any, ...]] = set()
         self._hub = hub
@@ -128,6 +134,7 @@ class HangMonitor:
         self._changes = Changes()
         self._shown: dict[int, RankSnapshot] = {}  # own ranks as they were when they were last asked
         self._wanted_at, self._shown_at = -PATIENCE, -SHOWN
+        self._wants, self._sent_at = False, -PATIENCE  # what node 0 was last sent
         self._looked_at = self._watched_at = -PATIENCE  # on node 0, on another node
         if hub is not None:
             hub.listen("snapshots", self._hear)
@@ -175,12 +182,21 @@ class HangMonitor:
             for rank, snapshot in snapshots.items():
                 snapshots[rank] = self._asked(snapshot, now)
         everybody = self._with_others(list(snapshots.values()), limit, now)
-        found = compare(everybody)
+        found = self._proof(everybody, now) or stopped(everybody)
         if found is not None and late:
             return compare([_woken(snapshot) for snapshot in everybody]) or found
         if found is None and self._is_watched_elsewhere():
             return None  # who waits for whom is seen there, and told once
         return found or self._overdue(everybody, limit, kill, now)
+
+    def _proof(self, everybody: list[RankSnapshot], now: float) -> Divergence | None:
+        """What the ranks' notes prove; of thousands of ranks not each time, so that it takes no more than `PART`."""
+        if now < self._prove_at:
+            return None
+        began = time.thread_time()
+        found = diverged(everybody) or circle(everybody)
+        self._prove_at = now + (time.thread_time() - began) / PART
+        return found
 
     def divergence(self) -> Divergence | None:
         """What all traces prove, those of ranks too that have come to their end; once, since it takes a while."""
@@ -300,15 +316,26 @@ class HangMonitor:
         return due
 
     def _overdue(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
-        if self._hub is not None and all(snapshot.rank in self._stands for snapshot in snapshots):
-            limit += 1.0  # others have not answered yet
-        found = overdue(snapshots, limit)
+        if now < self._tell_at:
+            return None
+        began = time.thread_time()
+        found = self._waiting(snapshots, limit, kill, now)
+        self._tell_at = now + (time.thread_time() - began) / PART
+        return found
+
+    def _waiting(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
+        """Tells of those that wait long; why the run has to be ended, if it has."""
+        # what is known of another node may be so much older, or not have come yet
+        behind = 0.0 if self._hub is None else STEADY
+        long = max((snapshot.waited for snapshot in snapshots), default=0.0) >= limit + behind
+        key = tuple((snapshot.rank, snapshot.location) for snapshot in snapshots if snapshot.waited >= limit)
         halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
-        if found is not None and found.trace and not halted:
-            key = tuple((snapshot.rank, snapshot.location) for snapshot in snapshots if snapshot.waited >= limit)
-            if key not in self._said:
-                self._said.add(key)
-                _say(found, kill)
+        has_stacks = any(snapshot.stack is not None or snapshot.worker is not None for snapshot in snapshots)
+        if long and has_stacks and not halted and key not in self._said:
+            self._said.add(key)
+            late = overdue(snapshots, limit)
+            assert late is not None
+            _say(late, kill)
         # of one whose stack alone says that it waits, it counts since that was first seen
         patient = any(snapshot.inside is not None and snapshot.waited >= kill for snapshot in snapshots)
         if not patient and not any(now - since >= kill for since, _ in self._waits.values()):
@@ -349,15 +376,17 @@ class HangMonitor:
             }
             own = [replace(each, stack=self._shown[each.rank].stack) if wanted else each for each in own]
         elif wants or wanted:
-            body = {"wants": wants, "ranks": self._changes.of(own)}
-            if self._hub.send("snapshots", body, to=0, newest=True):
-                self._changes.keep(own)
+            body = {"wants": wants, **self._changes.of(own, now)}
+            news = wants != self._wants or bool(body["ranks"] or body["gone"])
+            if (news or now - self._sent_at >= STEADY) and self._hub.send("snapshots", body, to=0, newest=True):
+                self._changes.keep()
+                self._wants, self._sent_at = wants, now
         return [*own, *elsewhere]
 
     def _ask_others(self, now: float) -> None:
         """On node 0, which holds the lock: let all nodes tell of their ranks; one of them waits long."""
         assert self._hub is not None
-        if now - self._wanted_at >= PERIOD / 2:
+        if now - self._wanted_at >= STEADY:
             self._wanted_at = now
             self._hub.send("wanted", {"looks": now - self._looked_at < PATIENCE}, newest=True)
 
@@ -373,7 +402,7 @@ class HangMonitor:
         with self._lock:
             now = time.monotonic()
             before = self._elsewhere.get(node, (0.0, {}))[1]
-            self._elsewhere[node] = now, taken_in(before, body["ranks"])
+            self._elsewhere[node] = now, taken_in(before, body)
             if body["wants"]:
                 self._ask_others(now)
 

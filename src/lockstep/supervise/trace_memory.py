@@ -105,8 +105,8 @@ class Note:
 
     def differs(self, other: Note) -> bool:
         """Whether two ranks did different things as the same collective of one group; then their calls do not match."""
-        mine, theirs = self._matched(), other._matched()
-        return any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
+        mine, theirs = self._matched, other._matched
+        return mine != theirs and any(a != b and None not in (a, b) for a, b in zip(mine, theirs, strict=True))
 
     def clashes(self, other: Note) -> bool:
         """Whether two ranks gave one collective other numbers of bytes where gloo wants the same. It ends the process
@@ -121,6 +121,7 @@ class Note:
             return None
         return self.elements * (int(bits[1]) // 8 if bits[1] else 1)
 
+    @functools.cached_property
     def _matched(self) -> tuple[Any, ...]:
         dtype, _, rest = self.payload.partition(" ")
         operation: str | None = rest.rpartition(") ")[2] if self.operation in _REDUCING else None
