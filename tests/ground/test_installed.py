@@ -108,8 +108,9 @@ def process():
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
     hook = sys.excepthook
-    while hook.__name__ == "_distributed_excepthook" if hasattr(hook, "__name__") else False:
-        hook = next(c.cell_contents for c in hook.__closure__ if callable(c.cell_contents))
+    while getattr(hook, "__name__", "") == "_distributed_excepthook" or getattr(hook, "is_removed", False):
+        inner = hook.before if hasattr(hook, "before") else None
+        hook = inner or next(c.cell_contents for c in hook.__closure__ if callable(c.cell_contents))
     return {
         "sys.meta_path": [type(each).__name__ for each in sys.meta_path],
         "sys.excepthook": type(hook).__module__,

@@ -321,6 +321,7 @@ def _put_hook() -> Callable[[], object]:
     sys.excepthook = hook = _Hook(sys.excepthook)
 
     def undo() -> None:
+        hook.is_removed = True
         if sys.excepthook is hook:
             sys.excepthook = hook.before
 
@@ -332,12 +333,19 @@ class _Hook:
 
     Args:
         before: the hook that was there.
+
+    Attributes:
+        is_removed: it only hands on. Another hook, torch's for one, may still have it as the one before.
     """
 
     def __init__(self, before: Callable[..., object]) -> None:
         self.before = before
+        self.is_removed = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.is_removed:
+            self.before(kind, error, trace)
+            return
         # where a loader's worker has crashed, its handler of SIGCHLD raises for each further worker that ends, here too
         for last in (False, True):
             try:
