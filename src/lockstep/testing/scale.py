@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -109,13 +110,15 @@ class CountingHub(hub.Hub):
         super().__init__(*args, **kwargs)
         self.ended: list[CountingConnection] = []
         self._worked = 0.0
+        self._hello = 0, 0
 
     @property
     def counted(self) -> tuple[int, int]:
         """Messages and bytes so far."""
         every = [*self.ended, *self._every()]
         found = [each for each in every if isinstance(each, CountingConnection)]
-        return sum(each.messages for each in found), sum(each.size for each in found)
+        messages, size = self._hello
+        return messages + sum(each.messages for each in found), size + sum(each.size for each in found)
 
     @property
     def worked(self) -> float:
@@ -129,6 +132,19 @@ class CountingHub(hub.Hub):
         every = self._every()
         super().close()
         self.ended += [each for each in every if isinstance(each, CountingConnection) and each not in self.ended]
+
+    def join(self, address: str, port: int, token: str) -> bool:
+        hello = {"token": token, "node": self.node, "host": self.host}
+        self._hello = 2, len(hub._text(hello)) + len(hub.WELCOME)
+        return super().join(address, port, token)
+
+    def kill(self) -> None:
+        """End as a process that is killed: without a word."""
+        self._ends_at = time.monotonic()
+        self._wake_up()
+        self._thread.join()
+        for connection in self._every():
+            connection.socket.shutdown(socket.SHUT_RDWR)
 
     def _serve(self) -> None:
         super()._serve()
@@ -217,6 +233,8 @@ class SimulatedRun:
         return [(node.nodes.decided or {}).get("words", "") for node in self._there]
 
     def __enter__(self) -> SimulatedRun:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._patches.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         raise_limit()
         self._patches.enter_context(mock.patch.object(monitor, "time", self.clock))
         self._patches.enter_context(mock.patch.object(monitor, "_say", self._say))
@@ -273,8 +291,7 @@ class SimulatedRun:
         """The supervisors of these nodes are killed: their connections close without a farewell."""
         with self._measured("lost node") as found:
             for number in numbers:
-                for connection in self._nodes[number].hub._every():
-                    connection.socket.shutdown(socket.SHUT_RDWR)
+                self._nodes[number].hub.kill()
             self._gone.update(numbers)
             self._until(lambda: all(self.decided), "the lost node on all others")
         return found[0]
@@ -371,7 +388,7 @@ class SimulatedRun:
             list(pool.map(lambda node: node.nodes.close(), nodes[1:]))
         for node in nodes[:1]:
             until = time.monotonic() + SECONDS
-            while node.hub.nodes and time.monotonic() < until:
+            while 0 not in self._gone and node.hub.nodes and time.monotonic() < until:
                 time.sleep(0.001)
             node.nodes.close()
         self._ended = nodes

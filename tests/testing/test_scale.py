@@ -1,0 +1,68 @@
+"""A run on many nodes, played in one process: nobody is lost, the right rank is named, and messages stay few."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from lockstep.testing.scale import SimulatedRun, meet
+
+TIMEOUT = 20.0
+
+
+@pytest.mark.parametrize("nodes", [2, 128, pytest.param(1024, marks=pytest.mark.slow)])
+def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) -> None:
+    """A rank that kept others waiting for 30 s on 32 nodes had 12 of them taken for lost, and the run ended."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    late = 8 * nodes - 5
+    with SimulatedRun(nodes, hang_timeout=TIMEOUT) as run:
+        start = run.start()
+        assert (start.messages, start.most) == (2 * (nodes - 1), 2)
+        wait = run.wait(40, late)
+        assert run.lost == []
+        ((moment, said),) = run.told
+        assert moment - 1000.0 <= TIMEOUT + 5
+        assert f"rank {late} is in its own code, /home/me/train.py:88" in said
+        assert f"ranks 0-{late - 1}, {late + 1}-{8 * nodes - 1} wait in all_reduce #41" in said
+        assert wait.most <= wait.seconds  # one message a second, there and back
+        assert wait.messages <= wait.most * (nodes - 1)
+        failure = run.fail(5)
+        assert set(run.decided) == {run.decided[0]}
+        assert "rank 5 on " in run.decided[0]
+        assert "ValueError: made up" in run.decided[0]
+        assert failure.most <= 3
+        assert failure.messages <= 3 * nodes
+        end = run.end()
+        assert run.lost == []
+        assert end.most <= 3
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
+
+
+@pytest.mark.parametrize("gone", [[7], [7, 9]])
+def test_a_lost_node_is_named_under_64(gone: list[int]) -> None:
+    with SimulatedRun(64) as run:
+        run.start()
+        run.lose(gone)
+        assert len(set(run.decided)) == 1
+        assert any(run.decided[0].startswith(f"node {number} (") for number in gone)
+        assert run.decided[0].endswith(") ended without a word")
+
+
+def test_where_node_0_is_lost_every_node_says_so() -> None:
+    with SimulatedRun(8) as run:
+        run.start()
+        run.lose([0])
+        assert {words.split(" (")[0] for words in run.decided} == {"node 0"}
+
+
+@pytest.mark.parametrize("ranks", [2, 64, pytest.param(2048, marks=pytest.mark.slow)])
+def test_ranks_meet_with_few_requests(ranks: int) -> None:
+    requests = meet(ranks)
+    assert requests["another rank"] <= 8
+    assert requests["rank 0"] <= 6 * ranks + 30
+
+
+def test_one_node_is_no_run_of_several() -> None:
+    with pytest.raises(ValueError, match=r"SimulatedRun\(nodes=1\): give at least 2"):
+        SimulatedRun(1)
