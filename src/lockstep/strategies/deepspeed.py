@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,44 +26,26 @@ from lockstep.module import LightningModule
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 from lockstep.parallel.deepspeed import package
 from lockstep.parallel.fully_shard import Policy
-from lockstep.parallel.late_parameters import LateParameters, beside
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
 from lockstep.strategies import deepspeed_config as settings
-from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.engine import Engine, EngineState
-from lockstep.strategies.ranks import HALF_AN_HOUR, REFUSED, RankedStrategy
+from lockstep.strategies.ranks import HALF_AN_HOUR
+from lockstep.strategies.sharded import ShardedStrategy
 
 if TYPE_CHECKING:
     from lockstep.parallel.deepspeed.engine import ZeroEngine
-    from lockstep.parallel.sharded_init import ShardedInit
 
-NO_LOSS = (
-    "`training_step` returned None on rank {rank}. Under DeepSpeed all ranks reduce gradients together, and the others "
-    "would wait for this one. Return a loss on each, if only `0.0 * loss`."
-)
-LATE = (
-    "rank {rank}: parameter {name!r} came after DeepSpeed had taken over the module's: make it in `__init__` or in "
-    "`configure_model`"
-)
 THAWED = (
     "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
     "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
     'group with lr=0.0 until its time, say; or use strategy="fsdp".'
-)
-GAP = (
-    "Under DeepSpeed ranks reduce each gradient together, and rank {rank} has no samples of loader {loader} in a "
-    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
-    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
 )
 MIDDLE = (
     "DeepSpeedStrategy: a checkpoint within an accumulation window: DeepSpeed holds the gradients of its first "
     "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
     "`every_n_train_steps` be multiples of accumulate_grad_batches."
 )
-MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Optimizers of torch's that mix the elements of a parameter, by class name."""
-
 NO_EFFECT = {
     "load_full_weights": "checkpoints hold whole weights in any case",
     "logging_batch_size_per_gpu": "the loader says how large a batch is",
@@ -74,7 +54,7 @@ NO_EFFECT = {
 """Arguments of Lightning's strategy that have no effect here, and why."""
 
 
-class DeepSpeedStrategy(RankedStrategy):
+class DeepSpeedStrategy(ShardedStrategy):
     """One process per device, over DeepSpeed's engine: ZeRO stage 1, 2 or 3. CPUs work, too (gloo).
 
     The arguments are those of Lightning's strategy; None leaves the choice to ``config``, and where that says nothing
@@ -112,9 +92,8 @@ class DeepSpeedStrategy(RankedStrategy):
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    runs_padding = True
-    places_first = True
     keeps_gradients = False
+    engine = "DeepSpeed"
 
     def __init__(
         self,
@@ -174,7 +153,8 @@ class DeepSpeedStrategy(RankedStrategy):
         super().__init__(
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
         )
-        _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        self._take_others(DeepSpeedStrategy, others, NO_EFFECT)
         if zero_optimization is not True:
             raise MisconfigurationException(
                 f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): without ZeRO the engine reduces whole "
@@ -190,15 +170,11 @@ class DeepSpeedStrategy(RankedStrategy):
                 "on each device until stage 3."
             )
         self._level = logging_level
-        self._built: ShardedInit | None = None
         self._exact: dict[int, Tensor] = {}
         self._zero: ZeroEngine | None = None
         self._evaluates: Any = None
         self._said_sizes: dict[str, int] = {}
-        self._late: LateParameters | None = None
-        self._buffers: WindowBuffers | None = None
-        self._norms: SynchronizedNorms | None = None
-        self._zero_weight = self._has_begun = self._has_ended = False
+        self._has_ended = False
         self._call = ExitStack()  # what is there for the length of a call
 
     # -- set up
@@ -229,20 +205,6 @@ class DeepSpeedStrategy(RankedStrategy):
                 f"DeepSpeedStrategy(nvme_path={path!r}): DeepSpeed uses disks by libaio, which is not there: "
                 'install it with its headers (libaio-dev), or offload to the "cpu".'
             )
-
-    @contextmanager
-    def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
-        from lockstep.parallel import sharded_init
-        from lockstep.parallel.meta_init import leave_meta
-
-        if self.world.size == 1:
-            yield
-            leave_meta(module, self.root_device)
-            return
-        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
-            yield
-            leave_meta(module, torch.device("cpu"))
 
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
@@ -276,9 +238,7 @@ class DeepSpeedStrategy(RankedStrategy):
         self._built = None
         self._choose_recomputation()
         self._begin_recomputation()
-        self._watch_no_more()
-        self._late = LateParameters(module)
-        self._watch_buffers()
+        self._watch(module)
 
     def _choose_recomputation(self) -> None:
         """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
@@ -317,15 +277,6 @@ class DeepSpeedStrategy(RankedStrategy):
         settings.fill_in(made, self.root_device.type, numel)
         return made
 
-    def _watch_no_more(self) -> None:
-        if self._late is not None:
-            self._late.close()
-            self._late = None
-
-    def _watch_buffers(self) -> None:
-        some = self.world.size > 1 and any(True for _ in self.module.buffers())
-        self._buffers = WindowBuffers(self.module) if some else None
-
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Give the module and its optimizer to DeepSpeed's engine."""
@@ -340,11 +291,7 @@ class DeepSpeedStrategy(RankedStrategy):
         clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
         settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
         made.update(clipping)
-        if self.world.size > 1:
-            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
-            if norms.layers:  # those that the user made synchronized among them
-                self._norms = norms
-                self._buffers = self._buffers if self._own_buffers() else None
+        self._synchronize_norms()
         self._end_evaluation()
         self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
         self._exact = {}
@@ -378,20 +325,9 @@ class DeepSpeedStrategy(RankedStrategy):
                     f'the gradients: {way}, or strategy="fsdp".'
                 )
         optimizer = optimizers[0]
-        name = type(optimizer).__name__
-        if name in MIXES:
-            raise MisconfigurationException(
-                f"DeepSpeedStrategy with {name}: it mixes the elements of a parameter, and each rank has a part of "
-                'them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
-            )
-        if beside(module, optimizers):
-            raise MisconfigurationException(
-                f"{name} holds a parameter that {kind} does not have: let it be an attribute of the module, not an "
-                "item of a plain list."
-            )
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise MisconfigurationException(
-                f"{name}: none of its parameters needs gradients: there is nothing to train."
+                f"{type(optimizer).__name__}: none of its parameters needs gradients: there is nothing to train."
             )
         for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -414,35 +350,16 @@ class DeepSpeedStrategy(RankedStrategy):
                 f"names as tested {tested}: use one of them, or leave the argument out."
             )
 
-    def change_optimizers(self) -> None:
-        """Refuse it: the engine has the states of those that it was given."""
-        raise MisconfigurationException(
-            "DeepSpeedStrategy: other optimizers were put in the place of those of `configure_optimizers` in the "
-            "middle of a fit. Change their param_groups instead."
-        )
-
     def epoch_begins(self) -> None:
         """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
-        self._check_late()
+        super().epoch_begins()
         name = None if self._zero is None else self._zero.untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))
 
-    def end_training(self) -> None:
-        """Leave every rank with rank 0's buffers."""
-        self._check_late()
-        if self._buffers is not None:
-            self._buffers.align()
-
     def teardown(self) -> None:
         """Take the engine's hooks away; in stage 3 the module stays in partitions."""
         super().teardown()
-        for optimizer in self.optimizers:
-            vars(optimizer).pop("zero_grad", None)
-        if self._norms is not None:
-            self._norms.put_back()
-            self._norms = None
-        self._watch_no_more()
         self._end_evaluation()
         if self._zero is not None and not self._has_ended:
             self._zero.end()
@@ -463,15 +380,12 @@ class DeepSpeedStrategy(RankedStrategy):
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, inside the engine's hooks, which gather parameters in stage 3."""
-        self._check_late()
-        if torch.is_grad_enabled():
-            if self._said_sizes:
-                self._check_sizes()
-            if not self._has_begun:
-                self._forward_begins()
-        self._has_begun = False
-        with nullcontext() if self.context is None else self.context():
-            return self._runner()(fn, *args)
+        if self._said_sizes and torch.is_grad_enabled():
+            self._check_sizes()
+        return super().run(fn, *args)
+
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
+        return self._runner()(fn, *args)
 
     def _runner(self) -> Callable[..., Any]:
         if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
@@ -492,64 +406,11 @@ class DeepSpeedStrategy(RankedStrategy):
             settings.check_batches(self._said_sizes, size, trainer.accumulate_grad_batches, self.world.size)
         self._said_sizes = {}
 
-    def _check_late(self) -> None:
-        if self._late is not None and self._late.found is not None:
-            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-
-    def _forward_begins(self) -> None:
-        """Take rank 0's buffers before the first training forward of a window."""
-        if self._buffers is not None:
-            if self._buffers.due:
-                self._buffers.align()
-            self._buffers.differ = True
-
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with gradients averaged over the ranks and cut, by the engine."""
         assert self._zero is not None
         self._zero.backward(loss, self.sync_gradients, self._zero_weight, self._own_backward)
-        if self.sync_gradients:
-            self.rounds += 1
-        if self._buffers is not None:
-            self._buffers.due = self.sync_gradients
-
-    def skip(self, absent: bool = False) -> None:
-        """Refuse it: the other ranks would wait for this one's part of the reduction."""
-        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
-
-    def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse it: ranks with and without that part would reduce different gradients."""
-        raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
-
-    @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
-        if torch.is_grad_enabled():
-            self._forward_begins()
-            self._has_begun = True
-        yield
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
-        self._zero_weight = True
-        if self._norms is not None:
-            self._norms.set_zero_weight(True)
-        try:
-            yield self._own_buffers()
-        finally:
-            self._zero_weight = False
-            if self._norms is not None:
-                self._norms.set_zero_weight(False)
-
-    def _own_buffers(self) -> list[Tensor]:
-        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
-
-    @contextmanager
-    def one_model(self) -> Iterator[None]:
-        """Rank 0's buffers on all."""
-        self._check_late()
-        with nullcontext() if self._buffers is None else self._buffers.shown():
-            yield
+        self._backward_ends()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Let the engine clip the whole gradient by its 2-norm, in the step that follows."""
@@ -638,12 +499,7 @@ class DeepSpeedStrategy(RankedStrategy):
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Module and optimizer as of one process, on rank 0; the others take part, and hold no values of them."""
-        if alone and self.world.size > 1:
-            raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save by itself: each rank has a part of the optimizer (DeepSpeed), and "
-                "the others are not asked when one has failed. Save while all are well, by "
-                "ModelCheckpoint(every_n_train_steps=...)."
-            )
+        self._refuse_alone(alone)
         keep = self.world.is_zero
         module = self._module_state(keep)
         if weights_only or self._zero is None:
@@ -715,19 +571,3 @@ _OF_CONFIG = frozenset(
         *("offload_optimizer", "offload_parameters", "offload_params_device", "offload_optimizer_device"),
     }
 )
-
-
-def _check_others(others: Mapping[str, object]) -> None:
-    known = [*inspect.signature(DeepSpeedStrategy).parameters, *NO_EFFECT]
-    for name, value in others.items():
-        if name in NO_EFFECT:
-            rank_zero_info(f"DeepSpeedStrategy({name}={value!r:.100}) has no effect: {NO_EFFECT[name]}.")
-        elif name in ("accelerator", "parallel_devices"):
-            if value is not None:
-                raise MisconfigurationException(f"DeepSpeedStrategy({name}={value!r:.100}): {REFUSED[name]}.")
-        else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise MisconfigurationException(
-                f"DeepSpeedStrategy({name}={value!r:.100}): there is no such argument.{hint}"
-            )

@@ -200,7 +200,6 @@ class ModelParallelStrategy(FSDPStrategy):
         self._sharded = ShardedModule(module)
         self._check_reduced(self._sharded.reduced_by_torch)
         self._watch(module)
-        self._watch_buffers()
 
     def _place(self, module: LightningModule) -> None:
         from torch.distributed.tensor import DTensor
