@@ -15,16 +15,22 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.io import CheckpointIO
+from lockstep.checkpoint import deepspeed as engines
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.checkpoint.sharded_io import EngineCheckpointIO
 from lockstep.cluster.local import told_local_rank
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 from lockstep.parallel.deepspeed import package
+from lockstep.parallel.deepspeed.flat_part import FlatPart
+from lockstep.parallel.deepspeed.partition import is_partitioned, partition, put, span
 from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
@@ -46,6 +52,7 @@ MIDDLE = (
     "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
     "`every_n_train_steps` be multiples of accumulate_grad_batches."
 )
+FORMATS = ("sharded", "full", "deepspeed")
 NO_EFFECT = {
     "load_full_weights": "checkpoints hold whole weights in any case",
     "logging_batch_size_per_gpu": "the loader says how large a batch is",
@@ -84,6 +91,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
         activation_checkpointing_policy: the same by classes or a policy function.
         activation_checkpointing_save: what is kept of such layers all the same.
+        checkpoint_format: "sharded": a folder that all ranks write, each its part; any strategy reads it on any number
+            of ranks. "full": the same in one file, gathered by rank 0. "deepspeed": the engine's own folder.
+        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
         **others: further arguments of Lightning's strategy, taken where they have no effect.
 
     Raises:
@@ -145,6 +155,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         activation_checkpointing_save: Save = None,
+        checkpoint_format: str = "sharded",
+        async_save: bool = False,
         **others: object,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OF_CONFIG and value is not None}
@@ -161,6 +173,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 'gradients, which strategy="ddp" does faster.'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._save_by(checkpoint_format, async_save)
         self._user = settings.read(config)
         self._config = settings.merged(settings.whole_numbers(given), self._user)
         self._stage = int(self._config[settings.ZERO]["stage"])
@@ -176,6 +189,36 @@ class DeepSpeedStrategy(ShardedStrategy):
         self._said_sizes: dict[str, int] = {}
         self._has_ended = False
         self._call = ExitStack()  # what is there for the length of a call
+
+    def _save_by(self, checkpoint_format: str, async_save: bool) -> None:
+        """Choose what writes checkpoints."""
+        self._format = checkpoint_format
+        if checkpoint_format not in FORMATS:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(checkpoint_format={checkpoint_format!r:.100}): choose "
+                f"{', '.join(repr(name) for name in FORMATS)}."
+            )
+        if checkpoint_format == "sharded":
+            self._save_in_parts(async_save)
+        elif async_save:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): parts alone are written "
+                'in the background: leave checkpoint_format at "sharded".'
+            )
+        elif checkpoint_format == "deepspeed":
+            self.saves_shards = True
+            writer = EngineCheckpointIO()
+            writer.save = self._engine_saves
+            self.checkpoints = CheckpointWriter(writer)
+
+    def _engine_saves(self, folder: os.PathLike[str], rest: dict[str, Any]) -> None:
+        if self._zero is None:
+            raise MisconfigurationException(
+                'DeepSpeedStrategy(checkpoint_format="deepspeed"): there is no engine yet that could save: save in a '
+                'fit, or after one; or choose checkpoint_format="sharded".'
+            )
+        with package.torchs_names_quiet():  # it may be after the call
+            self._zero.save(folder, engines.TAG, rest)
 
     # -- set up
 
@@ -209,8 +252,6 @@ class DeepSpeedStrategy(ShardedStrategy):
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
-        from lockstep.parallel.deepspeed.partition import is_partitioned, partition
-
         self._end_engine()
         self.module, self._own_backward = module, own_backward
         self._has_ended = False
@@ -266,8 +307,6 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     def _engine_config(self) -> dict[str, Any]:
         """The engine's config, as far as it is known before there is an optimizer."""
-        from lockstep.ground.parameters import whole_shape
-
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._said_sizes = settings.of_batches(made)
@@ -493,34 +532,82 @@ class DeepSpeedStrategy(ShardedStrategy):
             yield name, self._whole(parameter), gradient
 
     def _whole(self, parameter: Parameter) -> Tensor:
-        from lockstep.parallel.deepspeed.engine import whole_value
+        return self._made_whole(self._part(parameter))
 
-        return whole_value(parameter) if self._zero is None else self._zero.whole(parameter)
+    def _made_whole(self, value: Tensor) -> Tensor:
+        return value.whole(self.root_device) if isinstance(value, FlatPart) else value
+
+    def _part(self, parameter: Any) -> Tensor:
+        """What this rank has of a parameter: of one that is trained, the float32 elements that it updates."""
+        if self._zero is not None and self._zero.knows(parameter):
+            return self._zero.part(parameter)
+        if is_partitioned(parameter):
+            return FlatPart.of_span(parameter.ds_shape, parameter.dtype, parameter.ds_tensor)
+        value: Tensor = parameter.detach()
+        return value
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """What becomes of a part in a checkpoint: itself, or where rank 0 writes, the whole there."""
+        if self.saves_shards:
+            return value
+        whole = self._made_whole(value)
+        return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizer as of one process, on rank 0; the others take part, and hold no values of them."""
-        self._refuse_alone(alone)
-        keep = self.world.is_zero
-        module = self._module_state(keep)
-        if weights_only or self._zero is None:
-            return EngineState(module)
-        return EngineState(module, [self._zero.optimizer_state(keep)], {})
+        """Module and optimizer: this rank's parts; with "full" as of one process, on rank 0, without values elsewhere.
 
-    def _module_state(self, keep: bool) -> dict[str, Any]:
-        """The module's state dict with the engine's own values of parameters, whole."""
+        With "deepspeed" the engine writes them, and here are names alone.
+        """
+        self._refuse_alone(alone)
+        zero = self._zero
+        if self._format == "deepspeed":
+            if zero is None or weights_only:
+                return EngineState(self.module.state_dict())
+            groups = {**zero.optimizer.state_dict(), "state": {}}
+            return EngineState(self.module.state_dict(), [groups], {engines.NAMES: zero.names()})
+        module = self._module_state()
+        if weights_only or zero is None:
+            return EngineState(module)
+        return EngineState(module, [zero.optimizer_state(self._kept)], {engines.NAMES: zero.names()})
+
+    def _module_state(self) -> dict[str, Any]:
+        """The module's state dict with the engine's own values of parameters."""
         made = self.module.state_dict()
         done: dict[int, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if name not in made:
                 continue
             if id(parameter) not in done:
-                whole = self._whole(parameter)
-                done[id(parameter)] = whole.cpu() if keep else torch.empty_like(whole, device="meta")
+                done[id(parameter)] = self._kept(self._part(parameter))
             made[name] = done[id(parameter)]
         return made
 
+    def _reads_into(self) -> sharded.Place:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        shapes = {whole_shape(parameter) for parameter in parameters.values()}
+
+        def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            if name.startswith("model."):
+                parameter = parameters.get(name.removeprefix("model."))
+                in_parts = parameter is not None and is_partitioned(parameter) and whole_shape(parameter) == shape
+            else:
+                in_parts = name.startswith("optimizer_") and len(shape) > 0 and shape in shapes
+            return FlatPart.of_span(shape, dtype) if in_parts else torch.empty(shape, dtype=dtype)
+
+        return place
+
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The same, of the engine's own folders, too, with a line where other ranks have written it."""
+        found = super().load_checkpoint(filepath, weights_only)
+        if engines.is_engines(filepath) and engines.written_by(filepath) != self.world.size:
+            rank_zero_info(
+                f"DeepSpeed: {os.fspath(filepath)!r} was written by {engines.written_by(filepath)} ranks, and here are "
+                f"{self.world.size}: it is read parameter by parameter, as DeepSpeed's universal format has them."
+            )
+        return found
+
     def load(self, state: EngineState) -> None:
-        """Take this rank's parts of whole tensors; one without memory, as `save` gives, leaves what there is."""
+        """Take this rank's parts; a tensor without memory, as `save` gives, leaves what there is."""
         if state.module is not None:
             kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
             self._load_module(state.module, kept)
@@ -528,18 +615,17 @@ class DeepSpeedStrategy(ShardedStrategy):
             if saved is not None and self._zero is not None:
                 self._zero.load_optimizer_state(saved)
 
-    def _load_module(self, saved: dict[str, Any], kept: set[str]) -> None:
-        from lockstep.parallel.deepspeed.partition import is_partitioned, put
-
+    def _load_module(self, given: dict[str, Any], kept: set[str]) -> None:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in saved}
+        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
+        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
         rest = {name: value for name, value in saved.items() if name not in cut | kept}
         found = self.module.load_state_dict(rest, strict=self.module.strict_loading and not cut and not kept)
         missing = [name for name in found.missing_keys if name not in cut | kept]
         if self.module.strict_loading and (missing or found.unexpected_keys):
             raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
         for name in cut - kept:
-            put(parameters[name], saved[name])
+            put(parameters[name], _elements(saved[name]))
         for name in (name for name in saved if name in parameters and name not in kept):
             if self._zero is not None:
                 self._zero.load_parameter(parameters[name], saved[name])
@@ -548,13 +634,15 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
         """What the engine is to have of a parameter that the module rounds: of stage 3 this rank's elements."""
-        from lockstep.parallel.deepspeed.partition import is_partitioned, span
-
-        flat = value.flatten()
-        if is_partitioned(parameter):
+        flat = _elements(value).flatten()
+        if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)
             flat = flat[start : start + size]
         return flat.to(self.root_device, torch.float32, copy=True)
+
+
+def _elements(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, FlatPart) else value
 
 
 def _called(fn: Callable[..., Any], *args: object) -> Any:
