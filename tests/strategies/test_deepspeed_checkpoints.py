@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -12,9 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lockstep import LightningModule
+from lockstep.checkpoint import format
 from lockstep.checkpoint.sharded import load
 from lockstep.cli.checkpoint import checkpoint
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.testing import RankPool
 from tests.equivalence.models import Plain
@@ -102,7 +107,8 @@ def go(ranks: RankPool, folder: Path, legs: list[tuple[Any, int]]) -> None:
 
 def test_a_run_goes_on_from_strategy_to_strategy_in_the_middle_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
     """Stage 2 on 2 ranks, fsdp on 3, one process, stage 3 on 2, ddp on 2: the samples and weights of one process."""
-    legs = [("deepspeed_stage_2", 2), ("fsdp", 3), ("single_device", 1), ("deepspeed_stage_3", 2), ("ddp", 2)]
+    later = {"stage": 3, "async_save": True}
+    legs: list[tuple[Any, int]] = [("deepspeed_stage_2", 2), ("fsdp", 3), ("single_device", 1), (later, 2), ("ddp", 2)]
     go(ranks, tmp_path, legs)
     assert sorted(file.name for file in (tmp_path / "3.ckpt").iterdir()) == [
         ".metadata",
@@ -155,3 +161,129 @@ def look(folder: str, number: int) -> list[str]:
     for key, state in saved["optimizer_states"][0]["state"].items():
         wrong += [f"loaded {key} {name}" for name, value in state.items() if not torch.equal(states[key][name], value)]
     return wrong
+
+
+# -- what cannot be ------------------------------------------------------------------------------------------
+
+
+def test_formats_that_do_not_go_together_are_named() -> None:
+    with pytest.raises(MisconfigurationException, match=r"checkpoint_format='ours'\): choose 'sharded', 'full', "):
+        DeepSpeedStrategy(checkpoint_format="ours")
+    with pytest.raises(MisconfigurationException, match=r"async_save=True, checkpoint_format='full'\): parts alone"):
+        DeepSpeedStrategy(checkpoint_format="full", async_save=True)
+
+
+def damaged(folder: str) -> list[str]:
+    """What is said of folders of the engine's that are not whole."""
+    first, said = f"{folder}/first.ckpt", []
+    leg(own(2), 6, 1, first, None)
+    for number, (name, change) in enumerate(DAMAGES):
+        path = Path(f"{folder}/{number}.ckpt")
+        shutil.copytree(first, path)
+        for file in path.glob(name):
+            change(file)
+        try:
+            load(path, weights_only=False)
+        except CorruptCheckpoint as error:
+            said.append(str(error))
+    try:
+        checkpoint(["convert", "--pickled", "--to", "file", first, f"{folder}/file.ckpt"])
+        found = load(f"{folder}/file.ckpt")
+        del found["lockstep"]["strategy"]
+        format.save(found, f"{folder}/without.ckpt")
+        checkpoint(["convert", "--to", "deepspeed", f"{folder}/without.ckpt", f"{folder}/no.ckpt"])
+    except MisconfigurationException as error:
+        said.append(str(error))
+    return said
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGES: list[tuple[str, Any]] = [
+    ("checkpoint/*optim_states.pt", Path.unlink),
+    ("checkpoint/*optim_states.pt", flip),
+    ("index.json", flip),
+]
+
+
+def test_a_damaged_folder_of_the_engines_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    (said,) = ranks(1).run(damaged, str(tmp_path), timeout=200)
+    for text, words in zip(
+        said, ("lacks its file", "not as it was written", "index.json", "go on from it"), strict=True
+    ):
+        assert words in text
+
+
+LIGHTNING = """
+import argparse, sys, types
+import lightning.pytorch as L
+import lightning.pytorch.strategies.deepspeed as theirs
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from deepspeed import ops
+
+# Lightning refuses DeepSpeed on a CPU
+ops.__compatible_ops__["deepspeed_shm_comm"] = False
+theirs.CUDAAccelerator = CPUAccelerator
+theirs._validate_device_index_selection = lambda devices: None
+theirs.argparse = types.SimpleNamespace(Namespace=lambda device_rank: argparse.Namespace(device_rank=-1))
+
+class Net(L.LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 1))
+        self.register_buffer("kept", torch.arange(3.0))
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+stage, path = int(sys.argv[1]), sys.argv[2]
+config = {
+    "zero_optimization": {"stage": stage},
+    "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": 2,
+}
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+strategy = theirs.DeepSpeedStrategy(config=config, process_group_backend="gloo")
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=3, **quiet)
+module = Net(3)
+trainer.fit(module, torch.utils.data.DataLoader(torch.randn(12, 5), batch_size=2))
+trainer.save_checkpoint(path)
+from deepspeed.utils import safe_get_full_fp32_param
+weights = {name: safe_get_full_fp32_param(parameter) for name, parameter in module.named_parameters()}
+if trainer.is_global_zero:
+    torch.save(weights, path + ".weights")
+"""
+
+
+class Net(LightningModule):
+    kept: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 1))
+        self.register_buffer("kept", torch.zeros(3))
+
+
+def loaded(path: str) -> list[str]:
+    module = Net.load_from_checkpoint(path, weights_only=False)
+    weights = torch.load(f"{path}.weights").items()
+    wrong = [name for name, value in weights if not torch.equal(module.get_parameter(name), value)]
+    return wrong + ([] if module.kept.tolist() == [0, 1, 2] else ["kept"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_of_a_deepspeed_checkpoint_of_lightnings_load(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    script, path = tmp_path / "script.py", tmp_path / "theirs.ckpt"
+    script.write_text(LIGHTNING)
+    command = [sys.executable, script, str(stage), path]
+    subprocess.run(command, check=True, timeout=200, capture_output=True, cwd=tmp_path)
+    assert ranks(1).run(loaded, str(path), timeout=100) == [[]]

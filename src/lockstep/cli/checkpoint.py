@@ -119,7 +119,8 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
         yield f"written by: {writer['strategy']} on {writer['world']} rank(s), torch {writer['torch']}"
     elif "pytorch-lightning_version" in found:
         yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
-    yield "hashes: hold" if own or sharded.is_sharded(path) else "hashes: none"
+    hashed = storage.is_index_folder(path) if sharded.is_sharded(path) else own
+    yield "hashes: hold" if hashed else "hashes: none"
     for key in ("epoch", "global_step"):
         if key in found:
             yield f"{key}: {found[key]}"

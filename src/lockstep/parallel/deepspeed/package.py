@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -34,9 +35,9 @@ def is_installed() -> bool:
 def bring_in() -> None:
     """Import the package, without what it says and looks for meanwhile."""
     with _quiet(), _without("mlflow"):  # it asks for mlflow on behalf of its autotuner, which takes half of the time
-        pass
+        importlib.import_module("deepspeed")
     with _compiled_later():
-        pass
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 @contextmanager
