@@ -375,7 +375,26 @@ class DeepSpeedStrategy(ShardedStrategy):
                     'convert it by module.float(), or use strategy="fsdp".'
                 )
         self._check_tested(optimizer)
+        self._check_callbacks()
         return optimizer
+
+    def _check_callbacks(self) -> None:
+        """Refuse callbacks that change the module's parameters where those are not what is trained."""
+        if self._stage != 3 and self._dtype is None:
+            return
+        from lockstep.callbacks.pruning import ModelPruning
+        from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
+        from lockstep.callbacks.weight_averaging import WeightAveraging
+
+        where = "under stage 3 the module's parameters are empty between forwards"
+        if self._stage != 3:
+            where = f"under precision={self.precision.name!r} the engine trains float32 weights beside the module's"
+        for callback in getattr(self.module.trainer, "callbacks", ()):
+            if isinstance(callback, (ModelPruning, StochasticWeightAveraging, WeightAveraging)):
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy with {type(callback).__name__}, which changes parameters: {where}. Use stage 1 "
+                    'or 2 with precision="32-true", or strategy="fsdp".'
+                )
 
     def _check_tested(self, optimizer: Optimizer) -> None:
         if self._config.get("zero_allow_untested_optimizer", True):
@@ -527,6 +546,8 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter in float32 and its gradient, gathered one by one."""
+        if self._zero is not None:
+            self._zero.take_changes()
         for name, parameter in self.named_parameters().items():
             gradient = None if self._zero is None else self._zero.whole_gradient(parameter)
             yield name, self._whole(parameter), gradient
@@ -560,6 +581,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         """
         self._refuse_alone(alone)
         zero = self._zero
+        if zero is not None:
+            zero.take_changes()
         if self._format == "deepspeed":
             if zero is None or weights_only:
                 return EngineState(self.module.state_dict())

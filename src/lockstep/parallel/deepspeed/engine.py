@@ -120,6 +120,8 @@ class ZeroEngine:
         self._known = {id(p) for p in self.parameters.values()}
         self.pieces = {id(p): piece for p in self._trained().values() for piece in [self._piece(p)] if piece}
         self._offloads = bool(getattr(self.zero, "offload_optimizer", getattr(self.zero, "cpu_offload", False)))
+        self._rounds = rounds
+        self._versions = self._versions_now()
         self._take_exact(before, exact)
 
     def _trained(self) -> dict[int, Parameter]:
@@ -196,12 +198,25 @@ class ZeroEngine:
     def step(self) -> None:
         """Update the parameters by the window's gradients. Collective."""
         self._take_settings()
+        self.take_changes()
         try:
             self.engine.step()
         finally:
             self.zero.clip_grad = self._clips_by
         self.has_gradients = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks whether it came after a step
+
+    def take_changes(self) -> None:
+        """Let the engine have what was done to the module's parameters in place, as an optimizer alone would see it.
+
+        In stage 3 a rank has no whole parameters, and those in 16 bits are rounded: there it is lost.
+        """
+        if self.stage != 3 and not self._rounds and self._versions != self._versions_now():
+            self.zero.refresh_fp32_params()
+            self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters.values()]
 
     def _take_settings(self) -> None:
         """Let the groups that step have the learning rates and the like of the user's."""
