@@ -252,6 +252,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
+        self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
         self._end_engine()
         self.module, self._own_backward = module, own_backward
         self._has_ended = False
@@ -265,11 +266,6 @@ class DeepSpeedStrategy(ShardedStrategy):
         broadcast_buffers(buffers, 0, None)
         if self._stage == 3:
             self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather)
-        elif any(is_partitioned(parameter) for parameter in module.parameters()):
-            raise MisconfigurationException(
-                f"{type(module).__name__} is in partitions: a fit with stage 3 left it so. Save a checkpoint and load "
-                "it into a new module, or go on with stage 3."
-            )
         else:
             parameters = list(module.parameters())
             gather(parameters)
@@ -380,20 +376,29 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     def _check_callbacks(self) -> None:
         """Refuse callbacks that change the module's parameters where those are not what is trained."""
-        if self._stage != 3 and self._dtype is None:
+        callbacks = getattr(self.module.trainer, "callbacks", ())
+        if not callbacks:
             return
         from lockstep.callbacks.pruning import ModelPruning
         from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
         from lockstep.callbacks.weight_averaging import WeightAveraging
 
-        where = "under stage 3 the module's parameters are empty between forwards"
-        if self._stage != 3:
+        where = way = None
+        if self._stage == 3:
+            where, way = "under stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
+        elif self._dtype is not None:
             where = f"under precision={self.precision.name!r} the engine trains float32 weights beside the module's"
-        for callback in getattr(self.module.trainer, "callbacks", ()):
-            if isinstance(callback, (ModelPruning, StochasticWeightAveraging, WeightAveraging)):
+            way = 'precision="32-true" or "bf16-mixed"'
+        for callback in callbacks:
+            name = type(callback).__name__
+            if isinstance(callback, ModelPruning):
                 raise MisconfigurationException(
-                    f"DeepSpeedStrategy with {type(callback).__name__}, which changes parameters: {where}. Use stage 1 "
-                    'or 2 with precision="32-true", or strategy="fsdp".'
+                    f"DeepSpeedStrategy with {name}: it puts other parameters in the place of those that the engine "
+                    'trains: use strategy="ddp".'
+                )
+            if where is not None and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise MisconfigurationException(
+                    f'DeepSpeedStrategy with {name}, which changes parameters: {where}. Use {way}, or strategy="fsdp".'
                 )
 
     def _check_tested(self, optimizer: Optimizer) -> None:

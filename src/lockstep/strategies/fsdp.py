@@ -189,6 +189,7 @@ class FSDPStrategy(ShardedStrategy):
         """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
         from lockstep.parallel.fully_shard import ShardedModule, is_sharded
 
+        self._refuse_parts(module, "fsdp")
         self.module, self._own_backward = module, own_backward
         if not is_sharded(module):
             self.precision.convert_module(module)

@@ -181,6 +181,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 "ModelParallelStrategy with precision='fp8-mixed': torchao's layers in float8 need plans of its own to "
                 "be split; use precision='bf16-mixed', or strategy=\"fsdp\"."
             )
+        self._refuse_parts(module, "fsdp")
         self.precision.convert_module(module)
         check_same_module(module)
         tensors = chain(module.parameters(), module.buffers())
