@@ -71,6 +71,34 @@ def test_what_is_done_to_parameters_in_place_counts(ranks: RankPool, kind: Any, 
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+class Saves(Deep):
+    folder = ""
+
+    def on_train_epoch_end(self) -> None:
+        if self.folder and self.current_epoch == 1:
+            self.trainer.save_checkpoint(f"{self.folder}/half.ckpt")
+
+
+def resumed(folder: str) -> list[list[torch.Tensor]]:
+    """The weights of a fit with an average, and of one that goes on from its middle."""
+    made = []
+    for start in (None, f"{folder}/half.ckpt"):
+        trainer = quiet(strategy="deepspeed_stage_2", devices=2, max_epochs=4, callbacks=[EMAWeightAveraging()])
+        trainer.seed = 5
+        torch.manual_seed(1)
+        module = Saves()
+        module.folder = "" if start else folder
+        trainer.fit(module, rows(12)(2), ckpt_path=start)
+        made.append([value.clone() for _, value, _ in trainer.strategy.whole_parameters()])
+    return made
+
+
+def test_an_average_goes_on_from_a_checkpoint_in_parts(ranks: RankPool, tmp_path: Path) -> None:
+    for whole, half in ranks(2).run(resumed, str(tmp_path), timeout=100):
+        for mine, theirs in zip(half, whole, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
 PRUNING = [partial(ModelPruning, "l1_unstructured", amount=0.5)]
 
 
