@@ -1,7 +1,8 @@
-"""What FSDP through the Trainer costs over a hand-written ``fully_shard`` loop, and which sharding engine is for what.
+"""What FSDP and DeepSpeed cost through the Trainer over loops by hand, and which sharding engine is for what.
 
     python benchmarks/sharded.py             # prints tables, writes docs/sharded-speed.md
     python benchmarks/sharded.py --quick     # small counts, to see that it runs; prints only
+    python benchmarks/sharded.py --only deepspeed  # that table alone; prints only
 
 Times are of pairs: inside of one fit, a step of the Trainer and then a step of the loop, each from a common start; the
 slower of two ranks counts. A figure is the median of the pairs' ratios with its 90 % interval, over several runs in
@@ -24,14 +25,15 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "sharded-speed.md"
 MODELS = {"middle:8": "GPT, 5 M, 512 bytes a rank", "large:2": "GPT, 25 M, 128 bytes a rank"}
 MODES = ("FULL_SHARD", "SHARD_GRAD_OP")
 ENGINES = ("ddp, sharded optimizer", "ddp, sharded optimizer, TCP", "SHARD_GRAD_OP")
-PROMISED = 1.03
+STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+PROMISED, PROMISED_OF_DEEPSPEED = 1.03, 1.05
 
 
-def rows(model: str, strategy: str, by_hand: str, args: argparse.Namespace) -> list[str]:
+def rows(model: str, strategy: str, other: str, args: argparse.Namespace) -> list[str]:
     """A row: milliseconds of a step of both, and the ratio."""
     ours: list[float] = []
     theirs: list[float] = []
-    settings = {"model": model, "strategy": strategy, "by_hand": by_hand, "rounds": args.rounds, "warmup": 5}
+    settings = {"model": model, "strategy": strategy, "other": other, "rounds": args.rounds, "warmup": 5}
     for _ in range(args.runs):
         found = ranks.run("sharded:race", 2, settings)
         ours += found["trainer"]
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure FSDP through the Trainer.")
     parser.add_argument("--runs", type=int, default=3, help="of each race, each in fresh processes")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of a run")
+    parser.add_argument("--only", choices=("fsdp", "engines", "deepspeed"), help="one table, nothing written to docs/")
     parser.add_argument("--quick", action="store_true", help="small counts, nothing written to docs/")
     args = parser.parse_args()
     if args.quick:
@@ -58,12 +61,18 @@ def main() -> None:
     models = list(MODELS)[:1] if args.quick else list(MODELS)
     load = [os.getloadavg()[0]]
     head = ["model", "Trainer(strategy=)", "ms a step", "ms by hand", "ratio"]
-    first = table(head, [rows(model, mode, mode, args) for model in models for mode in MODES])
-    print(first, flush=True)
-    engines = [rows(model, engine, "SHARD_GRAD_OP", args) for model in models for engine in ENGINES]
-    second = table([*head[:3], "ms of fully_shard, by hand", "ratio"], engines)
-    print(second, flush=True)
-    if args.quick:
+    races = {
+        "fsdp": (head, [(mode, mode) for mode in MODES]),
+        "engines": ([*head[:3], "ms of fully_shard, by hand", "ratio"], [(each, "SHARD_GRAD_OP") for each in ENGINES]),
+        "deepspeed": ([*head[:3], "ms of deepspeed.initialize, by hand", "ratio"], [(each, each) for each in STAGES]),
+    }
+    tables = {}
+    for name, (titles, pairs) in races.items():
+        if args.only in (None, name):
+            body = [rows(model, strategy, other, args) for model in models for strategy, other in pairs]
+            tables[name] = table(titles, body)
+            print(tables[name], flush=True)
+    if args.quick or args.only:
         return
     load.append(os.getloadavg()[0])
     PAGE.write_text(
@@ -75,16 +84,22 @@ loop, in turns; medians of {args.runs * args.rounds} pairs, the ratio with its 9
 
 ## FSDP through the Trainer, over `fully_shard` by hand
 
-{first}
+{tables["fsdp"]}
 
 Promised: at most {PROMISED}.
+
+## DeepSpeed through the Trainer, over `deepspeed.initialize` by hand
+
+{tables["deepspeed"]}
+
+Promised: at most {PROMISED_OF_DEEPSPEED}.
 
 ## Which engine for optimizer states in shards
 
 Parameters are whole in all of these. `ddp, sharded optimizer` is `DDPStrategy(shard_optimizer=True)`, which reduces in
 memory that the ranks of a host share; "TCP" is without that.
 
-{second}
+{tables["engines"]}
 
 Load average before and after: {load[0]:.1f} and {load[1]:.1f}.
 """

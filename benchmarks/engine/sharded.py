@@ -1,4 +1,4 @@
-"""Steps of a Trainer beside those of a hand-written ``fully_shard`` loop: pair by pair, inside one fit."""
+"""Steps of a Trainer beside those of a loop by hand, of ``fully_shard`` or DeepSpeed: pair by pair, inside one fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.callbacks import Callback
-from lockstep.strategies import DDPStrategy, FSDPStrategy
+from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 from .race import common_start, task
 
@@ -24,6 +24,9 @@ LIMIT = 10**6
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "FULL_SHARD": FSDPStrategy,
     "SHARD_GRAD_OP": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
+    "deepspeed_stage_1": lambda: DeepSpeedStrategy(stage=1),
+    "deepspeed_stage_2": lambda: DeepSpeedStrategy(stage=2),
+    "deepspeed_stage_3": lambda: DeepSpeedStrategy(stage=3),
     "ddp, sharded optimizer": lambda: DDPStrategy(shard_optimizer=True),
     "ddp, sharded optimizer, TCP": lambda: DDPStrategy(shard_optimizer=True, shared_memory=False),
 }
@@ -85,10 +88,41 @@ class ByHand:
         self.optimizer.step()
 
 
+class ByDeepSpeed:
+    """The same, by ``deepspeed.initialize`` alone, with buckets as large as the Trainer's and nothing compiled."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], batch: Any, stage: int) -> None:
+        import deepspeed
+        from deepspeed import ops
+
+        ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        zero = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
+        config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        self.loss = loss
+        self.batches: Iterator[Tensor] = iter(DataLoader(Steps(batch), batch_size=None))
+
+    def step(self) -> None:
+        """One of the loop."""
+        loss = self.loss(self.engine, next(self.batches))
+        self.engine.backward(loss)
+        self.engine.step()
+
+
+def by_hand(kind: str, model: str) -> ByHand | ByDeepSpeed:
+    """The loop of a kind, "FULL_SHARD" or "deepspeed_stage_2" say, for a task."""
+    if kind.startswith("deepspeed"):
+        return ByDeepSpeed(*task(model), int(kind[-1]))
+    return ByHand(*task(model), kind)
+
+
 class Pairs(Callback):
     """Between two steps of the Trainer, a step by hand; each from a common start."""
 
-    def __init__(self, other: ByHand, rounds: int, warmup: int) -> None:
+    def __init__(self, other: ByHand | ByDeepSpeed, rounds: int, warmup: int) -> None:
         self.other, self.rounds, self.warmup = other, rounds, warmup
         self.trainer_seconds: list[float] = []
         self.hand_seconds: list[float] = []
@@ -106,13 +140,13 @@ class Pairs(Callback):
         self._start = common_start()
 
 
-def race(model: str, strategy: str, by_hand: str, rounds: int, warmup: int) -> dict[str, list[float]]:
+def race(model: str, strategy: str, other: str, rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of a step in each round, of the slower rank: "trainer", and "hand".
 
     Args:
         model: name of a task of `engine.race`.
         strategy: of the Trainer, a key of `STRATEGIES`.
-        by_hand: "FULL_SHARD" or "SHARD_GRAD_OP".
+        other: the loop by hand: "FULL_SHARD", "SHARD_GRAD_OP", or "deepspeed_stage_N".
         rounds, warmup: pairs, and pairs before.
     """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
@@ -120,8 +154,7 @@ def race(model: str, strategy: str, by_hand: str, rounds: int, warmup: int) -> d
     os.environ.update(variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})  # the group is there already
     warnings.simplefilter("ignore")
     logging.getLogger("lockstep").setLevel(logging.ERROR)
-    theirs, loss, batch = task(model)
-    pairs = Pairs(ByHand(theirs, loss, batch, by_hand), rounds, warmup)
+    pairs = Pairs(by_hand(other, model), rounds, warmup)
     ours = Task(*task(model))
     trainer = Trainer(
         accelerator="cpu",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep import LightningModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing import RankPool
+from tests.documents import guide
 from tests.equivalence.models import rows
 from tests.loop.pieces import QUIET
 
@@ -23,58 +24,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the package deepspeed"),
 ]
-
-BASIC = """
-    trainer = Trainer(
-        accelerator='gpu',
-        devices=4,
-        strategy='deepspeed',
-        precision='16-mixed',
-    )
-"""
-CONFIGURED = """
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-    strategy = DeepSpeedStrategy(
-        stage=2, # ZeRO Stage (1, 2, or 3)
-        offload_optimizer=True,
-        offload_parameters=True,
-    )
-    trainer = Trainer(
-        accelerator='gpu',
-        devices=4,
-        strategy=strategy,
-    )
-"""
-BY_FILE = 'strategy = DeepSpeedStrategy(config="deepspeed_config.json")'
-CONFIG = """
-    {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {
-                "device": "cpu",
-                "pin_memory": true
-            },
-            "allgather_bucket_size": 2e8,
-            "reduce_bucket_size": 2e8
-        },
-        "activation_checkpointing": {
-            "partition_activations": true,
-            "cpu_checkpointing": true
-        },
-        "fp16": {
-            "enabled": true
-        },
-        "gradient_clipping": 1.0
-    }
-"""
-OFFLOAD = """
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-    strategy = DeepSpeedStrategy(
-        stage=3,
-        offload_optimizer=True,
-        offload_parameters=True,
-    )
-"""
 
 
 class Block(nn.Module):
@@ -131,14 +80,14 @@ def run(block: str, replaced: dict[str, Any], folder: str | None = None) -> Any:
 
 
 def test_sixteen_bits_are_refused_on_a_cpu(ranks: RankPool) -> None:
-    for _, _, error in ranks(2).run(run, BASIC, {}, timeout=200):
+    for _, _, error in ranks(2).run(run, guide.DEEPSPEED, {}, timeout=200):
         assert "does not compute in float16 on a CPU" in error
         assert 'precision="bf16-mixed"' in error
-    for steps, _, _ in ranks(2).run(run, BASIC, {"precision": "bf16-mixed"}, timeout=200):
+    for steps, _, _ in ranks(2).run(run, guide.DEEPSPEED, {"precision": "bf16-mixed"}, timeout=200):
         assert steps == 2
 
 
-@pytest.mark.parametrize("block", [CONFIGURED, OFFLOAD])
+@pytest.mark.parametrize("block", [guide.DEEPSPEED_CONFIGURED, guide.DEEPSPEED_OFFLOAD])
 def test_offload(ranks: RankPool, block: str) -> None:
     for steps, _, _ in ranks(2).run(run, block, {}, timeout=200):
         assert steps == 2
@@ -147,11 +96,13 @@ def test_offload(ranks: RankPool, block: str) -> None:
 def test_the_config_file(ranks: RankPool, tmp_path: Path) -> None:
     """With its 16 bits it is refused here; with bfloat16 it runs, clips by its bound and recomputes layers."""
     file = tmp_path / "deepspeed_config.json"
-    file.write_text(textwrap.dedent(CONFIG))
-    for _, _, error in ranks(2).run(run, BY_FILE, {}, str(tmp_path), timeout=200):
+    file.write_text(textwrap.dedent(guide.DEEPSPEED_FILE))
+    for _, _, error in ranks(2).run(run, guide.DEEPSPEED_BY_FILE, {}, str(tmp_path), timeout=200):
         assert '"fp16": {"enabled": true}: DeepSpeed does not compute in float16 on a CPU' in error
-    config = json.loads(CONFIG)
+    config = json.loads(guide.DEEPSPEED_FILE)
     config["bf16"] = config.pop("fp16")
     file.write_text(json.dumps(config))
-    for steps, runs, bound in ranks(2).run(run, BY_FILE, {"precision": "bf16-true"}, str(tmp_path), timeout=200):
+    for steps, runs, bound in ranks(2).run(
+        run, guide.DEEPSPEED_BY_FILE, {"precision": "bf16-true"}, str(tmp_path), timeout=200
+    ):
         assert (steps, runs, bound) == (2, 4, 1.0)

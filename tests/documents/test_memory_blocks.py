@@ -12,47 +12,18 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.testing import RankPool
+from tests.documents import guide
 from tests.equivalence.models import rows
 from tests.loop.pieces import QUIET
 
 BLOCKS = {
-    "accumulation": """
-        trainer = Trainer(
-            accumulate_grad_batches=4, # Accumulate 4 batches before optimizer step
-        )
-    """,
-    "accumulation by epoch": """
-        trainer = Trainer(
-            accumulate_grad_batches={
-                0: 8, # Epochs 0-4: accumulate 8 batches
-                5: 4, # Epochs 5+: accumulate 4 batches
-            }
-        )
-    """,
-    "checkpointing": """
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-            checkpoint_wrapper,
-            CheckpointImpl,
-            apply_activation_checkpointing,
-        )
-        class MyModule(L.LightningModule):
-            def configure_model(self):
-                # Wrap specific layers for activation checkpointing
-                self.model = MyTransformer()
-                apply_activation_checkpointing(
-                    self.model,
-                    checkpoint_wrapper_fn=lambda m: checkpoint_wrapper(m, CheckpointImpl.NO_REENTRANT),
-                    check_fn=lambda m: isinstance(m, TransformerBlock),
-                )
-    """,
-    "16 bits": "trainer = Trainer(precision='16-mixed')",
-    "bfloat16": "trainer = Trainer(precision='bf16-mixed')",
-    "offload": """
-        from lightning.pytorch.strategies import FSDPStrategy
-        strategy = FSDPStrategy(
-            cpu_offload=True, # Offload parameters to CPU
-        )
-    """,
+    "accumulation": guide.ACCUMULATION,
+    "accumulation by epoch": guide.ACCUMULATION_BY_EPOCH,
+    "checkpointing": guide.CHECKPOINTING,
+    "16 bits": guide.SIXTEEN_BITS,
+    "bfloat16": guide.BFLOAT16,
+    "offload": guide.FSDP_OFFLOAD,
+    "none": "",
 }
 
 
@@ -130,7 +101,6 @@ def test_precision(block: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_checkpointing(ranks: RankPool, strategy: str) -> None:
-    BLOCKS["none"] = ""
     plain, again = (ranks(2).run(run, block, strategy)[0] for block in ("none", "checkpointing"))
     assert (plain[0], plain[2]) == (again[0], again[2])
     assert all(torch.equal(value, again[1][name]) for name, value in plain[1].items())

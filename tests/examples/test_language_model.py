@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,16 +51,20 @@ def test_the_loss_falls(ranks: RankPool, tmp_path: Path) -> None:
 
 
 SHARDED = ("fsdp", "fsdp:SHARD_GRAD_OP", "fsdp:HYBRID_SHARD", "fsdp:NO_SHARD", "fsdp_cpu_offload", "model_parallel")
+STAGES = ("stage_1", "stage_2", "stage_3", "stage_2_offload", "stage_3_offload")
+HERE = find_spec("deepspeed") is not None
+"""Whether DeepSpeed is installed."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", [*SHARDED, *(f"deepspeed_{stage}" for stage in STAGES if HERE)])
 def test_the_loss_is_that_of_ddp(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     flags = ["--steps=12", "--layers=2", "--width=64", "--block=64", "--batch-size=8"]
     found = []
     for name, world in (("ddp", 2), (strategy, 4 if strategy == "model_parallel" else 2)):
         own = [f"--strategy={name}", f"--devices={world}", *flags]
-        done = run_script(ranks, SCRIPT, *own, folder=tmp_path, world=world, launched=True, timeout=100)[0]
+        done = run_script(ranks, SCRIPT, *own, folder=tmp_path, world=world, launched=True, timeout=200)[0]
         assert done.returncode == 0, done.stderr
         found.append(re.findall(r"^step 12: .*", done.stdout, re.MULTILINE))
     assert found[0] == found[1]

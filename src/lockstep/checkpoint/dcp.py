@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,21 +144,27 @@ class Planner(DefaultSavePlanner):
     """Plans which rank writes what, and finds this rank's values.
 
     Args:
-        state: dicts of tensors. A DTensor is written by its ranks, each its part; any other tensor by rank 0.
+        state: dicts of tensors. A DTensor, or a tensor that says by ``__create_write_items__`` and ``to_local`` what
+            of it is here, is written by its ranks, each its part; any other tensor by rank 0.
         is_zero: this is rank 0.
 
     Attributes:
-        local: the values that this rank may have to write, by name: its parts of DTensors, on rank 0 other tensors.
+        local: the values that this rank may have to write, by name: its parts of DTensors and the like, on rank 0
+            other tensors.
     """
 
     def __init__(self, state: Mapping[str, Any], is_zero: bool) -> None:
         super().__init__()
         self.set_up_planner(dict(state), is_coordinator=is_zero)
         self.local: dict[str, Tensor] = {}
+        self._box: dict[str, Callable[[torch.Size, Tensor], Tensor]] = {}
         for name, value in self.state_dict.items():
             part = value.to_local() if hasattr(value, "to_local") else value if is_zero else None
             if part is not None:
                 self.local[name] = _in_its_own_storage(part.detach())
+            box = getattr(value, "box", None)  # of a part in several boxes
+            if box is not None:
+                self._box[name] = box
 
     def create_local_plan(self) -> SavePlan:
         """What this rank could write; torch's planner lets all write what all have."""
@@ -169,7 +175,8 @@ class Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """This rank's part of a tensor."""
-        return self.local[index.fqn]
+        value, box = self.local[index.fqn], self._box.get(index.fqn)
+        return value if box is None else _in_its_own_storage(box(cast("torch.Size", index.offset), value))
 
 
 def _in_its_own_storage(tensor: Tensor) -> Tensor:

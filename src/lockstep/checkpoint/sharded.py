@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, storage
+from lockstep.checkpoint import deepspeed, format, storage
 from lockstep.checkpoint.storage import INDEX, PathLike
 from lockstep.ground import comm
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
@@ -54,11 +54,11 @@ Place = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
-    """Whether there is a checkpoint in parts at `path`: lockstep's or Lightning's, whole or damaged."""
+    """Whether there is a checkpoint in parts at `path`: lockstep's, Lightning's or DeepSpeed's, whole or damaged."""
     if not isinstance(path, (str, os.PathLike)) or storage.is_remote(path):
         return False
     folder = storage.local(path)
-    return (folder / INDEX).is_file() or (folder / METADATA).is_file()
+    return any((folder / name).is_file() for name in (INDEX, METADATA, deepspeed.LATEST))
 
 
 # -- from a dict to parts, and back --------------------------------------------------------------------------
@@ -349,11 +349,7 @@ def write(parts: Parts, planner: Planner, path: PathLike, group: comm.Group = No
     """
     from lockstep.checkpoint import dcp
 
-    if storage.is_remote(path):
-        raise MisconfigurationException(
-            f"{os.fspath(path)!r}: a checkpoint in parts is written to a folder that all ranks see, not to a URL. Save "
-            'to such a folder, or choose state_dict_type="full": one file, which rank 0 can write there.'
-        )
+    _local_only(path)
     writing = _Writing(parts, planner, path, comm.rank(group))
     try:
         folder, mine = _together(writing.prepare, writing.begin, group)
@@ -364,6 +360,61 @@ def write(parts: Parts, planner: Planner, path: PathLike, group: comm.Group = No
     finally:
         if writing.folder is not None:
             writing.folder.discard()
+
+
+def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike, group: comm.Group = None) -> None:
+    """Let something else write a folder, whole or not at all, and index it. Collective.
+
+    Args:
+        save: writes into the folder, on all ranks.
+        about: for the index.
+        path, group: as of `write`; errors, too.
+    """
+    made: list[storage.NewFolder] = []
+    rank, world = comm.rank(group), comm.world_size(group)
+
+    def begin(_: object) -> list[str]:
+        made.append(storage.NewFolder(path))
+        return [str(made[0].path)] * world
+
+    def digests(folder: Path) -> dict[str, dict[str, Any]]:
+        sizes = {
+            str(file.relative_to(folder)): {"bytes": file.stat().st_size}
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
+        found = {}
+        for name in _share(sizes, rank, world):
+            with open(folder / name, "rb") as file:
+                os.fsync(file.fileno())
+            found[name] = {**sizes[name], "sha256": sha256_of(folder / name)}
+        return found
+
+    def finish(each: list[dict[str, dict[str, Any]]]) -> list[None]:
+        files = {name: entry for found in each for name, entry in found.items()}
+        with storage.replacing(made[0].path / INDEX) as file:
+            file.write(Index(dict(sorted(files.items())), {}, about).dump())
+        made[0].commit()
+        return [None] * world
+
+    try:
+        folder = Path(_together(lambda: _local_only(path), begin, group))
+        _together(lambda: save(folder), lambda given: [None] * world, group)
+        _together(lambda: digests(folder), finish, group)
+    except OnRank as error:
+        raise OnRank(f"the checkpoint {os.fspath(path)!r} could not be written: {error}") from None
+    finally:
+        for each in made:
+            each.discard()
+
+
+def _local_only(path: PathLike) -> None:
+    if storage.is_remote(path):
+        raise MisconfigurationException(
+            f"{os.fspath(path)!r}: a checkpoint in parts is written to a folder that all ranks see, not to a URL. Save "
+            "to such a folder, or have one file written, which rank 0 can write there: "
+            'FSDPStrategy(state_dict_type="full"), DeepSpeedStrategy(checkpoint_format="full").'
+        )
 
 
 class _Writing:
@@ -465,6 +516,8 @@ def load(
     index = _index(folder)
     if index is not None:
         check_files(folder, index)
+    if deepspeed.is_engines(folder):
+        return deepspeed.read(folder, None, weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
 
     def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -477,14 +530,16 @@ def load(
     return made.whole(tensors, range(made.ranks))
 
 
-def outline(path: PathLike) -> dict[str, Any]:
-    """A checkpoint whose tensors have shapes and no values, after checking that it is whole; errors as of `load`."""
+def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+    """A checkpoint whose tensors need no values, after checking that it is whole; arguments and errors as of `load`."""
     if not is_sharded(path):
         return format.load(path, "meta")
     folder = storage.local(path)
     index = _index(folder)
     if index is not None:
         check_files(folder, index)
+    if deepspeed.is_engines(folder):
+        return deepspeed.read(folder, None, weights_only)
     made = _Reading(folder, None, "cpu")
     tensors = made.shapes()
     return made.whole(tensors, range(made.ranks))
@@ -519,6 +574,8 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
         _together(check, lambda given: [None] * len(given), None)
     except OnRank as error:
         raise CorruptCheckpoint(str(error)) from None
+    if deepspeed.is_engines(folder):
+        return deepspeed.read(folder, place, weights_only)
     made = _Reading(folder, weights_only, "cpu")
     mine = [rank] if made.ranks == world else sorted({0, *range(rank, made.ranks, world)})
     return made.whole(made.tensors(place), mine)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.checkpoint import sharded
+from lockstep.checkpoint import format, sharded
 from lockstep.checkpoint.format import first_line
 from lockstep.checkpoint.io import AsyncCheckpointIO, TorchCheckpointIO, snapshot
 from lockstep.checkpoint.storage import PathLike
@@ -34,6 +35,30 @@ class ShardedCheckpointIO(TorchCheckpointIO):
         rank = comm.rank()
         parts = sharded.split(checkpoint, rank)
         sharded.write(parts, sharded.plan(parts, rank), path)
+
+
+class EngineCheckpointIO(TorchCheckpointIO):
+    """Folders in DeepSpeed's own format; see ``checkpoint/deepspeed.py``. What is read is whole.
+
+    Attributes:
+        save: has the engine write into a folder, with what a checkpoint has beside weights and optimizer states; the
+            strategy sets it.
+    """
+
+    writes_shards = True
+    save: Callable[[Path, dict[str, Any]], None]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
+        """Write a folder. Collective; errors as of `ShardedCheckpointIO`."""
+        self._check_options(storage_options)
+        own = dict(checkpoint.get(format.KEY, {}))
+        if "ranks" in own:
+            own["ranks"] = comm.all_gather_object(own["ranks"][comm.rank()])
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        rest[format.KEY] = own
+        marked = format.marked(rest)
+        about = {**own.get("writer", {}), "epoch": rest.get("epoch"), "global_step": rest.get("global_step")}
+        sharded.write_by(lambda folder: self.save(folder, marked if comm.rank() == 0 else {}), about, path)
 
 
 class AsyncShardedCheckpointIO(AsyncCheckpointIO):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import format, sharded, storage
+from lockstep.checkpoint import deepspeed, format, sharded, storage
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 
 ABOUT = """\
@@ -19,6 +19,8 @@ Show what a checkpoint holds, write it in another format, or compare two. A chec
 weights in safetensors.
 """
 WEIGHTS = ".safetensors"
+KINDS = ("file", "parts", "deepspeed")
+PICKLED = "read files that may run code (weights_only=False), as DeepSpeed's own: of an author whom you trust"
 ALIKE = (
     "epoch",
     "global_step",
@@ -47,8 +49,11 @@ def checkpoint(words: Sequence[str]) -> int:
     show.add_argument("paths", nargs="+", metavar="PATH")
     show.add_argument("--all", action="store_true", help=f"all parameters, not the first {SHOWN}")
     convert = actions.add_parser(
-        "convert", help="a folder of parts to a file, a file to a folder; *.safetensors: the weights alone"
+        "convert",
+        help="a folder of parts to a file, a file or a folder of DeepSpeed's to a folder of parts; *.safetensors: the "
+        "weights alone",
     )
+    convert.add_argument("--to", choices=KINDS, help="what to make; deepspeed: a folder of its engine's, of one rank")
     convert.add_argument("source", metavar="PATH")
     convert.add_argument("target", metavar="NEW")
     diff = actions.add_parser("diff", help="what differs between two; exits with 0 where nothing does, else with 1")
@@ -56,6 +61,8 @@ def checkpoint(words: Sequence[str]) -> int:
     diff.add_argument("--all", action="store_true", help="random states, callbacks, and who wrote it, too")
     diff.add_argument("--rtol", type=float, default=0.0, help="relative difference of values that counts as none")
     diff.add_argument("--atol", type=float, default=0.0, help="absolute difference of values that counts as none")
+    for action in (show, convert, diff):
+        action.add_argument("--pickled", action="store_true", help=PICKLED)
     try:
         given = parser.parse_args(words)
     except SystemExit as ended:
@@ -65,19 +72,20 @@ def checkpoint(words: Sequence[str]) -> int:
         return 2
     try:
         if given.action == "show":
-            return max([_show(path, given.all) for path in given.paths])
+            return max([_show(path, given.all, given.pickled) for path in given.paths])
         if given.action == "convert":
-            return _convert(given.source, given.target)
-        return _diff(given.paths[0], given.paths[1], given.all, given.rtol, given.atol)
+            return _convert(given.source, given.target, given.to, given.pickled)
+        both = [_read(path, given.pickled) for path in given.paths]
+        return _diff(both, given.all, given.rtol, given.atol)
     except (CorruptCheckpoint, OSError) as error:
         print(f"lockstep checkpoint: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return 2
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str, pickled: bool) -> dict[str, Any]:
     if path.endswith(WEIGHTS):
         return {"state_dict": _safetensors().load_file(path)}
-    return sharded.load(path, "cpu")
+    return sharded.load(path, "cpu", False if pickled else None)
 
 
 def _safetensors() -> Any:
@@ -90,11 +98,11 @@ def _safetensors() -> Any:
 # -- show ----------------------------------------------------------------------------------------------------
 
 
-def _show(path: str, everything: bool) -> int:
+def _show(path: str, everything: bool, pickled: bool) -> int:
     """Print what is in a checkpoint; gives 1 where it is damaged."""
     print(f"{path}:")
     try:
-        found = _read(path) if path.endswith(WEIGHTS) else sharded.outline(path)
+        found = _read(path, pickled) if path.endswith(WEIGHTS) else sharded.outline(path, False if pickled else None)
     except CorruptCheckpoint as error:
         print(f"  damaged: {error}")
         return 1
@@ -111,7 +119,8 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
         yield f"written by: {writer['strategy']} on {writer['world']} rank(s), torch {writer['torch']}"
     elif "pytorch-lightning_version" in found:
         yield f"written by: {'lockstep' if own else 'Lightning ' + str(found['pytorch-lightning_version'])}"
-    yield "hashes: hold" if own or sharded.is_sharded(path) else "hashes: none"
+    hashed = storage.is_index_folder(path) if sharded.is_sharded(path) else own
+    yield "hashes: hold" if hashed else "hashes: none"
     for key in ("epoch", "global_step"):
         if key in found:
             yield f"{key}: {found[key]}"
@@ -139,8 +148,9 @@ def _lines(path: str, found: dict[str, Any], everything: bool) -> Iterator[str]:
 def _kind(path: str) -> str:
     if not sharded.is_sharded(path):
         return f"one file, {_size(storage.size(path))}"
-    files = [each for each in storage.local(path).iterdir() if each.is_file()]
-    return f"folder of {len(files)} files, {_size(sum(each.stat().st_size for each in files))}"
+    of = " of DeepSpeed's" if deepspeed.is_engines(path) else ""
+    files = [each for each in storage.local(path).rglob("*") if each.is_file()]
+    return f"folder of {len(files)} files{of}, {_size(sum(each.stat().st_size for each in files))}"
 
 
 def _size(count: int) -> str:
@@ -157,20 +167,25 @@ def _dtype(tensor: Tensor) -> str:
 # -- convert -------------------------------------------------------------------------------------------------
 
 
-def _convert(source: str, target: str) -> int:
+def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
     if storage.exists(target):
         raise MisconfigurationException(f"lockstep checkpoint convert: {target!r} is there already: choose a new name")
-    found = _read(source)
+    found = _read(source, pickled)
     if "state_dict" not in found:
         raise MisconfigurationException(f"lockstep checkpoint convert: {source!r} has no 'state_dict'")
+    if kind is None:
+        kind = "file" if sharded.is_sharded(source) and not deepspeed.is_engines(source) else "parts"
     if target.endswith(WEIGHTS):
         # tied weights share memory, which safetensors refuses
         tensors = {n: v.detach().clone().contiguous() for n, v in found["state_dict"].items() if isinstance(v, Tensor)}
         encoded = _safetensors().save(tensors)
         with storage.replacing(target) as file:
             file.write(encoded)
-    elif sharded.is_sharded(source):
+    elif kind == "file":
         format.save(found, target)
+    elif kind == "deepspeed":
+        about = {key: found.get(key) for key in ("epoch", "global_step")}
+        sharded.write_by(lambda folder: deepspeed.write(found, folder), about, target)
     else:
         parts = sharded.split(found)
         sharded.write(parts, sharded.plan(parts, 0), target)
@@ -181,9 +196,8 @@ def _convert(source: str, target: str) -> int:
 # -- diff ----------------------------------------------------------------------------------------------------
 
 
-def _diff(one: str, other: str, everything: bool, rtol: float, atol: float) -> int:
+def _diff(both: list[dict[str, Any]], everything: bool, rtol: float, atol: float) -> int:
     """Print what differs; gives 1 if anything does."""
-    both = [_read(path) for path in (one, other)]
     if not everything:
         only_weights = any("optimizer_states" not in found for found in both)
         keys = ("state_dict",) if only_weights else ALIKE

@@ -38,13 +38,14 @@ from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.engine import EngineState
 from lockstep.strategies.ranks import (
     HALF_AN_HOUR,
+    NO_EFFECT,
     RankedStrategy,
     check_others,
     check_switches,
     checked_cap,
     checked_caps,
 )
-from lockstep.strategies.sharded import ShardedUpdate, check_options, check_shardable
+from lockstep.strategies.sharded_optimizer import ShardedUpdate, check_options, check_shardable
 
 if TYPE_CHECKING:
     from lockstep.strategies.comm_hooks import CommunicationHook, LocalSteps
@@ -147,7 +148,8 @@ class DDPStrategy(RankedStrategy):
         **others: Any,
     ) -> None:
         known = inspect.signature(DDPStrategy).parameters
-        check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others}, known)
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        check_others("DDPStrategy", others, known, NO_EFFECT)
         check_switches(
             shared_memory=shared_memory,
             broadcast_buffers=broadcast_buffers,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,55 +15,44 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.io import CheckpointIO
+from lockstep.checkpoint import deepspeed as engines
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
+from lockstep.checkpoint.sharded_io import EngineCheckpointIO
 from lockstep.cluster.local import told_local_rank
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.parameters import whole_shape
 from lockstep.ground.rank import does, rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 from lockstep.parallel.deepspeed import package
+from lockstep.parallel.deepspeed.flat_part import FlatPart
+from lockstep.parallel.deepspeed.partition import is_partitioned, partition, put, span
 from lockstep.parallel.fully_shard import Policy
-from lockstep.parallel.late_parameters import LateParameters, beside
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
 from lockstep.strategies import deepspeed_config as settings
-from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.engine import Engine, EngineState
-from lockstep.strategies.ranks import HALF_AN_HOUR, REFUSED, RankedStrategy
+from lockstep.strategies.ranks import HALF_AN_HOUR
+from lockstep.strategies.sharded import ShardedStrategy
 
 if TYPE_CHECKING:
     from lockstep.parallel.deepspeed.engine import ZeroEngine
-    from lockstep.parallel.sharded_init import ShardedInit
 
-NO_LOSS = (
-    "`training_step` returned None on rank {rank}. Under DeepSpeed all ranks reduce gradients together, and the others "
-    "would wait for this one. Return a loss on each, if only `0.0 * loss`."
-)
-LATE = (
-    "rank {rank}: parameter {name!r} came after DeepSpeed had taken over the module's: make it in `__init__` or in "
-    "`configure_model`"
-)
 THAWED = (
     "Under DeepSpeed parameter {name!r} would not be trained: its engine was made when the fit began, and then the "
     "parameter needed no gradient, or the optimizer did not have it. Let it need gradients from the beginning, in a "
     'group with lr=0.0 until its time, say; or use strategy="fsdp".'
-)
-GAP = (
-    "Under DeepSpeed ranks reduce each gradient together, and rank {rank} has no samples of loader {loader} in a "
-    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
-    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
 )
 MIDDLE = (
     "DeepSpeedStrategy: a checkpoint within an accumulation window: DeepSpeed holds the gradients of its first "
     "micro-batches in parts that no checkpoint has. Save at the end of a window: let `val_check_interval` and "
     "`every_n_train_steps` be multiples of accumulate_grad_batches."
 )
-MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Optimizers of torch's that mix the elements of a parameter, by class name."""
-
+FORMATS = ("sharded", "full", "deepspeed")
 NO_EFFECT = {
     "load_full_weights": "checkpoints hold whole weights in any case",
     "logging_batch_size_per_gpu": "the loader says how large a batch is",
@@ -74,7 +61,7 @@ NO_EFFECT = {
 """Arguments of Lightning's strategy that have no effect here, and why."""
 
 
-class DeepSpeedStrategy(RankedStrategy):
+class DeepSpeedStrategy(ShardedStrategy):
     """One process per device, over DeepSpeed's engine: ZeRO stage 1, 2 or 3. CPUs work, too (gloo).
 
     The arguments are those of Lightning's strategy; None leaves the choice to ``config``, and where that says nothing
@@ -104,6 +91,9 @@ class DeepSpeedStrategy(RankedStrategy):
         activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
         activation_checkpointing_policy: the same by classes or a policy function.
         activation_checkpointing_save: what is kept of such layers all the same.
+        checkpoint_format: "sharded": a folder that all ranks write, each its part; any strategy reads it on any number
+            of ranks. "full": the same in one file, gathered by rank 0. "deepspeed": the engine's own folder.
+        async_save: with "sharded": ranks copy their parts and train on, while a thread of each writes them.
         **others: further arguments of Lightning's strategy, taken where they have no effect.
 
     Raises:
@@ -112,9 +102,8 @@ class DeepSpeedStrategy(RankedStrategy):
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    runs_padding = True
-    places_first = True
     keeps_gradients = False
+    engine = "DeepSpeed"
 
     def __init__(
         self,
@@ -166,6 +155,8 @@ class DeepSpeedStrategy(RankedStrategy):
         activation_checkpointing: Layers | Literal[False] | None = None,
         activation_checkpointing_policy: Policy | None = None,
         activation_checkpointing_save: Save = None,
+        checkpoint_format: str = "sharded",
+        async_save: bool = False,
         **others: object,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _OF_CONFIG and value is not None}
@@ -174,13 +165,15 @@ class DeepSpeedStrategy(RankedStrategy):
         super().__init__(
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, nccl=nccl
         )
-        _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        self._take_others(DeepSpeedStrategy, others, NO_EFFECT)
         if zero_optimization is not True:
             raise MisconfigurationException(
                 f"DeepSpeedStrategy(zero_optimization={zero_optimization!r}): without ZeRO the engine reduces whole "
                 'gradients, which strategy="ddp" does faster.'
             )
         self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
+        self._save_by(checkpoint_format, async_save)
         self._user = settings.read(config)
         self._config = settings.merged(settings.whole_numbers(given), self._user)
         self._stage = int(self._config[settings.ZERO]["stage"])
@@ -190,16 +183,42 @@ class DeepSpeedStrategy(RankedStrategy):
                 "on each device until stage 3."
             )
         self._level = logging_level
-        self._built: ShardedInit | None = None
         self._exact: dict[int, Tensor] = {}
         self._zero: ZeroEngine | None = None
         self._evaluates: Any = None
         self._said_sizes: dict[str, int] = {}
-        self._late: LateParameters | None = None
-        self._buffers: WindowBuffers | None = None
-        self._norms: SynchronizedNorms | None = None
-        self._zero_weight = self._has_begun = self._has_ended = False
+        self._has_ended = False
         self._call = ExitStack()  # what is there for the length of a call
+
+    def _save_by(self, checkpoint_format: str, async_save: bool) -> None:
+        """Choose what writes checkpoints."""
+        self._format = checkpoint_format
+        if checkpoint_format not in FORMATS:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(checkpoint_format={checkpoint_format!r:.100}): choose "
+                f"{', '.join(repr(name) for name in FORMATS)}."
+            )
+        if checkpoint_format == "sharded":
+            self._save_in_parts(async_save)
+        elif async_save:
+            raise MisconfigurationException(
+                f"DeepSpeedStrategy(async_save=True, checkpoint_format={checkpoint_format!r}): parts alone are written "
+                'in the background: leave checkpoint_format at "sharded".'
+            )
+        elif checkpoint_format == "deepspeed":
+            self.saves_shards = True
+            writer = EngineCheckpointIO()
+            writer.save = self._engine_saves
+            self.checkpoints = CheckpointWriter(writer)
+
+    def _engine_saves(self, folder: os.PathLike[str], rest: dict[str, Any]) -> None:
+        if self._zero is None:
+            raise MisconfigurationException(
+                'DeepSpeedStrategy(checkpoint_format="deepspeed"): there is no engine yet that could save: save in a '
+                'fit, or after one; or choose checkpoint_format="sharded".'
+            )
+        with package.torchs_names_quiet():  # it may be after the call
+            self._zero.save(folder, engines.TAG, rest)
 
     # -- set up
 
@@ -230,25 +249,10 @@ class DeepSpeedStrategy(RankedStrategy):
                 'install it with its headers (libaio-dev), or offload to the "cpu".'
             )
 
-    @contextmanager
-    def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
-        from lockstep.parallel import sharded_init
-        from lockstep.parallel.meta_init import leave_meta
-
-        if self.world.size == 1:
-            yield
-            leave_meta(module, self.root_device)
-            return
-        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
-            yield
-            leave_meta(module, torch.device("cpu"))
-
     @does("taking rank 0's weights")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Take rank 0's weights and buffers, in stage 3 each rank its part of them."""
-        from lockstep.parallel.deepspeed.partition import is_partitioned, partition
-
+        self._refuse_parts(module, "deepspeed" if self._stage == 3 else "")
         self._end_engine()
         self.module, self._own_backward = module, own_backward
         self._has_ended = False
@@ -262,11 +266,6 @@ class DeepSpeedStrategy(RankedStrategy):
         broadcast_buffers(buffers, 0, None)
         if self._stage == 3:
             self._exact = partition(module, self._engine_config(), self._dtype, self.root_device, gather)
-        elif any(is_partitioned(parameter) for parameter in module.parameters()):
-            raise MisconfigurationException(
-                f"{type(module).__name__} is in partitions: a fit with stage 3 left it so. Save a checkpoint and load "
-                "it into a new module, or go on with stage 3."
-            )
         else:
             parameters = list(module.parameters())
             gather(parameters)
@@ -276,9 +275,7 @@ class DeepSpeedStrategy(RankedStrategy):
         self._built = None
         self._choose_recomputation()
         self._begin_recomputation()
-        self._watch_no_more()
-        self._late = LateParameters(module)
-        self._watch_buffers()
+        self._watch(module)
 
     def _choose_recomputation(self) -> None:
         """Let the config's block hold: for DeepSpeed's own function where the model calls it, else for our blocks."""
@@ -306,8 +303,6 @@ class DeepSpeedStrategy(RankedStrategy):
 
     def _engine_config(self) -> dict[str, Any]:
         """The engine's config, as far as it is known before there is an optimizer."""
-        from lockstep.ground.parameters import whole_shape
-
         made = {key: dict(value) if isinstance(value, dict) else value for key, value in self._config.items()}
         made.pop("optimizer", None)
         self._said_sizes = settings.of_batches(made)
@@ -316,15 +311,6 @@ class DeepSpeedStrategy(RankedStrategy):
         numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
         settings.fill_in(made, self.root_device.type, numel)
         return made
-
-    def _watch_no_more(self) -> None:
-        if self._late is not None:
-            self._late.close()
-            self._late = None
-
-    def _watch_buffers(self) -> None:
-        some = self.world.size > 1 and any(True for _ in self.module.buffers())
-        self._buffers = WindowBuffers(self.module) if some else None
 
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
@@ -340,11 +326,7 @@ class DeepSpeedStrategy(RankedStrategy):
         clipping = {"gradient_clipping": self._config.get("gradient_clipping", 0.0)}
         settings.of_clipping(clipping, trainer.config.gradient_clip_val, trainer.config.gradient_clip_algorithm)
         made.update(clipping)
-        if self.world.size > 1:
-            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
-            if norms.layers:  # those that the user made synchronized among them
-                self._norms = norms
-                self._buffers = self._buffers if self._own_buffers() else None
+        self._synchronize_norms()
         self._end_evaluation()
         self._zero = ZeroEngine(self.module, optimizer, made, self._exact)
         self._exact = {}
@@ -378,20 +360,9 @@ class DeepSpeedStrategy(RankedStrategy):
                     f'the gradients: {way}, or strategy="fsdp".'
                 )
         optimizer = optimizers[0]
-        name = type(optimizer).__name__
-        if name in MIXES:
-            raise MisconfigurationException(
-                f"DeepSpeedStrategy with {name}: it mixes the elements of a parameter, and each rank has a part of "
-                'them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
-            )
-        if beside(module, optimizers):
-            raise MisconfigurationException(
-                f"{name} holds a parameter that {kind} does not have: let it be an attribute of the module, not an "
-                "item of a plain list."
-            )
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise MisconfigurationException(
-                f"{name}: none of its parameters needs gradients: there is nothing to train."
+                f"{type(optimizer).__name__}: none of its parameters needs gradients: there is nothing to train."
             )
         for parameter_name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -400,7 +371,35 @@ class DeepSpeedStrategy(RankedStrategy):
                     'convert it by module.float(), or use strategy="fsdp".'
                 )
         self._check_tested(optimizer)
+        self._check_callbacks()
         return optimizer
+
+    def _check_callbacks(self) -> None:
+        """Refuse callbacks that change the module's parameters where those are not what is trained."""
+        callbacks = getattr(self.module.trainer, "callbacks", ())
+        if not callbacks:
+            return
+        from lockstep.callbacks.pruning import ModelPruning
+        from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging
+        from lockstep.callbacks.weight_averaging import WeightAveraging
+
+        where = way = None
+        if self._stage == 3:
+            where, way = "under stage 3 the module's parameters are empty between forwards", "stage 1 or 2"
+        elif self._dtype is not None:
+            where = f"under precision={self.precision.name!r} the engine trains float32 weights beside the module's"
+            way = 'precision="32-true" or "bf16-mixed"'
+        for callback in callbacks:
+            name = type(callback).__name__
+            if isinstance(callback, ModelPruning):
+                raise MisconfigurationException(
+                    f"DeepSpeedStrategy with {name}: it puts other parameters in the place of those that the engine "
+                    'trains: use strategy="ddp".'
+                )
+            if where is not None and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise MisconfigurationException(
+                    f'DeepSpeedStrategy with {name}, which changes parameters: {where}. Use {way}, or strategy="fsdp".'
+                )
 
     def _check_tested(self, optimizer: Optimizer) -> None:
         if self._config.get("zero_allow_untested_optimizer", True):
@@ -414,35 +413,16 @@ class DeepSpeedStrategy(RankedStrategy):
                 f"names as tested {tested}: use one of them, or leave the argument out."
             )
 
-    def change_optimizers(self) -> None:
-        """Refuse it: the engine has the states of those that it was given."""
-        raise MisconfigurationException(
-            "DeepSpeedStrategy: other optimizers were put in the place of those of `configure_optimizers` in the "
-            "middle of a fit. Change their param_groups instead."
-        )
-
     def epoch_begins(self) -> None:
         """Look for parameters that were thawed, or given to the optimizer, since the engine was made."""
-        self._check_late()
+        super().epoch_begins()
         name = None if self._zero is None else self._zero.untrained()
         if name is not None:
             raise MisconfigurationException(THAWED.format(name=name))
 
-    def end_training(self) -> None:
-        """Leave every rank with rank 0's buffers."""
-        self._check_late()
-        if self._buffers is not None:
-            self._buffers.align()
-
     def teardown(self) -> None:
         """Take the engine's hooks away; in stage 3 the module stays in partitions."""
         super().teardown()
-        for optimizer in self.optimizers:
-            vars(optimizer).pop("zero_grad", None)
-        if self._norms is not None:
-            self._norms.put_back()
-            self._norms = None
-        self._watch_no_more()
         self._end_evaluation()
         if self._zero is not None and not self._has_ended:
             self._zero.end()
@@ -463,15 +443,12 @@ class DeepSpeedStrategy(RankedStrategy):
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
         """As on one process, inside the engine's hooks, which gather parameters in stage 3."""
-        self._check_late()
-        if torch.is_grad_enabled():
-            if self._said_sizes:
-                self._check_sizes()
-            if not self._has_begun:
-                self._forward_begins()
-        self._has_begun = False
-        with nullcontext() if self.context is None else self.context():
-            return self._runner()(fn, *args)
+        if self._said_sizes and torch.is_grad_enabled():
+            self._check_sizes()
+        return super().run(fn, *args)
+
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
+        return self._runner()(fn, *args)
 
     def _runner(self) -> Callable[..., Any]:
         if self._zero is not None and not self._has_ended and (self._stage == 3 or torch.is_grad_enabled()):
@@ -492,64 +469,11 @@ class DeepSpeedStrategy(RankedStrategy):
             settings.check_batches(self._said_sizes, size, trainer.accumulate_grad_batches, self.world.size)
         self._said_sizes = {}
 
-    def _check_late(self) -> None:
-        if self._late is not None and self._late.found is not None:
-            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-
-    def _forward_begins(self) -> None:
-        """Take rank 0's buffers before the first training forward of a window."""
-        if self._buffers is not None:
-            if self._buffers.due:
-                self._buffers.align()
-            self._buffers.differ = True
-
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with gradients averaged over the ranks and cut, by the engine."""
         assert self._zero is not None
         self._zero.backward(loss, self.sync_gradients, self._zero_weight, self._own_backward)
-        if self.sync_gradients:
-            self.rounds += 1
-        if self._buffers is not None:
-            self._buffers.due = self.sync_gradients
-
-    def skip(self, absent: bool = False) -> None:
-        """Refuse it: the other ranks would wait for this one's part of the reduction."""
-        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
-
-    def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse it: ranks with and without that part would reduce different gradients."""
-        raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
-
-    @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
-        if torch.is_grad_enabled():
-            self._forward_begins()
-            self._has_begun = True
-        yield
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
-        self._zero_weight = True
-        if self._norms is not None:
-            self._norms.set_zero_weight(True)
-        try:
-            yield self._own_buffers()
-        finally:
-            self._zero_weight = False
-            if self._norms is not None:
-                self._norms.set_zero_weight(False)
-
-    def _own_buffers(self) -> list[Tensor]:
-        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
-
-    @contextmanager
-    def one_model(self) -> Iterator[None]:
-        """Rank 0's buffers on all."""
-        self._check_late()
-        with nullcontext() if self._buffers is None else self._buffers.shown():
-            yield
+        self._backward_ends()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Let the engine clip the whole gradient by its 2-norm, in the step that follows."""
@@ -627,44 +551,91 @@ class DeepSpeedStrategy(RankedStrategy):
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Each parameter in float32 and its gradient, gathered one by one."""
+        if self._zero is not None:
+            self._zero.take_changes()
         for name, parameter in self.named_parameters().items():
             gradient = None if self._zero is None else self._zero.whole_gradient(parameter)
             yield name, self._whole(parameter), gradient
 
     def _whole(self, parameter: Parameter) -> Tensor:
-        from lockstep.parallel.deepspeed.engine import whole_value
+        return self._made_whole(self._part(parameter))
 
-        return whole_value(parameter) if self._zero is None else self._zero.whole(parameter)
+    def _made_whole(self, value: Tensor) -> Tensor:
+        return value.whole(self.root_device) if isinstance(value, FlatPart) else value
+
+    def _part(self, parameter: Any) -> Tensor:
+        """What this rank has of a parameter: of one that is trained, the float32 elements that it updates."""
+        if self._zero is not None and self._zero.knows(parameter):
+            return self._zero.part(parameter)
+        if is_partitioned(parameter):
+            return FlatPart.of_span(parameter.ds_shape, parameter.dtype, parameter.ds_tensor)
+        value: Tensor = parameter.detach()
+        return value
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """What becomes of a part in a checkpoint: itself, or where rank 0 writes, the whole there."""
+        if self.saves_shards:
+            return value
+        whole = self._made_whole(value)
+        return whole.cpu() if self.world.is_zero else torch.empty_like(whole, device="meta")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
-        """Module and optimizer as of one process, on rank 0; the others take part, and hold no values of them."""
-        if alone and self.world.size > 1:
-            raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save by itself: each rank has a part of the optimizer (DeepSpeed), and "
-                "the others are not asked when one has failed. Save while all are well, by "
-                "ModelCheckpoint(every_n_train_steps=...)."
-            )
-        keep = self.world.is_zero
-        module = self._module_state(keep)
-        if weights_only or self._zero is None:
-            return EngineState(module)
-        return EngineState(module, [self._zero.optimizer_state(keep)], {})
+        """Module and optimizer: this rank's parts; with "full" as of one process, on rank 0, without values elsewhere.
 
-    def _module_state(self, keep: bool) -> dict[str, Any]:
-        """The module's state dict with the engine's own values of parameters, whole."""
+        With "deepspeed" the engine writes them, and here are names alone.
+        """
+        self._refuse_alone(alone)
+        zero = self._zero
+        if zero is not None:
+            zero.take_changes()
+        if self._format == "deepspeed":
+            if zero is None or weights_only:
+                return EngineState(self.module.state_dict())
+            groups = {**zero.optimizer.state_dict(), "state": {}}
+            return EngineState(self.module.state_dict(), [groups], {engines.NAMES: zero.names()})
+        module = self._module_state()
+        if weights_only or zero is None:
+            return EngineState(module)
+        return EngineState(module, [zero.optimizer_state(self._kept)], {engines.NAMES: zero.names()})
+
+    def _module_state(self) -> dict[str, Any]:
+        """The module's state dict with the engine's own values of parameters."""
         made = self.module.state_dict()
         done: dict[int, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if name not in made:
                 continue
             if id(parameter) not in done:
-                whole = self._whole(parameter)
-                done[id(parameter)] = whole.cpu() if keep else torch.empty_like(whole, device="meta")
+                done[id(parameter)] = self._kept(self._part(parameter))
             made[name] = done[id(parameter)]
         return made
 
+    def _reads_into(self) -> sharded.Place:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        shapes = {whole_shape(parameter) for parameter in parameters.values()}
+
+        def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            if name.startswith("model."):
+                parameter = parameters.get(name.removeprefix("model."))
+                in_parts = parameter is not None and is_partitioned(parameter) and whole_shape(parameter) == shape
+            else:
+                in_parts = name.startswith("optimizer_") and len(shape) > 0 and shape in shapes
+            return FlatPart.of_span(shape, dtype) if in_parts else torch.empty(shape, dtype=dtype)
+
+        return place
+
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The same, of the engine's own folders, too, with a line where other ranks have written it."""
+        found = super().load_checkpoint(filepath, weights_only)
+        if engines.is_engines(filepath) and engines.written_by(filepath) != self.world.size:
+            rank_zero_info(
+                f"DeepSpeed: {os.fspath(filepath)!r} was written by {engines.written_by(filepath)} ranks, and here are "
+                f"{self.world.size}: it is read parameter by parameter, as DeepSpeed's universal format has them."
+            )
+        return found
+
     def load(self, state: EngineState) -> None:
-        """Take this rank's parts of whole tensors; one without memory, as `save` gives, leaves what there is."""
+        """Take this rank's parts; a tensor without memory, as `save` gives, leaves what there is."""
         if state.module is not None:
             kept = {name for name, value in state.module.items() if isinstance(value, Tensor) and value.is_meta}
             self._load_module(state.module, kept)
@@ -672,18 +643,17 @@ class DeepSpeedStrategy(RankedStrategy):
             if saved is not None and self._zero is not None:
                 self._zero.load_optimizer_state(saved)
 
-    def _load_module(self, saved: dict[str, Any], kept: set[str]) -> None:
-        from lockstep.parallel.deepspeed.partition import is_partitioned, put
-
+    def _load_module(self, given: dict[str, Any], kept: set[str]) -> None:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in saved}
+        cut = {name for name, p in parameters.items() if is_partitioned(p) and name in given}
+        saved = {name: value if name in cut else self._made_whole(value) for name, value in given.items()}
         rest = {name: value for name, value in saved.items() if name not in cut | kept}
         found = self.module.load_state_dict(rest, strict=self.module.strict_loading and not cut and not kept)
         missing = [name for name in found.missing_keys if name not in cut | kept]
         if self.module.strict_loading and (missing or found.unexpected_keys):
             raise RuntimeError(f"missing keys {missing}, unexpected keys {found.unexpected_keys}")
         for name in cut - kept:
-            put(parameters[name], saved[name])
+            put(parameters[name], _elements(saved[name]))
         for name in (name for name in saved if name in parameters and name not in kept):
             if self._zero is not None:
                 self._zero.load_parameter(parameters[name], saved[name])
@@ -692,13 +662,15 @@ class DeepSpeedStrategy(RankedStrategy):
 
     def _own_part(self, parameter: Parameter, value: Tensor) -> Tensor:
         """What the engine is to have of a parameter that the module rounds: of stage 3 this rank's elements."""
-        from lockstep.parallel.deepspeed.partition import is_partitioned, span
-
-        flat = value.flatten()
-        if is_partitioned(parameter):
+        flat = _elements(value).flatten()
+        if is_partitioned(parameter) and flat.numel() == value.numel():
             start, size = span(value.numel(), self.world.rank, self.world.size)
             flat = flat[start : start + size]
         return flat.to(self.root_device, torch.float32, copy=True)
+
+
+def _elements(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, FlatPart) else value
 
 
 def _called(fn: Callable[..., Any], *args: object) -> Any:
@@ -715,19 +687,3 @@ _OF_CONFIG = frozenset(
         *("offload_optimizer", "offload_parameters", "offload_params_device", "offload_optimizer_device"),
     }
 )
-
-
-def _check_others(others: Mapping[str, object]) -> None:
-    known = [*inspect.signature(DeepSpeedStrategy).parameters, *NO_EFFECT]
-    for name, value in others.items():
-        if name in NO_EFFECT:
-            rank_zero_info(f"DeepSpeedStrategy({name}={value!r:.100}) has no effect: {NO_EFFECT[name]}.")
-        elif name in ("accelerator", "parallel_devices"):
-            if value is not None:
-                raise MisconfigurationException(f"DeepSpeedStrategy({name}={value!r:.100}): {REFUSED[name]}.")
-        else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise MisconfigurationException(
-                f"DeepSpeedStrategy({name}={value!r:.100}): there is no such argument.{hint}"
-            )

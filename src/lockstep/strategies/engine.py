@@ -17,11 +17,18 @@ from lockstep.ground.parameters import clip_by_value, plain_name
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
+from lockstep.parallel.deepspeed.partition import is_partitioned
 from lockstep.parallel.fully_shard import Policy, is_split
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.offload import OffloadedStates
 from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
+
+LEFT_IN_PARTS = {
+    "fsdp": ('a fit with strategy="fsdp", or its `configure_model`,', 'strategy="fsdp" or ModelParallelStrategy(...)'),
+    "deepspeed": ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
+}
+"""By the engine that has cut a module: what has left it so, and what goes on with it."""
 
 
 @dataclass
@@ -133,17 +140,22 @@ class Engine:
 
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Put the module on its device and in its precision; ``own_backward``: the module's override of backward."""
-        if is_split(module):
-            name = type(module).__name__
-            raise MisconfigurationException(
-                f'{name} is in shards: a fit with strategy="fsdp", or its `configure_model`, left it so, and '
-                f"{type(self).__name__} needs it whole. Save a checkpoint and load it into a new module, or go on with "
-                'strategy="fsdp" or ModelParallelStrategy(...).'
-            )
+        self._refuse_parts(module)
         converted: Any = self.precision.convert_module(module)
         self.module = converted.to(self.root_device)
         self._own_backward = own_backward
         self._begin_recomputation()
+
+    def _refuse_parts(self, module: LightningModule, goes_on: str = "") -> None:
+        """Refuse a module that an engine has left in parts, unless it is the one that this one goes on with."""
+        of_deepspeed = any(is_partitioned(parameter) for parameter in module.parameters())
+        engine = "fsdp" if is_split(module) else "deepspeed" if of_deepspeed else goes_on
+        if engine != goes_on:
+            (left, way), name = LEFT_IN_PARTS[engine], type(module).__name__
+            raise MisconfigurationException(
+                f"{name} is in shards: {left} left it so, and {type(self).__name__} needs it whole. Save a checkpoint "
+                f"and load it into a new module, or go on with {way}."
+            )
 
     def _recompute(
         self,

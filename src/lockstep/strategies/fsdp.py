@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,48 +14,27 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint import sharded
-from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path, snapshot
-from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
+from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground import comm
 from lockstep.ground.device import refuse_older_torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
-from lockstep.ground.rank import does, rank_zero_info
+from lockstep.ground.rank import does
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
-from lockstep.parallel.late_parameters import LateParameters, LateTensors
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.parallel.reducer import Reducer
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.engine import EngineState
-from lockstep.strategies.ranks import HALF_AN_HOUR, REFUSED, RankedStrategy
+from lockstep.strategies.ranks import HALF_AN_HOUR
+from lockstep.strategies.sharded import ShardedStrategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.parallel.fully_shard import Policy, ShardedModule
-    from lockstep.parallel.sharded_init import ShardedInit
 
-NO_LOSS = (
-    "`training_step` returned None on rank {rank}. Under FSDP all ranks go back through the layers together, and the "
-    "others would wait for this one. Return a loss on each, if only `0.0 * loss`."
-)
-LATE = (
-    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
-    "in `__init__` or in `configure_model`"
-)
-STALE = (
-    "{optimizer} holds a parameter of shape {shape} that the module does not have. FSDP has put shards in the place of "
-    "the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a plain "
-    "list has to become an attribute of the module."
-)
-GAP = (
-    "Under FSDP ranks go through each layer together, and rank {rank} has no samples of loader {loader} in a "
-    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
-    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
-)
 OUTSIDE_OF_AUTOCAST = (
     "A layer could not compute: {error}. Under precision={precision!r} FSDP gathers the weights of linear layers and "
     "convolutions in {dtype}, which a layer within torch.autocast(enabled=False) does not expect: gather float32 by "
@@ -65,9 +42,6 @@ OUTSIDE_OF_AUTOCAST = (
 )
 NAMES = {torch.bfloat16: "BFloat16", torch.float16: "Half"}
 """What torch's messages call a dtype."""
-
-MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
-"""Optimizers of torch's that mix the elements of a parameter, by class name."""
 
 NO_EFFECT = {
     "limit_all_gathers": "torch's FSDP2 bounds the memory of all-gathers by itself",
@@ -80,15 +54,7 @@ NO_EFFECT = {
 MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-class LateBuffers(LateTensors):
-    """Of what comes after set-up the buffers, which are taken in; parameters are refused elsewhere."""
-
-    def parameters(self) -> dict[str, Tensor]:
-        """None: torch puts others in their places all the time."""
-        return {}
-
-
-class FSDPStrategy(RankedStrategy):
+class FSDPStrategy(ShardedStrategy):
     """One process per device, each with its shard of every parameter, over torch's ``fully_shard`` (FSDP2).
 
     A block's parameters are gathered for its forward and its backward and freed again; gradients are averaged and cut
@@ -131,9 +97,8 @@ class FSDPStrategy(RankedStrategy):
         MisconfigurationException: for an argument that has no place here, or that nobody knows.
     """
 
-    runs_padding = True
     cuts_parameters = True
-    places_first = True
+    engine = "FSDP"
 
     def __init__(
         self,
@@ -165,7 +130,8 @@ class FSDPStrategy(RankedStrategy):
         super().__init__(
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
         )
-        _check_others({"accelerator": accelerator, "parallel_devices": parallel_devices, **others})
+        others = {"accelerator": accelerator, "parallel_devices": parallel_devices, **others}
+        self._take_others(FSDPStrategy, others, NO_EFFECT)
         self._mode = _name_of("sharding_strategy", sharding_strategy, MODES)
         if self._mode != "NO_SHARD":
             refuse_older_torch(type(self).__name__, "take DDPStrategy(shard_optimizer=True)")
@@ -186,14 +152,8 @@ class FSDPStrategy(RankedStrategy):
         self._recompute(layers, activation_checkpointing_policy, activation_checkpointing_save)
         self._accumulates_shards = _is_on("accumulate_shards", accumulate_shards, "")
         self._ignored = list(ignored_modules or ())
-        self._built: ShardedInit | None = None
         self._sharded: ShardedModule | None = None
         self._reducer: Reducer | None = None
-        self._late: LateParameters | None = None
-        self._late_buffers: LateBuffers | None = None
-        self._buffers: WindowBuffers | None = None
-        self._norms: SynchronizedNorms | None = None
-        self._zero_weight = self._has_begun = False
         self._ends_gathering: Callable[[], None] | None = None
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
@@ -210,8 +170,7 @@ class FSDPStrategy(RankedStrategy):
                 'FSDPStrategy(state_dict_type="sharded", sharding_strategy="NO_SHARD"): each rank has the whole model; '
                 'leave state_dict_type at "full".'
             )
-        self.saves_shards = True
-        self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if async_save else ShardedCheckpointIO())
+        self._save_in_parts(async_save)
 
     def resolved(self) -> Strategy:
         """Itself; without sharding it is DDP."""
@@ -225,25 +184,12 @@ class FSDPStrategy(RankedStrategy):
 
     # -- set up
 
-    @contextmanager
-    def building(self, module: LightningModule) -> Iterator[None]:
-        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
-        from lockstep.parallel import sharded_init
-        from lockstep.parallel.meta_init import leave_meta
-
-        if self.world.size == 1:
-            yield
-            leave_meta(module, self.root_device)
-            return
-        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
-            yield
-            leave_meta(module, torch.device("cpu"))
-
     @does("sharding the module")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Let this rank keep its shard of rank 0's weights; a module that is sharded already stays as it is."""
         from lockstep.parallel.fully_shard import ShardedModule, is_sharded
 
+        self._refuse_parts(module, "fsdp")
         self.module, self._own_backward = module, own_backward
         if not is_sharded(module):
             self.precision.convert_module(module)
@@ -252,26 +198,6 @@ class FSDPStrategy(RankedStrategy):
         self._built = None
         self._sharded = ShardedModule(module)
         self._watch(module)
-        self._watch_buffers()
-
-    def _watch(self, module: LightningModule) -> None:
-        self._watch_no_more()
-        # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
-        set_anew = {
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, layer in module.named_modules()
-            if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
-            for name, _ in layer.named_parameters(recurse=False)
-        }
-        self._late = LateParameters(module, set_anew)
-        if self.world.size > 1:
-            self._late_buffers = LateBuffers(module, True, lambda parameters, buffers: self._watch_buffers())
-
-    def _watch_no_more(self) -> None:
-        for late in (self._late, self._late_buffers):
-            if late is not None:
-                late.close()
-        self._late = self._late_buffers = None
 
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -319,33 +245,15 @@ class FSDPStrategy(RankedStrategy):
             return mesh
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
-    def _watch_buffers(self) -> None:
-        some = self.world.size > 1 and any(True for _ in self.module.buffers())
-        self._buffers = WindowBuffers(self.module) if some else None
-
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Check that the optimizers can update shards; attach a reducer to the parameters that are whole."""
         from lockstep.parallel.fully_shard import unscale
 
         super().setup_optimizers(optimizers, configs)
         assert self._sharded is not None
-        known = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in optimizers:
-            name = type(optimizer).__name__
-            if name in MIXES:
-                raise MisconfigurationException(
-                    f"FSDPStrategy with {name}: it mixes the elements of a parameter, and each rank has a part of "
-                    'them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
-                )
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if id(parameter) not in known:
-                    raise MisconfigurationException(STALE.format(optimizer=name, shape=tuple(parameter.shape)))
             self._forget_with(optimizer, self._sharded)
-        if self.world.size > 1:
-            norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
-            if norms.layers:  # those that the user made synchronized among them
-                self._norms = norms
-                self._buffers = self._buffers if self._own_buffers() else None
+        self._synchronize_norms()
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = unscale
         if not self.module.automatic_optimization:
@@ -365,45 +273,26 @@ class FSDPStrategy(RankedStrategy):
 
         vars(optimizer)["zero_grad"] = zero_grad
 
-    def change_optimizers(self) -> None:
-        """Refuse it: nobody has looked at the new ones."""
-        raise MisconfigurationException(
-            "FSDPStrategy: other optimizers were put in the place of those of `configure_optimizers` in the middle of "
-            "a fit. Change their param_groups instead."
-        )
-
     def teardown(self) -> None:
         """Free whole parameters; the module stays sharded."""
         super().teardown()
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = None
-        for optimizer in self.optimizers:
-            vars(optimizer).pop("zero_grad", None)
         if self._ends_gathering is not None:
             self._ends_gathering()
             self._ends_gathering = None
-        if self._norms is not None:
-            self._norms.put_back()
-            self._norms = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
-        self._watch_no_more()
         if self._sharded is not None:
             self._sharded.reshard()
 
     # -- one window
 
-    def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """As on one process, with blocks gathered as the forward comes to them."""
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
         assert self._sharded is not None
-        self._check_late()
-        if torch.is_grad_enabled() and not self._has_begun:
-            self._forward_begins()
-        self._has_begun = False
         try:
-            with nullcontext() if self.context is None else self.context():
-                return self._sharded.run(fn, *args)
+            return self._sharded.run(fn, *args)
         except RuntimeError as error:
             low = self._autocast_dtype()
             if low is None or NAMES.get(low, "no such") not in str(error):
@@ -414,19 +303,6 @@ class FSDPStrategy(RankedStrategy):
     def _autocast_dtype(self) -> torch.dtype | None:
         """In which parameters are gathered that autocast would cast."""
         return self.precision.autocast_dtype if self._mixed is None else None
-
-    def _check_late(self) -> None:
-        if self._late is not None and self._late.found is not None:
-            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
-
-    def _forward_begins(self) -> None:
-        """Take rank 0's buffers before the first training forward of a window, and those that have come."""
-        if self._late_buffers is not None:
-            self._late_buffers.forward_begins()
-        if self._buffers is not None:
-            if self._buffers.due:
-                self._buffers.align()
-            self._buffers.differ = True
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Backward with each block's gradients reduced as they are there, while it still runs."""
@@ -439,66 +315,15 @@ class FSDPStrategy(RankedStrategy):
             super().backward(loss, *args, **kwargs)
         if reducer is not None:
             reducer.finish()
-        if self.sync_gradients:
-            self.rounds += 1
-        if self._buffers is not None:
-            self._buffers.due = self.sync_gradients
-
-    def skip(self, absent: bool = False) -> None:
-        """Refuse it: the other ranks go back through the layers and would wait."""
-        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank))
-
-    def check_gap(self, rank: int, loader: int) -> None:
-        """Refuse it: ranks with and without that part would go through layers a different number of times."""
-        raise MisconfigurationException(GAP.format(rank=rank, loader=loader))
-
-    @contextmanager
-    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
-        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
-        if torch.is_grad_enabled():
-            self._forward_begins()
-            self._has_begun = True
-        yield
-
-    @contextmanager
-    def zero_weight(self) -> Iterator[list[Tensor]]:
-        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
-        self._zero_weight = True
-        if self._norms is not None:
-            self._norms.set_zero_weight(True)
-        try:
-            yield self._own_buffers()
-        finally:
-            self._zero_weight = False
-            if self._norms is not None:
-                self._norms.set_zero_weight(False)
-
-    def _own_buffers(self) -> list[Tensor]:
-        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
+        self._backward_ends()
 
     @contextmanager
     def one_model(self) -> Iterator[None]:
-        """Rank 0's buffers on all."""
-        self._look()
-        with nullcontext() if self._buffers is None else self._buffers.shown():
+        """Rank 0's buffers on all; an evaluation leaves parameters whole, which are freed."""
+        with super().one_model():
             yield
         if self._sharded is not None:
             self._sharded.reshard()
-
-    def _look(self) -> None:
-        self._check_late()
-        if self._late_buffers is not None:
-            self._late_buffers.look()
-
-    def epoch_begins(self) -> None:
-        """Look for what has come without torch's telling."""
-        self._look()
-
-    def end_training(self) -> None:
-        """Leave every rank with rank 0's buffers."""
-        self._look()
-        if self._buffers is not None:
-            self._buffers.align()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""
@@ -585,12 +410,7 @@ class FSDPStrategy(RankedStrategy):
         """
         from lockstep.parallel.fully_shard import gathered, optimizer_state
 
-        if alone and self.world.size > 1:
-            raise MisconfigurationException(
-                f"rank {self.world.rank} cannot save by itself: each rank has a shard of the model (FSDP), and the "
-                "others are not asked when one has failed. Save while all are well, by "
-                "ModelCheckpoint(every_n_train_steps=...)."
-            )
+        self._refuse_alone(alone)
         if self.saves_shards:
             return super().save(alone, weights_only)
         keep = self.world.is_zero
@@ -599,14 +419,10 @@ class FSDPStrategy(RankedStrategy):
             return EngineState(module)
         return EngineState(module, [optimizer_state(each, keep) for each in self.optimizers], {})
 
-    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint on every rank: a file whole, of a folder of parts this rank's. Collective."""
+    def _reads_into(self) -> sharded.Place:
         from lockstep.parallel.fully_shard import place_like
 
-        if not sharded.is_sharded(filepath):
-            return super().load_checkpoint(filepath, weights_only)
-        self.checkpoints.io.wait()
-        return sharded.load_parts(filepath, place_like(self.module), weights_only)
+        return place_like(self.module)
 
     def load(self, state: EngineState) -> None:
         """Take this rank's shards of whole tensors, or of those that were read in shards."""
@@ -630,20 +446,6 @@ def _named(argument: str, value: object) -> Iterator[None]:
         yield
     except ValueError as error:
         raise MisconfigurationException(f"FSDPStrategy({argument}={value!r:.100}): {error}.") from None
-
-
-def _check_others(others: Mapping[str, object]) -> None:
-    known = [*inspect.signature(FSDPStrategy).parameters, *NO_EFFECT]
-    for name, value in others.items():
-        if name in NO_EFFECT:
-            rank_zero_info(f"FSDPStrategy({name}={value!r:.100}) has no effect: {NO_EFFECT[name]}.")
-        elif name in ("accelerator", "parallel_devices"):
-            if value is not None:
-                raise MisconfigurationException(f"FSDPStrategy({name}={value!r:.100}): {REFUSED[name]}.")
-        else:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise MisconfigurationException(f"FSDPStrategy({name}={value!r:.100}): there is no such argument.{hint}")
 
 
 def _name_of(argument: str, value: object, names: Sequence[str]) -> str:

@@ -181,6 +181,7 @@ class ModelParallelStrategy(FSDPStrategy):
                 "ModelParallelStrategy with precision='fp8-mixed': torchao's layers in float8 need plans of its own to "
                 "be split; use precision='bf16-mixed', or strategy=\"fsdp\"."
             )
+        self._refuse_parts(module, "fsdp")
         self.precision.convert_module(module)
         check_same_module(module)
         tensors = chain(module.parameters(), module.buffers())
@@ -200,7 +201,6 @@ class ModelParallelStrategy(FSDPStrategy):
         self._sharded = ShardedModule(module)
         self._check_reduced(self._sharded.reduced_by_torch)
         self._watch(module)
-        self._watch_buffers()
 
     def _place(self, module: LightningModule) -> None:
         from torch.distributed.tensor import DTensor

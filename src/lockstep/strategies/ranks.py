@@ -186,31 +186,41 @@ REFUSED = {
 }
 """Arguments of Lightning's DDPStrategy and of torch's DistributedDataParallel that have no place, and why."""
 
-NO_EFFECT = ("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy")
-"""Taken, and not needed: unused parameters are found anyway, and gradients lie in the buckets."""
+NO_EFFECT = dict.fromkeys(("find_unused_parameters", "skip_all_reduce_unused_params", "batched_grad_copy"))
+"""Of DDP, taken and not needed: unused parameters are found anyway, and gradients lie in the buckets."""
 
 _UNSET = ("broadcast_buffers", "forward_sync_buffers")
 _AS_ALWAYS: dict[str, tuple[Any, ...]] = {"dim": (0, None)}
 
 
-def check_others(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Look through the arguments that DDPStrategy has no name for.
+def check_others(
+    strategy: str, others: Mapping[str, Any], known: Iterable[str], no_effect: Mapping[str, str | None]
+) -> None:
+    """Look through the arguments that a strategy has no name for.
 
     Args:
+        strategy: name of its class.
         others: name -> value.
         known: the names that it has.
+        no_effect: names that are taken without effect, and why, which is logged; None: without a word.
 
     Raises:
         MisconfigurationException: for one that has no place here, with the way out, and for one that nobody knows.
     """
     for name, value in others.items():
-        if name in NO_EFFECT or (name in REFUSED and value in _AS_ALWAYS.get(name, (None,))):
+        start = f"{strategy}({name}={value!r:.100})"
+        if name in no_effect:
+            reason = no_effect[name]
+            if reason is not None:
+                rank_zero_info(f"{start} has no effect: {reason}.")
             continue
         if name in REFUSED:
-            raise MisconfigurationException(f"DDPStrategy({name}={value!r:.100}): {REFUSED[name]}.")
-        near = difflib.get_close_matches(name, [*known, *NO_EFFECT], n=1)
+            if value in _AS_ALWAYS.get(name, (None,)):
+                continue
+            raise MisconfigurationException(f"{start}: {REFUSED[name]}.")
+        near = difflib.get_close_matches(name, [*known, *no_effect], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise MisconfigurationException(f"DDPStrategy({name}={value!r:.100}): there is no such argument.{hint}")
+        raise MisconfigurationException(f"{start}: there is no such argument.{hint}")
 
 
 def checked_cap(name: str, value: float | None, default: float) -> float:

@@ -1,117 +1,280 @@
-"""Sharded optimizers under a strategy: what clipping, gradients and checkpoints are when each rank has slices."""
+"""The base of strategies whose ranks hold parts of a model, and go through its forwards and backwards together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoint import sharded
+from lockstep.checkpoint.io import CheckpointWriter, Path
+from lockstep.checkpoint.sharded_io import AsyncShardedCheckpointIO, ShardedCheckpointIO
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import log
-from lockstep.precision.base import Precision
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
+from lockstep.parallel.late_parameters import LateParameters, LateTensors, beside
+from lockstep.strategies.buffers import SynchronizedNorms, WindowBuffers
+from lockstep.strategies.ranks import RankedStrategy, check_others
 
-START = "DDPStrategy(shard_optimizer=True)"
-PATIENCE = timedelta(seconds=10)
-"""How long the end of a run waits for parameters of the last step, which others may never send."""
+if TYPE_CHECKING:
+    from lockstep.parallel.sharded_init import ShardedInit
 
-
-def check_options(views: bool, hook: object, check_reduction: bool = False, offload_optimizer: bool = False) -> None:
-    """Refuse arguments of the strategy that do not go together with slices.
-
-    Args:
-        views: ``gradient_as_bucket_view``.
-        hook: the communication hook.
-        check_reduction, offload_optimizer: the arguments of these names.
-
-    Raises:
-        MisconfigurationException: with the argument and the way out.
-    """
-    if not views:
-        raise MisconfigurationException(
-            f"{START} with gradient_as_bucket_view=False: ranks exchange slices of the buckets, in which gradients "
-            "lie; leave gradient_as_bucket_view at True."
-        )
-    if hook is not None:
-        raise MisconfigurationException(
-            f"{START} with ddp_comm_hook={getattr(hook, '__qualname__', hook)!r}: a communication hook reduces whole "
-            "buckets, and here each rank reduces its slice: use one of them."
-        )
-    if check_reduction:
-        raise MisconfigurationException(
-            f"{START} with check_reduction=True: each rank has a slice of its own, and nothing is there to compare; "
-            "leave check_reduction out."
-        )
-    if offload_optimizer:
-        raise MisconfigurationException(
-            f"{START} with offload_optimizer=True: each rank's slices of the states stay on its device: use one of "
-            'them, or strategy="fsdp_cpu_offload".'
-        )
+NO_LOSS = (
+    "`training_step` returned None on rank {rank}. Under {engine} all ranks go through each backward together, and the "
+    "others would wait for this one. Return a loss on each, if only `0.0 * loss`."
+)
+LATE = (
+    "rank {rank}: parameter {name!r} came after the module was sharded, and each rank would train its own: make it "
+    "in `__init__` or in `configure_model`"
+)
+STRANGE = (
+    "{optimizer} holds a parameter of shape {shape} that the module does not have. Under {engine}, parts take the "
+    "place of the module's parameters: make the optimizer in `configure_optimizers`, from self.parameters(). One in a "
+    "plain list has to become an attribute of the module."
+)
+GAP = (
+    "Under {engine} ranks go through each layer together, and rank {rank} has no samples of loader {loader} in a "
+    "micro-batch of which others have some: give loaders side by side equal numbers of samples and batch sizes, or "
+    'drop_last=True, or use CombinedLoader(mode="min_size") with such.'
+)
+MIXES = ("LBFGS", "Adafactor", "SparseAdam", "Muon")
+"""Optimizers of torch's that mix the elements of a parameter, by class name."""
 
 
-def check_shardable(parameters: Iterable[Tensor], optimizers: list[Optimizer], sparse: list[str]) -> None:
-    """Refuse what cannot be sliced, before anything is allocated.
+class LateBuffers(LateTensors):
+    """Of what comes after set-up the buffers, which are taken in; parameters are refused elsewhere."""
 
-    Args:
-        parameters: those that are reduced.
-        optimizers: of the run.
-        sparse: names of parameters with sparse gradients.
-
-    Raises:
-        MisconfigurationException: with the parameter or the optimizer's class, and the way out.
-    """
-    from lockstep.parallel.zero.optimizers import check_elementwise, concerned
-
-    if sparse:
-        raise MisconfigurationException(
-            f"{START}: the gradients of {', '.join(sparse)} are sparse, and cannot be sliced: build the layers with "
-            "sparse=False, or leave shard_optimizer off."
-        )
-    try:
-        check_elementwise(concerned(parameters, optimizers))
-    except ValueError as error:
-        raise MisconfigurationException(f"{START}: {error}.") from None
+    def parameters(self) -> dict[str, Tensor]:
+        """None: the engine puts others in their places."""
+        return {}
 
 
-class ShardedUpdate:
-    """The sharded optimizers of one fit, which step on slices. Making it is collective.
+class ShardedStrategy(RankedStrategy):
+    """One process per device, each with its part of the model's states; a subclass brings the engine.
 
-    Args:
-        module, optimizers, precision: of the fit.
-        **options: of `lockstep.parallel.zero.reducer.ShardedReducer`.
+    Of a subclass it needs :meth:`_through`, :meth:`setup_module` (which calls :meth:`_watch`), and
+    :meth:`setup_optimizers` (which calls :meth:`_synchronize_norms`).
 
     Attributes:
-        reducer: for the strategy's backwards.
-        shards: the slices.
+        engine: its name in messages.
     """
 
-    def __init__(self, module: nn.Module, optimizers: list[Optimizer], precision: Precision, **options: Any) -> None:
-        from lockstep.parallel.zero.reducer import ShardedReducer
+    runs_padding = True
+    places_first = True
+    engine: str = ""
 
-        self.reducer = ShardedReducer(module, optimizers, **options)
-        self.shards = self.reducer.shards
-        self._optimizers = optimizers
-        self._scaler = precision.scaler
-        if self._scaler is not None:
-            self._scaler.unscale_gradients = self.shards.unscale
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._built: ShardedInit | None = None
+        self._late: LateParameters | None = None
+        self._late_buffers: LateBuffers | None = None
+        self._buffers: WindowBuffers | None = None
+        self._norms: SynchronizedNorms | None = None
+        self._zero_weight = self._has_begun = False
 
-    def states(self, alone: bool) -> list[dict[str, Any] | None] | None:
-        """The ordinary states, on rank 0; the others take part. None for a rank alone, which has but a part."""
-        if not alone:
-            return [self.shards.state_dict(optimizer, only=0) for optimizer in self._optimizers]
-        log.warning(
-            "A checkpoint from one rank alone holds the weights and no optimizer states, of which every rank has a "
-            "part (shard_optimizer=True): a fit can begin with these weights, and cannot go on from there."
+    @staticmethod
+    def _take_others(kind: type, others: Mapping[str, object], no_effect: Mapping[str, str]) -> None:
+        """Look through the arguments for which the constructor of ``kind`` has no name."""
+        known = [*inspect.signature(kind).parameters]
+        check_others(kind.__name__, others, known, no_effect)
+
+    def _save_in_parts(self, asynchronous: bool = False) -> None:
+        """Let each rank write its part of a checkpoint."""
+        self.saves_shards = True
+        self.checkpoints = CheckpointWriter(AsyncShardedCheckpointIO() if asynchronous else ShardedCheckpointIO())
+
+    # -- set up
+
+    @contextmanager
+    def building(self, module: LightningModule) -> Iterator[None]:
+        """Let ranks that have not the memory for the module build it together, with rank 0's random numbers."""
+        from lockstep.parallel import sharded_init
+        from lockstep.parallel.meta_init import leave_meta
+
+        if self.world.size == 1:
+            yield
+            leave_meta(module, self.root_device)
+            return
+        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
+            yield
+            leave_meta(module, torch.device("cpu"))
+
+    def _watch(self, module: LightningModule) -> None:
+        """From now on notice what comes into the module, and keep its buffers alike."""
+        self._watch_no_more()
+        # torch sets the parameters of layers with a `__setattr__` of their own (nn.LSTM) by it: each time they "come"
+        set_anew = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, layer in module.named_modules()
+            if inspect.getattr_static(layer, "__setattr__") is not nn.Module.__setattr__
+            for name, _ in layer.named_parameters(recurse=False)
+        }
+        self._late = LateParameters(module, set_anew)
+        if self.world.size > 1:
+            self._late_buffers = LateBuffers(module, True, lambda parameters, buffers: self._watch_buffers())
+        self._watch_buffers()
+
+    def _watch_no_more(self) -> None:
+        for late in (self._late, self._late_buffers):
+            if late is not None:
+                late.close()
+        self._late = self._late_buffers = None
+
+    def _watch_buffers(self) -> None:
+        some = self.world.size > 1 and any(True for _ in self.module.buffers())
+        self._buffers = WindowBuffers(self.module) if some else None
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Take the optimizers, unless they cannot update parts."""
+        super().setup_optimizers(optimizers, configs)
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if name in MIXES:
+                raise MisconfigurationException(
+                    f"{type(self).__name__} with {name}: it mixes the elements of a parameter, and each rank has a "
+                    'part of them. Use an elementwise optimizer (SGD, Adam, AdamW), or strategy="ddp".'
+                )
+            for parameter in beside(self.module, [optimizer]).values():
+                shape = tuple(parameter.shape)
+                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape, engine=self.engine))
+
+    def _synchronize_norms(self) -> None:
+        if self.world.size == 1:
+            return
+        norms = SynchronizedNorms(self.module, self.sync_batchnorm, None, self._timeout, self.replicas)
+        if norms.layers:  # those that the user made synchronized among them
+            self._norms = norms
+            self._buffers = self._buffers if self._own_buffers() else None
+
+    def change_optimizers(self) -> None:
+        """Refuse it: nobody has looked at the new ones, and no engine has their states."""
+        raise MisconfigurationException(
+            f"{type(self).__name__}: other optimizers were put in the place of those of `configure_optimizers` in the "
+            "middle of a fit. Change their param_groups instead."
         )
-        return None
 
-    def detach(self) -> None:
-        """Give sharded parameters memory of their own."""
-        if self._scaler is not None:
-            self._scaler.unscale_gradients = None
+    def teardown(self) -> None:
+        """Let go of module and optimizers; ranks keep their parts."""
+        super().teardown()
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("zero_grad", None)
+        if self._norms is not None:
+            self._norms.put_back()
+            self._norms = None
+        self._watch_no_more()
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """As on one process, with layers made whole as the forward comes to them."""
+        self._check_late()
+        if torch.is_grad_enabled() and not self._has_begun:
+            self._forward_begins()
+        self._has_begun = False
+        with nullcontext() if self.context is None else self.context():
+            return self._through(fn, *args)
+
+    def _through(self, fn: Callable[..., Any], *args: object) -> Any:
+        """Call a step method inside the engine's hooks."""
+        raise NotImplementedError
+
+    def _check_late(self) -> None:
+        if self._late is not None and self._late.found is not None:
+            raise MisconfigurationException(LATE.format(rank=self.world.rank, name=self._late.found))
+
+    def _look(self) -> None:
+        self._check_late()
+        if self._late_buffers is not None:
+            self._late_buffers.look()
+
+    def _forward_begins(self) -> None:
+        """Take rank 0's buffers before the first training forward of a window, and those that have come."""
+        if self._late_buffers is not None:
+            self._late_buffers.forward_begins()
+        if self._buffers is not None:
+            if self._buffers.due:
+                self._buffers.align()
+            self._buffers.differ = True
+
+    def _backward_ends(self) -> None:
+        """Count a reduction, behind which buffers are due."""
+        if self.sync_gradients:
+            self.rounds += 1
+        if self._buffers is not None:
+            self._buffers.due = self.sync_gradients
+
+    def skip(self, absent: bool = False) -> None:
+        """Refuse it: the other ranks go back through the layers and would wait."""
+        raise MisconfigurationException(NO_LOSS.format(rank=self.world.rank, engine=self.engine))
+
+    def check_gap(self, rank: int, loader: int) -> None:
+        """Refuse it: ranks with and without that part would go through layers a different number of times."""
+        raise MisconfigurationException(GAP.format(rank=rank, loader=loader, engine=self.engine))
+
+    @contextmanager
+    def leaving_out(self, absent: tuple[int, ...]) -> Iterator[None]:
+        """Begin the forward of these ranks, too, before the loop keeps a copy of their buffers, which it puts back."""
+        if torch.is_grad_enabled():
+            self._forward_begins()
+            self._has_begun = True
+        yield
+
+    @contextmanager
+    def zero_weight(self) -> Iterator[list[Tensor]]:
+        """Let gradients of backwards be zeros, and synchronized layers leave this rank's samples out."""
+        self._zero_weight = True
+        if self._norms is not None:
+            self._norms.set_zero_weight(True)
         try:
-            self.shards.detach(PATIENCE)
-        except RuntimeError as error:
-            log.warning(f"This rank's weights lack the others' part of the last step, which did not come: {error}")
+            yield self._own_buffers()
+        finally:
+            self._zero_weight = False
+            if self._norms is not None:
+                self._norms.set_zero_weight(False)
+
+    def _own_buffers(self) -> list[Tensor]:
+        return list(self.module.buffers()) if self._norms is None else self._norms.others_buffers(self.module)
+
+    @contextmanager
+    def one_model(self) -> Iterator[None]:
+        """Rank 0's buffers on all."""
+        self._look()
+        with nullcontext() if self._buffers is None else self._buffers.shown():
+            yield
+
+    def epoch_begins(self) -> None:
+        """Look for what has come without torch's telling."""
+        self._look()
+
+    def end_training(self) -> None:
+        """Leave every rank with rank 0's buffers."""
+        self._look()
+        if self._buffers is not None:
+            self._buffers.align()
+
+    # -- checkpoints
+
+    def _refuse_alone(self, alone: bool) -> None:
+        """Refuse to save what one rank has not: its part is of use with the others' alone."""
+        if alone and self.world.size > 1:
+            raise MisconfigurationException(
+                f"rank {self.world.rank} cannot save by itself: each rank has a part of the states ({self.engine}), "
+                "and the others are not asked when one has failed. Save while all are well, by "
+                "ModelCheckpoint(every_n_train_steps=...)."
+            )
+
+    def load_checkpoint(self, filepath: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint on every rank: a file whole, of a folder of parts this rank's. Collective."""
+        if not sharded.is_sharded(filepath):
+            return super().load_checkpoint(filepath, weights_only)
+        self.checkpoints.io.wait()
+        return sharded.load_parts(filepath, self._reads_into(), weights_only)
+
+    def _reads_into(self) -> sharded.Place:
+        """What makes the tensors into which this rank's parts are read."""
+        raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.tree import tensors_in
+from lockstep.parallel.deepspeed.flat_part import FlatPart
 from lockstep.parallel.deepspeed.partition import align_numbers, is_partitioned, lean_linear, span
 
 
@@ -106,14 +108,20 @@ class ZeroEngine:
         names = self.engine.param_names
         for parameter in names:
             names[parameter] = names[parameter].removeprefix("module.")
+        for group in getattr(self.zero, "_param_slice_mappings", ()):
+            for name in list(group):
+                group[name.removeprefix("module.")] = group.pop(name)
         self.stage = int(self.engine.zero_optimization_stage())
         self._clips_by = float(self.engine.gradient_clipping())
         self.has_gradients = False
         self.parameters: dict[str, Parameter] = {
             name: p for name, p in module.named_parameters() if id(p) in self._trained()
         }
+        self._known = {id(p) for p in self.parameters.values()}
         self.pieces = {id(p): piece for p in self._trained().values() for piece in [self._piece(p)] if piece}
         self._offloads = bool(getattr(self.zero, "offload_optimizer", getattr(self.zero, "cpu_offload", False)))
+        self._rounds = rounds
+        self._versions = self._versions_now()
         self._take_exact(before, exact)
 
     def _trained(self) -> dict[int, Parameter]:
@@ -189,9 +197,8 @@ class ZeroEngine:
 
     def step(self) -> None:
         """Update the parameters by the window's gradients. Collective."""
-        for number, theirs in self._groups.items():  # loading a state makes the optimizer's groups anew
-            mine = self.optimizer.param_groups[number]
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
+        self._take_settings()
+        self.take_changes()
         try:
             self.engine.step()
         finally:
@@ -199,14 +206,31 @@ class ZeroEngine:
         self.has_gradients = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks whether it came after a step
 
+    def take_changes(self) -> None:
+        """Let the engine have what was done to the module's parameters in place, as an optimizer alone would see it.
+
+        In stage 3 a rank has no whole parameters, and those in 16 bits are rounded: there it is lost.
+        """
+        if self.stage != 3 and not self._rounds and self._versions != self._versions_now():
+            self.zero.refresh_fp32_params()
+            self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters.values()]
+
+    def _take_settings(self) -> None:
+        """Let the groups that step have the learning rates and the like of the user's."""
+        for number, theirs in self._groups.items():  # loading a state makes the optimizer's groups anew
+            mine = self.optimizer.param_groups[number]
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
+
     def untrained(self) -> str | None:
         """The name of a parameter of the optimizer that needs gradients by now, and that the engine does not know."""
-        known = self._ids()
         late = [
             id(p)
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if p.requires_grad and id(p) not in known
+            if p.requires_grad and id(p) not in self._known
         ]
         names = {id(p): name for name, p in self.module.named_parameters()}
         return names.get(late[0], "") if late else None
@@ -250,6 +274,22 @@ class ZeroEngine:
             return [self.zero.grad_partitions_flat_buffer]
         return [each for group in self.zero.averaged_gradients.values() if group is not None for each in group]
 
+    def save(self, folder: str | os.PathLike[str], tag: str, rest: dict[str, Any]) -> None:
+        """Write the engine's own files into a folder. Collective.
+
+        Args:
+            folder: that all ranks see.
+            tag: of the folder in it that has the files.
+            rest: what goes with them.
+        """
+        self._take_settings()
+        engine = vars(self.engine)
+        door, engine["module"] = engine["module"], self.module  # whose names the files are to have
+        try:
+            self.engine.save_checkpoint(str(folder), tag=tag, client_state=rest)
+        finally:
+            engine["module"] = door
+
     def end(self) -> None:
         """Take the engine's hooks away. Weights and optimizer states stay, and can be saved."""
         self.engine.destroy()
@@ -257,92 +297,97 @@ class ZeroEngine:
 
     # -- what it holds
 
-    def whole(self, parameter: Any) -> Tensor:
-        """A parameter's value in float32 (a frozen one's as it is), whole, on its device. Collective."""
-        if id(parameter) not in self._ids():
-            return whole_value(parameter)
-        return self._joined(parameter, lambda flat: flat)
+    def part(self, parameter: Any, of: Callable[[Tensor], Tensor] = lambda flat: flat) -> FlatPart:
+        """What this rank has of a trained parameter, or of a state of the optimizer's that has its shape.
 
-    def _ids(self) -> set[int]:
-        return {id(p) for p in self.parameters.values()}
+        Args:
+            parameter: of the module.
+            of: gives, for the engine's float32 tensor in which the parameter lies, the one to look at.
+        """
+        shape, even = getattr(parameter, "ds_shape", parameter.shape), self.stage == 3
+        piece = self.pieces.get(id(parameter))
+        if piece is None:
+            return FlatPart(shape, 0, torch.empty(0, device=self._device), even)
+        return FlatPart(shape, piece.start, piece.of(of(piece.flat)), even)
+
+    def knows(self, parameter: Parameter) -> bool:
+        """Whether it trains this parameter."""
+        return id(parameter) in self._known
 
     def whole_gradient(self, parameter: Parameter) -> Tensor | None:
         """Its gradient over all ranks, between a window's last backward and the step. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
-        if not self.has_gradients or id(parameter) not in self._ids():
+        if not self.has_gradients or id(parameter) not in self._known:
             return None
         found: Tensor | None = safe_get_full_grad(parameter)
         return found
-
-    def _joined(self, parameter: Any, of: Callable[[Tensor], Tensor | None]) -> Tensor:
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=self._device)
-        piece = self.pieces.get(id(parameter))
-        found = None if piece is None else of(piece.flat)
-        if piece is not None and found is not None:
-            whole[piece.start : piece.start + piece.size] = piece.of(found.detach()).to(self._device, torch.float32)
-        return comm.all_reduce(whole, "sum").view(shape)
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = self.engine.device
         return device
 
-    def optimizer_state(self, keep: bool) -> dict[str, Any]:
-        """The optimizer's ordinary state dict, as of one process. Collective.
+    def optimizer_state(self, finish: Callable[[FlatPart], Tensor]) -> dict[str, Any]:
+        """The optimizer's ordinary state dict. Collective.
 
         Args:
-            keep: whether this rank gets tensors; else one without memory stands for each.
+            finish: what becomes of this rank's part of a state.
         """
         made = self.optimizer.state_dict()
-        numbers = [number for group in made["param_groups"] for number in group["params"]]
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        known = self._ids()
-        states = {}
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if id(parameter) in known:
-                state = self._state_of(parameter, keep)
-                if state:
-                    states[number] = state
+        trained = {number: p for number, p in self._numbered(made) if id(p) in self._known}
+        mine = {number: self._kinds(parameter) for number, parameter in trained.items()}
+        every = comm.all_gather_object(mine)
+        states: dict[int, dict[str, Any]] = {}
+        for number, parameter in trained.items():
+            nothing: tuple[list[str], dict[str, Any]] = ([], {})
+            flat, plain = next((each[number] for each in every if any(each[number])), nothing)
+            state = {key: finish(self.part(parameter, partial(self._entry, key))) for key in flat}
+            if state or plain:  # each with tensors of its own: optimizers count in place
+                states[number] = {**{k: v.clone() if isinstance(v, Tensor) else v for k, v in plain.items()}, **state}
         return {**made, "state": states}
 
-    def _state_of(self, parameter: Parameter, keep: bool) -> dict[str, Any]:
-        piece = self.pieces.get(id(parameter))
-        mine = {} if piece is None else self._stepping.state.get(piece.flat, {})
-        kinds = {key: _is_flat(value, piece) for key, value in mine.items()} if piece is not None else {}
-        every = comm.all_gather_object((kinds, {key: mine[key] for key, flat in kinds.items() if not flat}))
-        kinds, plain = next((found for found in every if found[0]), ({}, {}))
-        state: dict[str, Any] = {}
-        for key, flat in kinds.items():
-            if not flat:
-                state[key] = plain[key]
-                continue
-            whole = self._joined(parameter, partial(self._entry, key))
-            state[key] = whole.cpu() if keep else torch.empty_like(whole, device="meta")
-        return state
+    def _numbered(self, state: Mapping[str, Any]) -> Iterator[tuple[int, Parameter]]:
+        """The parameters of the user's optimizer with the numbers that a state dict gives them."""
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return zip(numbers, parameters, strict=True)
 
-    def _entry(self, key: str, flat: Tensor) -> Tensor | None:
-        found: Tensor | None = self._stepping.state[flat].get(key)
+    def names(self) -> dict[int, str]:
+        """The names of the parameters that are trained, by their numbers in the optimizer's state dict."""
+        by_id = {id(p): name for name, p in self.parameters.items()}
+        state = {"param_groups": self.optimizer.state_dict()["param_groups"]}
+        return {number: by_id[id(p)] for number, p in self._numbered(state) if id(p) in by_id}
+
+    def _kinds(self, parameter: Parameter) -> tuple[list[str], dict[str, Any]]:
+        """Of a parameter's state on this rank: what has an entry for each element, and the rest."""
+        piece = self.pieces.get(id(parameter))
+        state = {} if piece is None else self._stepping.state.get(piece.flat, {})
+        flat = [key for key, value in state.items() if piece is not None and _is_flat(value, piece)]
+        return flat, {key: value for key, value in state.items() if key not in flat}
+
+    def _entry(self, key: str, flat: Tensor) -> Tensor:
+        found: Tensor = self._stepping.state[flat][key].detach()
         return found
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Take this rank's parts of an ordinary state dict; a tensor without memory leaves what there is."""
+        """Take this rank's parts of an ordinary state dict; a tensor without memory leaves what there is.
+
+        Collective where it is in parts.
+        """
         self.optimizer.load_state_dict({**saved, "state": {}})
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         states: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in self._numbered(saved):
             piece, state = self.pieces.get(id(parameter)), saved["state"].get(number, {})
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            if piece is None:
-                continue
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.is_meta:
+                is_flat = isinstance(value, Tensor) and value.shape == shape and key != "step"
+                part = self._cut(parameter, value) if is_flat and not value.is_meta else None
+                if piece is None or (isinstance(value, Tensor) and value.is_meta):
                     continue
-                if isinstance(value, Tensor) and value.shape == shape and key != "step":
+                if part is not None:
                     flat = states[piece.flat].setdefault(key, torch.zeros_like(piece.flat, requires_grad=False))
-                    piece.of(flat).copy_(piece.cut(value))
+                    piece.of(flat).copy_(part)
                 else:
                     states[piece.flat][key] = value.clone() if isinstance(value, Tensor) else value
         for flat, found in states.items():
@@ -351,12 +396,21 @@ class ZeroEngine:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
-    def load_parameter(self, parameter: Any, value: Tensor) -> None:
-        """Let a parameter have this value, in float32 and in the module; no other rank is asked."""
+    def _cut(self, parameter: Parameter, value: Tensor) -> Tensor | None:
+        """What this rank needs of a whole tensor, or of one in parts."""
         piece = self.pieces.get(id(parameter))
+        if isinstance(value, FlatPart):
+            if value.even and self.stage == 3:
+                return value.to_local()
+            value = value.whole(self._device)
+        return None if piece is None else piece.cut(value)
+
+    def load_parameter(self, parameter: Any, value: Tensor) -> None:
+        """Let a parameter have this value, in float32 and in the module. Collective where it is in parts."""
+        part, piece = self._cut(parameter, value), self.pieces.get(id(parameter))
         with torch.no_grad():
-            if piece is not None:
-                piece.of(piece.flat).copy_(piece.cut(value))
+            if piece is not None and part is not None:
+                piece.of(piece.flat).copy_(part)
 
     def held(self) -> dict[str, list[Tensor]]:
         """Tensors of this rank by kind, as in `lockstep.parallel.memory.KINDS`, beside the module's own parameters."""
@@ -376,18 +430,6 @@ class ZeroEngine:
         found["parameters"] = list(zero.bit16_groups_flat)
         found["optimizer_states"] = [*self._flats, *states]
         return found
-
-
-def whole_value(parameter: Any) -> Tensor:
-    """A parameter's value as the module has it, whole. Collective where it is partitioned."""
-    from lockstep.parallel.deepspeed.partition import gathered
-
-    if not is_partitioned(parameter):
-        value: Tensor = parameter.detach()
-        return value
-    with gathered([parameter]):
-        copy: Tensor = parameter.detach().clone()
-    return copy
 
 
 def _is_flat(value: object, piece: Piece) -> bool:

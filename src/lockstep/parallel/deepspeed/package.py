@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -31,6 +32,14 @@ def is_installed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
+def bring_in() -> None:
+    """Import the package, without what it says and looks for meanwhile."""
+    with _quiet(), _without("mlflow"):  # it asks for mlflow on behalf of its autotuner, which takes half of the time
+        importlib.import_module("deepspeed")
+    with _compiled_later():
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
 @contextmanager
 def prepared(device: torch.device, level: int) -> Iterator[None]:
     """Import DeepSpeed for ranks on this kind of device, joined to the process group that is there now.
@@ -42,22 +51,21 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
         device: of this rank.
         level: of its log on rank 0; the other ranks tell errors alone.
     """
-    with _quiet(), _without("mlflow"):  # it asks for mlflow on behalf of its autotuner, which takes half of the time
+    bring_in()
+    with _quiet():
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.utils import logger
 
         if get_accelerator().device_name() != device.type:
             set_accelerator(_accelerator(device.type))
-    with _compiled_later():
-        import deepspeed.runtime.zero.muon.original_muon
     before = logger.level
     logger.setLevel(level if dist.get_rank() == 0 else max(level, logging.ERROR))
     _forget_other_groups()
     with _quiet(), _without_shared_memory():
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     try:
-        with _builds_watched(), _torchs_names_quiet():
+        with _builds_watched(), torchs_names_quiet():
             yield
     finally:
         logger.setLevel(before)
@@ -122,7 +130,7 @@ def _without_shared_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _torchs_names_quiet() -> Iterator[None]:
+def torchs_names_quiet() -> Iterator[None]:
     """Inside, torch does not tell at each call that functions which DeepSpeed uses will have other names."""
     with DEEPSPEED_WARNINGS.inside():
         message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"

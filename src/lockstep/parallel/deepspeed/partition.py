@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.ground.installed import DEEPSPEED_LINEAR
@@ -87,22 +86,19 @@ def align_numbers() -> None:
 
 
 def put(parameter: Any, value: Tensor) -> None:
-    """Let a partitioned parameter have this value, of which this rank keeps its part; no other rank is asked."""
+    """Let a partitioned parameter have this value, of which this rank keeps its part; no other rank is asked.
+
+    Args:
+        parameter: of the module.
+        value: whole, or this rank's elements.
+    """
     start, size = span(parameter.ds_numel, comm.rank(), comm.world_size())
-    part = value.flatten()[start : start + size]
+    whole = value.shape == parameter.ds_shape
+    part = value.flatten()[start : start + size] if whole else value
     with torch.no_grad():
         parameter.ds_tensor.data[:size].copy_(part)
-        if parameter.data.shape == parameter.ds_shape:  # it is whole now
+        if whole and parameter.data.shape == parameter.ds_shape:  # it is whole now
             parameter.data.copy_(value)
-
-
-@contextmanager
-def gathered(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Inside, partitioned parameters are whole; what is done to them is lost. Collective."""
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([p for p in parameters if is_partitioned(p)]):
-        yield
 
 
 @contextmanager
