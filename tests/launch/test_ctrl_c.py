@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 
+from lockstep.supervise import stack, status
 from lockstep.supervise.signals import PASS, SignalPipe, hear, interruptible, pass_on
 
 
@@ -119,3 +122,23 @@ def test_an_ear_leaves_another_listener_alone() -> None:
         ear.close()
         os.close(read)
         os.close(write)
+
+
+def test_an_interrupt_does_not_tell_of_others_that_were_interrupted_a_moment_earlier() -> None:
+    """Their connections are closed then, and Python prints what was being handled when the interrupt came."""
+    made: dict[str, Any] = {}
+    lost = "def recv():\n    raise RuntimeError('Connection closed by peer')\n"
+    exec(compile(lost, f"{stack.TORCH}distributed/distributed_c10d.py", "exec"), made)
+
+    def interrupted(first: Callable[[], object]) -> KeyboardInterrupt:
+        try:
+            try:
+                first()
+            finally:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            status._leave_out_lost(error)
+            return error
+
+    assert interrupted(made["recv"]).__context__ is None
+    assert isinstance(interrupted(lambda: 1 / 0).__context__, ZeroDivisionError)

@@ -164,6 +164,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         self.joining = JoinState()
+        self._authoritative_rank = 0
         self.process_group = find_group(process_group, device_mesh, module)
         self.device_mesh = device_mesh
         protect_forks()  # of loader workers, beside the group's threads

@@ -183,6 +183,7 @@ class Container(Protocol):
     forward_sync_buffers: bool
     joining: JoinState
     _join_config: _JoinConfig
+    _authoritative_rank: int
     _watch: BackwardWatcher
 
     @property
@@ -267,6 +268,7 @@ def _follow(container: Container) -> None:
 def _leave(container: Container, is_last_joiner: bool) -> None:
     leader = agree(container.process_group, container.device, is_last_joiner, False, False).leader
     container.reducer.divisor = comm.world_size(container.process_group)
+    container._authoritative_rank = leader  # torch's name of whose weights all have now
     container._join_config = _JoinConfig.construct_disabled_join_config()
     if container.joining.has_followed:
         container.joining.has_followed = False

@@ -373,6 +373,7 @@ class _Hook:
             print(f"lockstep: {one_line(text, None)}", file=sys.stderr, flush=True)
         elif isinstance(error, KeyboardInterrupt):
             if not _rank.rank:  # one rank's is enough
+                _leave_out_lost(error)
                 self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
             if _rank.rank:  # rank 0 has closed its bar
@@ -395,12 +396,25 @@ class _Hook:
 
 def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:
     """The hook around which torch has put its own, which names the rank before each line, when a group was made."""
-    while getattr(hook, "__name__", "") == "_distributed_excepthook":
-        inner = inspect.getclosurevars(hook).nonlocals.get("old_hook")
-        if inner is None:
-            break
-        hook = inner
-    return hook
+    while True:
+        if isinstance(hook, _Hook) and hook.is_removed:
+            hook = hook.before
+        elif getattr(hook, "__name__", "") == "_distributed_excepthook":
+            inner = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+            if inner is None:
+                return hook
+            hook = inner
+        else:
+            return hook
+
+
+def _leave_out_lost(error: BaseException) -> None:
+    """Forget that this rank had just lost others when it was interrupted: they were, too, and a moment earlier."""
+    each: BaseException | None = error
+    while each is not None:
+        if each.__context__ is not None and cause_of(_rank.rank, each.__context__).lost:
+            each.__context__ = None
+        each = each.__context__
 
 
 def _is_first_to(what: str) -> bool:
