@@ -51,9 +51,9 @@ from lockstep.loggers.base import Logger
 from lockstep.loop import spawn_results, state
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.loaders import Loaders
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.precision.formats import make_precision

@@ -22,8 +22,9 @@ from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
-from lockstep.loop.feed import Feed, Loaders
+from lockstep.loop.feed import Feed
 from lockstep.loop.hooks import Hooks
+from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.progress import Elastic, Progress
 from lockstep.module import LightningModule
