@@ -114,6 +114,7 @@ class Attributes:
     order: Literal["lockstep", "torch"]
     debug: Literal["collectives"] | None
     keep_global_batch: bool
+    balance: bool
     hang_timeout: float | None
     hang_kill: float | None
 

@@ -127,7 +127,7 @@ def test_an_epoch_resumed_goes_on_with_its_shares(make: Any, start: int) -> None
     whole = play(feeds, 2, [(1, (6, 4, 2)), (3, (1, 2, 3))])
     again = of(lambda: make(130, 4), 3)
     for feed, resumed in zip(feeds, again, strict=True):
-        resumed.load_shares(feed.shares_state())
+        resumed.load_shares(feed.shares_state() or {}, start)
     rest = play(again, 2, start=start)
     flat, flat_rest = ([list(zip(*window, strict=True)) for window in steps] for steps in (whole, rest))
     assert list(itertools.chain(*flat_rest)) == list(itertools.chain(*flat))[start:]
@@ -138,7 +138,7 @@ def test_shares_of_another_number_of_ranks_do_not_hold() -> None:
     play(feeds, 1, [(1, (6, 4, 2))])
     others = of(lambda: loader(60, 6), 2)
     for feed in others:
-        feed.load_shares(feeds[0].shares_state())
+        feed.load_shares(feeds[0].shares_state() or {}, 4)
         assert feed.shares == ()
 
 

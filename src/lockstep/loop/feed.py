@@ -385,9 +385,19 @@ class Feed:
         """Micro-batches of the epoch that this rank has drawn, ahead of training, too: their shares are fixed."""
         return self._source.drawn
 
+    @property
+    def source(self) -> Source:
+        """What it draws from."""
+        return self._source
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches of a full window of the epoch."""
+        return self.counting.micro(self._accumulate)
+
     def shared_at_once(self) -> tuple[int, int]:
         """(samples that are shared out at once, how often in a window), of the full windows of the epoch."""
-        batch, micro = self._source.batch, self.counting.micro(self._accumulate)
+        batch, micro = self._source.batch, self.micro
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
@@ -402,7 +412,7 @@ class Feed:
             the first micro-batch that they hold for, with which a window begins; None: they hold from the next epoch.
         """
         self._latest = () if len(set(shares)) == 1 else tuple(shares)
-        number += (self._first - number) % self.counting.micro(self._accumulate)
+        number += (self._first - number) % self.micro
         if not self._source.reshares or number >= self._stop:
             return None
         self._source.reshare((number, self._latest))
@@ -410,19 +420,31 @@ class Feed:
         self._even = -1
         return number
 
-    def shares_state(self) -> dict[str, Any]:
-        """The shares of the epoch and of those to come, for :meth:`load_shares`; the same on all ranks."""
+    def shares_state(self) -> dict[str, Any] | None:
+        """The shares of the epoch and of those to come, for :meth:`load_shares`, where they change; of all ranks."""
+        if not self._reshared:
+            return None
         by_number = [[number, list(shares)] for number, shares in self._shares]
         return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
 
-    def load_shares(self, state: dict[str, Any]) -> None:
-        """Go on with the shares of :meth:`shares_state`, if they are those of as many ranks."""
+    def load_shares(self, state: dict[str, Any], number: int, keep: bool = True) -> None:
+        """Go on with the shares of :meth:`shares_state`, if they are those of as many ranks.
+
+        Args:
+            state: of the checkpoint.
+            number: micro-batches of its epoch that are done.
+            keep: False: only until the window under way is over; then with those that ranks begin with.
+        """
         if state["size"] != self._size:
             return
-        self._latest = tuple(state["latest"])
+        begins, self._latest = self._latest, tuple(state["latest"])
         if not self.counting.moved:
             self._shared_epoch = state["epoch"]
-            self._shares = [(number, tuple(shares)) for number, shares in state["shares"]]
+            self._shares = [(first, tuple(shares)) for first, shares in state["shares"]]
+        if not keep:
+            self._latest = begins
+            after = number + (self._first - number) % self.micro
+            self._shares = [each for each in self._shares if each[0] < after] + [(after, begins)]
 
     # -- batches of the plan
 

@@ -74,6 +74,7 @@ class FitState:
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
         elastic: by what a run counts that goes on with other ranks.
+        shares: what the checkpoint tells of the ranks' shares; None: they were equal.
         started: when this life of the fit began, on the clock of ``time.monotonic``.
     """
 
@@ -86,6 +87,7 @@ class FitState:
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None
     elastic: Elastic = field(default_factory=Elastic)
+    shares: dict[str, Any] | None = None
     started: float = 0.0
 
     def seconds(self) -> float:

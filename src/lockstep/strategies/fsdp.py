@@ -134,6 +134,7 @@ class FSDPStrategy(RankedStrategy):
     runs_padding = True
     cuts_parameters = True
     places_first = True
+    balances = True
 
     def __init__(
         self,

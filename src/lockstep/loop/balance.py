@@ -1,0 +1,269 @@
+"""Ranks tell one another how long their steps take; with ``Trainer(balance=True)`` their shares follow."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.callbacks.base import Callback
+from lockstep.data.cut import apportion
+from lockstep.data.shares import Move, ShareControl
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.free_memory import free_memory
+from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
+from lockstep.ground.window_times import PARTS, WindowTimes, typical
+from lockstep.loop.evaluate import EvaluationLoop
+from lockstep.loop.feed import Feed, Window
+from lockstep.loop.session import Session
+from lockstep.loop.step_times import StepTimes, Windows
+from lockstep.parallel.transport import all_gather
+from lockstep.strategies.table import check_balances
+
+PERIOD = 8
+"""Windows from one look at the ranks' times to the next."""
+LEAST = 4
+"""Windows of equal parts, at least, by which a look judges a rank."""
+WARM_UP = 2
+"""Windows at the start of a fit that no look takes in: memory is being allocated."""
+ROOM = 0.8
+"""The part of the free memory that a larger share may fill."""
+
+LOCAL_STEPS = ", since it takes local steps and averages the nodes' weights evenly"
+ALONE = (
+    "Trainer(balance=True) has no effect on one device: shares of a global batch are balanced among several "
+    "(devices=2, say)."
+)
+NO_SAMPLES = (
+    "Trainer(balance=True): a global batch has {total} samples for {size} ranks, so that no share can become smaller "
+    "and another larger; give a larger batch_size."
+)
+BATCH_NORM = (
+    "Trainer(balance=True): {name} takes its statistics over one rank's samples, and ranks have different numbers of "
+    "them. Trainer(sync_batchnorm=True) takes them over the samples of all."
+)
+
+
+# -- what balance asks of a run -------------------------------------------------------------------------------
+
+
+def _warn_of_batch_norm(session: Session) -> None:
+    if session.strategy.sync_batchnorm:
+        return
+    for name, layer in session.module.named_modules():
+        is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        if is_norm and "SyncBatchNorm" not in type(layer).__name__ and layer.training:
+            rank_zero_warn(BATCH_NORM.format(name=f"{type(layer).__name__} {name!r}"))
+            return
+
+
+def measure(session: Session, step: Windows, validation: EvaluationLoop) -> Balance | None:
+    """What measures the steps of this fit; None where nobody has asked for it.
+
+    Args:
+        session: of the fit.
+        step: what plays its windows, set up.
+        validation: of the fit.
+
+    Raises:
+        MisconfigurationException: the times of the strategy's steps cannot be told apart.
+    """
+    listeners = [callback for callback in session.callbacks if callback._hears_step_times]
+    shares = session.config.balance and session.world_size > 1
+    if session.config.balance and not shares:
+        rank_zero_info(ALONE)
+    if shares:
+        check_balances(session.strategy, LOCAL_STEPS if session.strategy.local_steps is not None else "")
+        _warn_of_batch_norm(session)
+    if not listeners and not shares:
+        return None
+    name = type(session.strategy).__name__
+    if session.strategy.window is not None or session.strategy.drives_all_devices:
+        raise MisconfigurationException(
+            f"{type(listeners[0]).__name__}: {name} plays forward and backward of all ranks or of whole windows by "
+            'itself, so that their times cannot be told apart; use strategy="ddp" or "fsdp", or leave it out.'
+        )
+    return Balance(session, step, validation, listeners, shares)
+
+
+# -- the looks ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Look:
+    """What ranks tell one another: a message that was begun at one boundary and is read at the next."""
+
+    work: Any
+    rows: Tensor
+    stale: bool = False
+    """Another epoch has begun since."""
+
+
+class Balance:
+    """Looks at the ranks' times every `PERIOD` windows, tells callbacks of them, and changes shares.
+
+    A look is a message over a group of its own, begun at one boundary and read at the next, so that nobody waits for
+    it. All ranks read the same numbers and decide alike.
+
+    Args:
+        session: of the fit.
+        step: what plays its windows.
+        validation: of the fit.
+        listeners: callbacks that are told of each look.
+        shares: whether shares change.
+    """
+
+    def __init__(
+        self, session: Session, step: Windows, validation: EvaluationLoop, listeners: Sequence[Callback], shares: bool
+    ) -> None:
+        self._session, self._step, self._validation = session, step, validation
+        self._listeners, self._changes = listeners, shares
+        self._times = StepTimes(perf_counter)
+        self._group: comm.Group = None
+        self._look: _Look | None = None
+        self._windows = -WARM_UP
+        self._busy: list[float] = []  # seconds of the windows that the newest shares cut
+        self._control = ShareControl(session.strategy.replicas.count)
+        self._total, self._often, self._micro = 0, 1, 1
+        self._parts: tuple[int, ...] = ()
+        self._largest = 0.0  # micro-batch of this rank so far
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, steps are measured."""
+        session = self._session
+        if session.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
+            comm.barrier(self._group)  # all are connected before one may leave
+        try:
+            with self._times.attached(session.strategy, self._step, self._validation):
+                yield
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._look is not None:
+            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more
+                self._look.work.wait(timedelta(seconds=5))
+            self._look = None
+        if self._group is not None and comm.is_distributed():
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
+        """An epoch is about to be opened, or what is left of one."""
+        feed.prepare(epoch, accumulate)
+        self._times.attach_source(feed.source)
+        self._times.begin()
+        if self._look is not None:
+            self._look.stale = True
+        total, often = feed.shared_at_once()
+        if (total, often) != (self._total, self._often):
+            if total <= self._control.size and self._changes:
+                rank_zero_info(NO_SAMPLES.format(total=total, size=self._control.size))
+            self._total, self._often = total, often
+            self._control = ShareControl(self._control.size)
+        self._micro = feed.micro
+        self._expect(apportion(total, self._control.size, feed.shares))
+
+    def _expect(self, parts: Sequence[int]) -> None:
+        self._parts = tuple(parts)
+        self._expected = [part * self._often for part in parts]
+        self._busy.clear()
+
+    def window_ended(self, window: Window) -> None:
+        """At a boundary."""
+        strategy = self._session.strategy
+        found = self._times.end_window(window.of_rank[strategy.replicas.index])
+        self._windows += 1
+        if self._windows <= 0:
+            self._times.windows.clear()
+            return
+        if list(window.of_rank) == self._expected:
+            self._busy.append(found.busy)
+            self._largest = max(self._largest, found.samples / self._micro)
+        if self._look is not None:
+            self._hear()
+        elif self._windows % PERIOD == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Begin a look: this rank's medians, how far it has drawn, and how many samples it has room for."""
+        feed = self._session.fit.loaded
+        parts = typical(self._times.take())
+        busy = median(self._busy) if len(self._busy) >= LEAST else math.nan
+        self._busy.clear()
+        mine = [busy, float(feed.drawn), self._room(), parts.samples, *(getattr(parts, name) for name in PARTS)]
+        row = torch.tensor(mine, dtype=torch.float64)
+        rows = torch.empty(self._session.world_size, len(mine), dtype=torch.float64)
+        if self._group is None:
+            self._look = _Look(None, row.unsqueeze(0))
+        else:
+            self._look = _Look(all_gather(rows.view(-1), row, self._group), rows)
+
+    @does("looking at the ranks' times")
+    def _hear(self) -> None:
+        look, self._look = self._look, None
+        assert look is not None
+        if look.work is not None:
+            look.work.wait()
+        rows = look.rows.tolist()
+        by_rank = [WindowTimes(*row[3:]) for row in rows]
+        for listener in self._listeners:
+            listener._on_step_times(self._session.trainer, by_rank)
+        if self._changes and not look.stale:
+            self._reshare(rows)
+
+    def _reshare(self, rows: list[list[float]]) -> None:
+        busy = [row[0] for row in rows]
+        if any(map(math.isnan, busy)) or self._total <= self._control.size:
+            return
+        most = [int(min(row[2], 2**62)) for row in rows]
+        move = self._control.look(busy, self._parts, most)
+        if move is None:
+            return
+        # what was told is of one window before, in which each rank has drawn as many more
+        drawn = max(int(row[1]) for row in rows) + self._micro
+        feed, progress = self._session.fit.loaded, self._session.fit.progress
+        number = feed.reshare(move.after, drawn)
+        self._expect(move.after)
+        when = "the next epoch" if number is None else f"batch {number} of epoch {progress.epoch}"
+        rank_zero_info(said(move, progress.global_step, when))
+
+    def _room(self) -> float:
+        """How many of the samples that are shared out at once this rank's memory has room for; infinite: unknown."""
+        strategy, activations, largest = self._session.strategy, self._session.activations, self._largest
+        device = strategy.root_device
+        if not self._changes or not largest:
+            return math.inf
+        if device.type == "cuda":
+            each = (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)) / largest
+        elif activations is not None and activations.samples:
+            each = 2 * activations.total / activations.samples  # a backward makes gradients of them
+        else:
+            return math.inf
+        free = free_memory(device, strategy.world.local_size)
+        if free is None or each <= 0:
+            return math.inf
+        return max(largest, ROOM * free / each) * self._micro / self._often
+
+
+def said(move: Move, step: int, when: str) -> str:
+    """What the user is told of a change of shares."""
+    after, before = (", ".join(map(str, parts)) for parts in (move.after, move.before))
+    took = ", ".join(f"{seconds * 1e3:.3g}" for seconds in move.seconds)
+    return (
+        f"balance: step {step}: of {sum(move.after)} samples ranks take {after} from {when} on. They took {before}, "
+        f"in {took} ms: steps should be {move.gain:.2f} x as fast."
+    )
