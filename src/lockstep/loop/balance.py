@@ -106,8 +106,6 @@ class _Look:
 
     work: Any
     rows: Tensor
-    stale: bool = False
-    """Another epoch has begun since."""
 
 
 class Balance:
@@ -136,7 +134,8 @@ class Balance:
         self._busy: list[float] = []  # seconds of the windows that the newest shares cut
         self._control = ShareControl(session.strategy.replicas.count)
         self._total, self._often, self._micro = 0, 1, 1
-        self._parts: tuple[int, ...] = ()
+        self._parts: tuple[int, ...] = ()  # of what is shared out at once, by the newest shares
+        self._expected: list[int] = []  # and of a full window
         self._largest = 0.0  # micro-batch of this rank so far
 
     @contextmanager
@@ -166,8 +165,8 @@ class Balance:
         feed.prepare(epoch, accumulate)
         self._times.attach_source(feed.source)
         self._times.begin()
-        if self._look is not None:
-            self._look.stale = True
+        if self._look is not None:  # what it says of micro-batches that were drawn is of the epoch before
+            self._hear(feed, between_epochs=True)
         total, often = feed.shared_at_once()
         if (total, often) != (self._total, self._often):
             if total <= self._control.size and self._changes:
@@ -178,9 +177,10 @@ class Balance:
         self._expect(apportion(total, self._control.size, feed.shares))
 
     def _expect(self, parts: Sequence[int]) -> None:
-        self._parts = tuple(parts)
-        self._expected = [part * self._often for part in parts]
-        self._busy.clear()
+        expected = [part * self._often for part in parts]
+        if expected != self._expected:
+            self._busy.clear()
+        self._parts, self._expected = tuple(parts), expected
 
     def window_ended(self, window: Window) -> None:
         """At a boundary."""
@@ -194,7 +194,7 @@ class Balance:
             self._busy.append(found.busy)
             self._largest = max(self._largest, found.samples / self._micro)
         if self._look is not None:
-            self._hear()
+            self._hear(self._session.fit.loaded)
         elif self._windows % PERIOD == 0:
             self._tell()
 
@@ -213,7 +213,7 @@ class Balance:
             self._look = _Look(all_gather(rows.view(-1), row, self._group), rows)
 
     @does("looking at the ranks' times")
-    def _hear(self) -> None:
+    def _hear(self, feed: Feed, between_epochs: bool = False) -> None:
         look, self._look = self._look, None
         assert look is not None
         if look.work is not None:
@@ -222,24 +222,24 @@ class Balance:
         by_rank = [WindowTimes(*row[3:]) for row in rows]
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, by_rank)
-        if self._changes and not look.stale:
-            self._reshare(rows)
-
-    def _reshare(self, rows: list[list[float]]) -> None:
-        busy = [row[0] for row in rows]
-        if any(map(math.isnan, busy)) or self._total <= self._control.size:
-            return
-        most = [int(min(row[2], 2**62)) for row in rows]
-        move = self._control.look(busy, self._parts, most)
+        move = self._decide(rows) if self._changes else None
         if move is None:
             return
-        # what was told is of one window before, in which each rank has drawn as many more
-        drawn = max(int(row[1]) for row in rows) + self._micro
-        feed, progress = self._session.fit.loaded, self._session.fit.progress
-        number = feed.reshare(move.after, drawn)
+        progress, number = self._session.fit.progress, None
+        if not between_epochs:
+            # what was told is of one window before; in that, each rank has drawn as many more
+            number = max(int(row[1]) for row in rows) + self._micro
+        held = feed.reshare(move.after, number)
         self._expect(move.after)
-        when = "the next epoch" if number is None else f"batch {number} of epoch {progress.epoch}"
-        rank_zero_info(said(move, progress.global_step, when))
+        where = "now" if between_epochs else "the next epoch" if held is None else f"batch {held}"
+        rank_zero_info(said(move, progress.global_step, where))
+
+    def _decide(self, rows: list[list[float]]) -> Move | None:
+        busy = [row[0] for row in rows]
+        if any(map(math.isnan, busy)) or self._total <= self._control.size:
+            return None
+        most = [int(min(row[2], 2**62)) for row in rows]
+        return self._control.look(busy, self._parts, most)
 
     def _room(self) -> float:
         """How many of the samples that are shared out at once this rank's memory has room for; infinite: unknown."""
@@ -259,11 +259,11 @@ class Balance:
         return max(largest, ROOM * free / each) * self._micro / self._often
 
 
-def said(move: Move, step: int, when: str) -> str:
+def said(move: Move, step: int, where: str) -> str:
     """What the user is told of a change of shares."""
     after, before = (", ".join(map(str, parts)) for parts in (move.after, move.before))
     took = ", ".join(f"{seconds * 1e3:.3g}" for seconds in move.seconds)
     return (
-        f"balance: step {step}: of {sum(move.after)} samples ranks take {after} from {when} on. They took {before}, "
+        f"balance: step {step}: of {sum(move.after)} samples ranks take {after} from {where} on. They took {before}, "
         f"in {took} ms: steps should be {move.gain:.2f} x as fast."
     )

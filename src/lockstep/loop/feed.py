@@ -401,19 +401,21 @@ class Feed:
         whole = self.counting.ranks * self._accumulate * batch
         return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
 
-    def reshare(self, shares: Sequence[float], number: int) -> int | None:
+    def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
         """Share out by other weights what begins with micro-batch ``number`` of the epoch, on all ranks alike.
 
         Args:
             shares: a positive number for each rank.
-            number: no rank has drawn it or what follows.
+            number: no rank has drawn it or what follows; None: the next epoch's first.
 
         Returns:
             the first micro-batch that they hold for, with which a window begins; None: they hold from the next epoch.
         """
         self._latest = () if len(set(shares)) == 1 else tuple(shares)
+        if number is None or not self._source.reshares:
+            return None
         number += (self._first - number) % self.micro
-        if not self._source.reshares or number >= self._stop:
+        if number >= self._stop:
             return None
         self._source.reshare((number, self._latest))
         self._shares.append((number, self._latest))
