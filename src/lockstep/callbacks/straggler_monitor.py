@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class StragglerMonitor(Callback):
         self._slow = [0] * trainer.world_size
 
     def _on_step_times(self, trainer: Trainer, by_rank: Sequence[WindowTimes]) -> None:
+        if any(math.isnan(_pace(times)) for times in by_rank):  # a device is not through with any step
+            return
         self.scores = self._judged(by_rank)
         slowest = max(self.scores, key=lambda each: (each.score, each.past))
         for each in self.scores:

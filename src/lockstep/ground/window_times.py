@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 PARTS = ("data", "forward", "backward", "waiting", "other")
 """The parts of a window's time, as `WindowTimes` has them."""
 
 
-@dataclass(frozen=True)
-class WindowTimes:
+class WindowTimes(NamedTuple):
     """Seconds of one window on one rank, or of a typical one.
 
     Attributes:
@@ -38,4 +37,4 @@ class WindowTimes:
 
 def typical(windows: Sequence[WindowTimes]) -> WindowTimes:
     """The median of each part over some windows, at least one."""
-    return WindowTimes(*(median(getattr(each, name) for each in windows) for name in ("samples", *PARTS)))
+    return WindowTimes(*map(median, zip(*windows, strict=True)))

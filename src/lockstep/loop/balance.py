@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.callbacks.base import Callback
 from lockstep.data.cut import apportion
 from lockstep.data.shares import Move, ShareControl
-from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.free_memory import free_memory
-from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
-from lockstep.ground.window_times import PARTS, WindowTimes, typical
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.row_exchange import RowExchange
+from lockstep.ground.window_times import WindowTimes, typical
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed, Window
 from lockstep.loop.session import Session
-from lockstep.loop.step_times import StepTimes, Windows
-from lockstep.parallel.transport import all_gather
+from lockstep.loop.step_times import DeviceTimes, StepTimes, Windows
 from lockstep.strategies.table import check_balances
 
 PERIOD = 8
@@ -37,6 +31,10 @@ LEAST = 4
 """Windows of equal parts, at least, by which a look judges a rank."""
 WARM_UP = 2
 """Windows at the start of a fit that no look takes in: memory is being allocated."""
+ROW = 3 + len(WindowTimes._fields)
+"""Numbers that a rank tells: seconds of a window, micro-batches drawn, samples that it has room for, and its times."""
+LOOKS_AT_MEMORY = 32
+"""Looks from one at the free memory to the next: it takes half a millisecond."""
 ROOM = 0.8
 """The part of the free memory that a larger share may fill."""
 
@@ -100,19 +98,11 @@ def measure(session: Session, step: Windows, validation: EvaluationLoop) -> Bala
 # -- the looks ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Look:
-    """What ranks tell one another: a message that was begun at one boundary and is read at the next."""
-
-    work: Any
-    rows: Tensor
-
-
 class Balance:
     """Looks at the ranks' times every `PERIOD` windows, tells callbacks of them, and changes shares.
 
-    A look is a message over a group of its own, begun at one boundary and read at the next, so that nobody waits for
-    it. All ranks read the same numbers and decide alike.
+    What ranks tell at one boundary is read at the next, so that nobody waits for it. All ranks read the same numbers
+    and decide alike.
 
     Args:
         session: of the fit.
@@ -127,11 +117,14 @@ class Balance:
     ) -> None:
         self._session, self._step, self._validation = session, step, validation
         self._listeners, self._changes = listeners, shares
-        self._times = StepTimes(perf_counter)
-        self._group: comm.Group = None
-        self._look: _Look | None = None
+        device = session.strategy.root_device.type
+        self._times = DeviceTimes(perf_counter) if device == "cuda" else StepTimes(perf_counter)
+        # in manual optimization the user reduces, or not; local steps reduce among some ranks only
+        synced = session.module.automatic_optimization and session.strategy.local_steps is None
+        self._rows = RowExchange(ROW, synced=synced, alone=session.world_size == 1)
+        self._most = (0, math.inf)  # the look at which memory was looked at last, and what it has room for
         self._windows = -WARM_UP
-        self._busy: list[float] = []  # seconds of the windows that the newest shares cut
+        self._cut = 0  # counts changes of shares, so that windows that the newest cut are told apart
         self._control = ShareControl(session.strategy.replicas.count)
         self._total, self._often, self._micro = 0, 1, 1
         self._parts: tuple[int, ...] = ()  # of what is shared out at once, by the newest shares
@@ -141,31 +134,18 @@ class Balance:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, steps are measured."""
-        session = self._session
-        if session.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
-            comm.barrier(self._group)  # all are connected before one may leave
         try:
-            with self._times.attached(session.strategy, self._step, self._validation):
+            with self._times.attached(self._session.strategy, self._step, self._validation):
                 yield
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._look is not None:
-            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more
-                self._look.work.wait(timedelta(seconds=5))
-            self._look = None
-        if self._group is not None and comm.is_distributed():
-            dist.destroy_process_group(self._group)
-            self._group = None
+            self._rows.close()
 
     def begin_epoch(self, feed: Feed, epoch: int, accumulate: int) -> None:
         """An epoch is about to be opened, or what is left of one."""
         feed.prepare(epoch, accumulate)
         self._times.attach_source(feed.source)
         self._times.begin()
-        if self._look is not None:  # what it says of micro-batches that were drawn is of the epoch before
+        if self._rows.is_told:  # what it says of micro-batches that were drawn is of the epoch before
             self._hear(feed, between_epochs=True)
         total, often = feed.shared_at_once()
         if (total, often) != (self._total, self._often):
@@ -178,47 +158,34 @@ class Balance:
 
     def _expect(self, parts: Sequence[int]) -> None:
         expected = [part * self._often for part in parts]
-        if expected != self._expected:
-            self._busy.clear()
+        self._cut += expected != self._expected
         self._parts, self._expected = tuple(parts), expected
 
     def window_ended(self, window: Window) -> None:
         """At a boundary."""
-        strategy = self._session.strategy
-        found = self._times.end_window(window.of_rank[strategy.replicas.index])
+        samples = window.of_rank[self._session.strategy.replicas.index]
+        counts = list(window.of_rank) == self._expected
+        self._times.end_window(samples, self._cut if counts else -1)
         self._windows += 1
         if self._windows <= 0:
-            self._times.windows.clear()
+            self._times.take(-1)
             return
-        if list(window.of_rank) == self._expected:
-            self._busy.append(found.busy)
-            self._largest = max(self._largest, found.samples / self._micro)
-        if self._look is not None:
+        if counts:
+            self._largest = max(self._largest, samples / self._micro)
+        if self._rows.is_told:
             self._hear(self._session.fit.loaded)
         elif self._windows % PERIOD == 0:
             self._tell()
 
     def _tell(self) -> None:
         """Begin a look: this rank's medians, how far it has drawn, and how many samples it has room for."""
-        feed = self._session.fit.loaded
-        parts = typical(self._times.take())
-        busy = median(self._busy) if len(self._busy) >= LEAST else math.nan
-        self._busy.clear()
-        mine = [busy, float(feed.drawn), self._room(), parts.samples, *(getattr(parts, name) for name in PARTS)]
-        row = torch.tensor(mine, dtype=torch.float64)
-        rows = torch.empty(self._session.world_size, len(mine), dtype=torch.float64)
-        if self._group is None:
-            self._look = _Look(None, row.unsqueeze(0))
-        else:
-            self._look = _Look(all_gather(rows.view(-1), row, self._group), rows)
+        windows, busy = self._times.take(self._cut)
+        parts = typical(windows) if windows else WindowTimes(*[math.nan] * len(WindowTimes._fields))
+        mine = median(busy) if len(busy) >= LEAST else math.nan
+        self._rows.tell([mine, float(self._session.fit.loaded.drawn), self._room(), *parts])
 
-    @does("looking at the ranks' times")
     def _hear(self, feed: Feed, between_epochs: bool = False) -> None:
-        look, self._look = self._look, None
-        assert look is not None
-        if look.work is not None:
-            look.work.wait()
-        rows = look.rows.tolist()
+        rows = self._rows.hear()
         by_rank = [WindowTimes(*row[3:]) for row in rows]
         for listener in self._listeners:
             listener._on_step_times(self._session.trainer, by_rank)
@@ -234,7 +201,7 @@ class Balance:
         where = "now" if between_epochs else "the next epoch" if held is None else f"batch {held}"
         rank_zero_info(said(move, progress.global_step, where))
 
-    def _decide(self, rows: list[list[float]]) -> Move | None:
+    def _decide(self, rows: Sequence[Sequence[float]]) -> Move | None:
         busy = [row[0] for row in rows]
         if any(map(math.isnan, busy)) or self._total <= self._control.size:
             return None
@@ -243,20 +210,30 @@ class Balance:
 
     def _room(self) -> float:
         """How many of the samples that are shared out at once this rank's memory has room for; infinite: unknown."""
-        strategy, activations, largest = self._session.strategy, self._session.activations, self._largest
-        device = strategy.root_device
-        if not self._changes or not largest:
-            return math.inf
-        if device.type == "cuda":
-            each = (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)) / largest
-        elif activations is not None and activations.samples:
-            each = 2 * activations.total / activations.samples  # a backward makes gradients of them
-        else:
-            return math.inf
-        free = free_memory(device, strategy.world.local_size)
-        if free is None or each <= 0:
-            return math.inf
-        return max(largest, ROOM * free / each) * self._micro / self._often
+        looks = self._windows // PERIOD
+        if self._changes and self._largest and looks >= self._most[0]:
+            free = _samples_in_free_memory(self._session, self._largest)
+            self._most = (looks + LOOKS_AT_MEMORY, free)
+        return max(self._largest, self._most[1]) * self._micro / self._often
+
+
+def _samples_in_free_memory(session: Session, largest: float) -> float:
+    """How many samples of a micro-batch there is memory for, where that can be told; else infinite.
+
+    Args:
+        session: between two windows, so that all that a micro-batch needs is free.
+        largest: samples of the largest one so far.
+    """
+    strategy, activations = session.strategy, session.activations
+    device = strategy.root_device
+    if device.type == "cuda":
+        each = (torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)) / largest
+    elif activations is not None and activations.samples:
+        each = 2 * activations.total / activations.samples  # a backward makes gradients of them
+    else:
+        return math.inf
+    free = free_memory(device, strategy.world.local_size)
+    return math.inf if free is None or each <= 0 else ROOM * free / each
 
 
 def said(move: Move, step: int, where: str) -> str:

@@ -373,6 +373,12 @@ class FSDPStrategy(RankedStrategy):
             "a fit. Change their param_groups instead."
         )
 
+    def waits_in(self) -> list[tuple[object, str]]:
+        """On a GPU where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
+        if self._sharded is None or self.root_device.type != "cuda":
+            return []
+        return [(group, name) for group in self._sharded.groups() for name in ("wait_for_unshard", "finalize_backward")]
+
     def teardown(self) -> None:
         """Free whole parameters; the module stays sharded."""
         super().teardown()
