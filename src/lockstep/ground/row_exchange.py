@@ -31,6 +31,9 @@ class RowExchange:
         synced: whether there is such a reduction between each `tell` and the `hear` that follows.
         alone: this process tells itself, whatever group there is.
 
+    Attributes:
+        is_told: whether a row was told and not yet heard.
+
     Example:
         >>> rows = RowExchange(2)
         >>> rows.tell([1.0, 2.0])
@@ -42,7 +45,7 @@ class RowExchange:
         self._world, self._rank = (1, 0) if alone else (comm.world_size(group), comm.rank(group))
         self._row = Struct(f"={width + 1}d")  # its number, and the row
         self._count = 0  # rows told
-        self._heard = 0
+        self.is_told = False
         self._group: comm.Group = None
         self._page: mmap.mmap | None = None
         self._sent: tuple[Any, torch.Tensor] | None = None
@@ -56,14 +59,10 @@ class RowExchange:
             self._group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
             comm.barrier(self._group)  # all are connected before one may leave
 
-    @property
-    def is_told(self) -> bool:
-        """Whether a row was told and not yet heard."""
-        return self._count > self._heard
-
     def tell(self, row: Sequence[float]) -> None:
         """Tell the other ranks this one's row."""
         self._count += 1
+        self.is_told = True
         if self._page is not None:
             self._row.pack_into(self._page, self._place(self._rank), self._count, *row)
         elif self._group is None:
@@ -80,7 +79,7 @@ class RowExchange:
         Raises:
             RuntimeError: a rank has not told its row: there was no reduction in between.
         """
-        self._heard = self._count
+        self.is_told = False
         if self._page is not None:
             found = [self._row.unpack_from(self._page, self._place(rank)) for rank in range(self._world)]
             if any(row[0] != self._count for row in found):
