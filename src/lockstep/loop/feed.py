@@ -134,6 +134,21 @@ def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ran
             raise MisconfigurationException(no_batches(loader, name, ranks))
 
 
+def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
+    """Refuse what a training hook returned, where it is no loader, or loaders one after the other.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    if mode == "sequential":
+        raise MisconfigurationException(
+            'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
+            '"max_size" or "max_size_cycle".'
+        )
+    if not loaders:
+        raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+
+
 def no_batches(loader: object, name: str, size: int) -> str:
     """Why a loader gives no batches."""
     samples = length_of(getattr(loader, "dataset", None))
@@ -323,13 +338,7 @@ class Feed:
             shares=by_weight,
             reshared=reshared,
         )
-        if mode == "sequential":
-            raise MisconfigurationException(
-                'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
-                '"max_size" or "max_size_cycle".'
-            )
-        if not loaders:
-            raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+        check_trainable(source, loaders, mode)
         parts, loaders, names = make_sources(loaders, spec, overfit)
         ahead, batches = check_alike(parts, spec, names), [part.batch for part in parts]
         made = parts[0] if nest is None else Mixed(parts, nest, mode)
