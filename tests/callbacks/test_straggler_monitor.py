@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.callbacks import StragglerMonitor
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.profilers import SimpleProfiler
 from lockstep.testing.pool import RankPool
 from tests.loop.balanced import Clock, made_up_clock
 from tests.loop.pieces import Recorder, Slope, on_ranks, quiet
@@ -116,6 +117,19 @@ def test_a_run_that_nobody_measures_keeps_its_methods() -> None:
         assert trainer.fit_loop.step.training_step == module.training_step
         assert "evaluate" not in vars(trainer.fit_loop.validation)
         assert trainer.fit_loop.balance is None
+
+
+def test_a_profiler_and_the_monitor_measure_side_by_side() -> None:
+    profiler = SimpleProfiler()
+    with made_up_clock() as clock:
+        monitor, module = StragglerMonitor(), Slow(clock, "", 1.0, range(0))
+        trainer = quiet(max_epochs=1, callbacks=[monitor], profiler=profiler)
+        trainer.fit(module, DataLoader(Numbers(clock, 0.001), 8))
+    assert len(profiler.recorded_durations["run_training_batch"]) == 20
+    assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.backward"]) == 20
+    assert monitor.scores[0].times == pytest.approx((8, 0.008, 0.008, 0.008, 0, 0.008))
+    assert "backward" not in vars(trainer.strategy)
+    assert trainer.fit_loop.step.training_step == module.training_step
 
 
 @pytest.mark.parametrize("wrong", [{"threshold": 1}, {"threshold": "2"}, {"patience": 0}, {"patience": 1.5}])

@@ -99,6 +99,16 @@ def test_shares_go_on_in_the_next_epoch() -> None:
     assert parts_of(play(feeds, 1, epoch=1)) == [[6, 2]] * 5
 
 
+def test_shares_decided_between_two_epochs_hold_from_the_one_that_is_begun_next() -> None:
+    """Also where that epoch had been begun before, as a pass without training does."""
+    feeds = of(lambda: loader(40, 4), 2)
+    play(feeds, 1)
+    for feed in feeds:
+        feed.begin(1)
+        feed.reshare((3, 1), None)
+    assert parts_of(play(feeds, 1, epoch=1)) == [[6, 2]] * 5
+
+
 def test_loaders_side_by_side_take_new_shares_with_the_next_epoch() -> None:
     feeds = of(lambda: {"a": loader(40, 4), "b": loader(16, 4)}, 2)
     for epoch, expected in ((0, 4.0), (1, 6.0)):

@@ -43,10 +43,11 @@ class RankScore:
     part: str
 
     def __str__(self) -> str:
+        where = f"; most of it in {self.part}" if max(self.score, self.past) > 1 else ""
         parts = ", ".join(f"{name} {getattr(self.times, name) * 1e3:.3g}" for name in PARTS)
         return (
             f"rank {self.rank} on {self.host} takes {self.score:.2f} x the fastest rank's time for a sample, and "
-            f"{self.past:.2f} x its own best; most of it in {self.part} (ms of a step of {self.times.samples:g} "
+            f"{self.past:.2f} x its own best{where} (ms of a step of {self.times.samples:g} "
             f"samples: {parts})"
         )
 

@@ -421,6 +421,8 @@ class Feed:
             the first micro-batch that they hold for, with which a window begins; None: they hold from the next epoch.
         """
         self._latest = () if len(set(shares)) == 1 else tuple(shares)
+        if number is None:
+            self._shared_epoch = -1  # whichever is begun next
         if number is None or not self._source.reshares:
             return None
         number += (self._first - number) % self.micro
