@@ -5,12 +5,14 @@
     python examples/language_model.py --devices 2 --strategy fsdp:SHARD_GRAD_OP
     python examples/language_model.py --devices 2 --strategy deepspeed_stage_3_offload
     python examples/language_model.py --devices 4 --strategy model_parallel
+    python examples/language_model.py --devices 2 --balance --slow-rank 1:3
 
 The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minute on one core.
 """
 
 import argparse
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,54 @@ class PrintLoss(Callback):
         trainer.print(f"step {trainer.global_step}: {losses}")
 
 
+class SlowRank(Callback):
+    """Makes one rank slower, as a throttled device is: it computes each batch again and again, on a model of its own.
+
+    Args:
+        rank: which.
+        factor: how much slower; 3.0 computes each batch twice more.
+        sizes: of the model.
+    """
+
+    def __init__(self, rank: int, factor: float, **sizes: int) -> None:
+        self.rank, self.more = rank, factor - 1
+        self.twin = build_gpt(**sizes)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank != self.rank:
+            return
+        twin, left = self.twin.to(batch[0].device), self.more
+        while left > 0:
+            bytes_in, bytes_out = (each[: max(1, round(min(left, 1.0) * len(each)))] for each in batch)
+            loss = cross_entropy(twin(bytes_in).flatten(0, 1), bytes_out.flatten())
+            torch.autograd.grad(loss, [*twin.parameters()])
+            left -= 1
+
+    @staticmethod
+    def parse(text: str) -> tuple[int, float]:
+        """``"1:3"`` is rank 1, 3 times slower."""
+        rank, _, factor = text.partition(":")
+        if not rank.isdigit() or not float(factor or 0) > 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a rank and a factor above 1, 1:3 say")
+        return int(rank), float(factor)
+
+
+class PrintSpeed(Callback):
+    """At the end, how many pieces a second all ranks took at first and at last, over ten steps each."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.times = [time.perf_counter()]
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pieces = 10 * trainer.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        if len(self.times) > 24:
+            first, last = (pieces / (times[-1] - times[0]) for times in (self.times[1:12], self.times[-11:]))
+            trainer.print(f"pieces a second: {first:.1f} at first, {last:.1f} at last")
+
+
 def strategy_named(name: str, devices: int) -> str | Strategy:
     """A strategy by its name, with the mode of FSDP behind a colon; "model_parallel" has rows of two."""
     kind, _, mode = name.partition(":")
@@ -188,11 +238,17 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128, help="bytes in a piece")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--balance", action="store_true", help="let shares of a batch follow the ranks' speed")
+    parser.add_argument("--slow-rank", type=SlowRank.parse, help="rank:factor makes a rank slower, 1:3 say")
     parser.add_argument("--out", type=Path, help="folder for checkpoints; nothing is kept without")
     args = parser.parse_args()
 
     seed_everything(args.seed, workers=True)
-    model = LanguageModel(args.lr, layers=args.layers, heads=args.heads, width=args.width, block=args.block)
+    sizes = {"layers": args.layers, "heads": args.heads, "width": args.width, "block": args.block}
+    model = LanguageModel(args.lr, **sizes)
+    of_speed: list[Callback] = [PrintSpeed()] if args.balance or args.slow_rank else []
+    if args.slow_rank is not None:
+        of_speed.append(SlowRank(*args.slow_rank, **sizes))
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
@@ -209,7 +265,8 @@ def main() -> None:
         default_root_dir=args.out,
         logger=False,
         enable_checkpointing=args.out is not None,
-        callbacks=[PrintLoss()],
+        callbacks=[PrintLoss(), *of_speed],
+        balance=args.balance,
     )
     trainer.fit(model, datamodule=StandardLibrary(args.block, args.batch_size))
 

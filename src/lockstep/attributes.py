@@ -25,9 +25,9 @@ from lockstep.ground.errors import Inner, no_inner_part
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerState
 from lockstep.loggers.base import Logger
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop
 from lockstep.loop.hooks import Hooks
+from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
@@ -114,6 +114,7 @@ class Attributes:
     order: Literal["lockstep", "torch"]
     debug: Literal["collectives"] | None
     keep_global_batch: bool
+    balance: bool
     hang_timeout: float | None
     hang_kill: float | None
 

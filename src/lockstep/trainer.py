@@ -51,15 +51,15 @@ from lockstep.loggers.base import Logger
 from lockstep.loop import spawn_results, state
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
-from lockstep.loop.feed import Loaders
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.loaders import Loaders
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.table import drives_all_devices, make_strategy
+from lockstep.strategies.table import check_balances, drives_all_devices, make_strategy
 
 
 class Trainer(Attributes):
@@ -121,6 +121,8 @@ class Trainer(Attributes):
         keep_global_batch: a run that goes on with another number of ranks keeps the samples of each step: the ranks
             accumulate more or fewer micro-batches. False: ``batch_size`` and ``accumulate_grad_batches`` stay as they
             are on each rank.
+        balance: let each rank take as many samples of a global batch as its measured speed and memory allow, under
+            "ddp" and "fsdp"; the global batch and its gradient stay what they are.
         hang_timeout: how long a rank may wait for others, in seconds or as a timedelta, before it is told which rank
             waits where, and what the others do. None: nobody is told.
         hang_kill: the same, before the run is ended; one whose ranks provably went different ways ends at once. None:
@@ -183,6 +185,7 @@ class Trainer(Attributes):
         order: str = "lockstep",
         debug: str | None = None,
         keep_global_batch: bool = True,
+        balance: bool = False,
         hang_timeout: float | timedelta | None = 60.0,
         hang_kill: float | timedelta | None = 1800.0,
         **others: Never,
@@ -224,6 +227,8 @@ class Trainer(Attributes):
             made.checkpoint_io = found.checkpoint_io
         self._precision = found.precision or make_precision(flags["precision"], kind)
         self._connect(made)
+        if config.balance:
+            check_balances(made)
         self._launch = launcher(made.launcher, placement, strategy)
         self._spawns = self._launch is not directly and made.launcher in ("spawn", "fork")
         loggers = make_loggers(flags["logger"], config)

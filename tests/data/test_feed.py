@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import Window, explain_loader_error
+from lockstep.loop.feed import Window
+from lockstep.loop.loaders import explain_loader_error
 from tests.data.loaders import EveryThird, by_sampler, drawn, epoch, feed_of, indices, loader, numbers
 
 SIZES = {"n": st.integers(1, 60), "batch": st.integers(1, 7), "size": st.integers(1, 4)}
@@ -418,6 +419,6 @@ def test_errors_of_loader_hooks_are_explained() -> None:
 
 
 def test_a_loader_that_ends_too_early_is_named() -> None:
-    window = Window(iter([1]), [(1.0, 0.5), (1.0, 0.5)], True)
+    window = Window(iter([1]), [(1.0, 0.5), (1.0, 0.5)], True, [2.0, 2.0])
     with pytest.raises(RuntimeError, match="ended before the length"):
         list(window)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TrainingSpikeException as TrainingSpikeException,
     )
     from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
+    from lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from lockstep.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from lockstep.callbacks.timer import Timer as Timer
     from lockstep.callbacks.weight_averaging import (
@@ -78,6 +79,7 @@ _FILES = {
     "RichProgressBarTheme": "progress.rich",
     "SpikeDetection": "spike",
     "StochasticWeightAveraging": "stochastic_weight_avg",
+    "StragglerMonitor": "straggler_monitor",
     "TQDMProgressBar": "progress.tqdm",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",

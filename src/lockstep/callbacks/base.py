@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
+    from lockstep.ground.window_times import WindowTimes
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
@@ -39,6 +40,7 @@ class Callback:
     log_dict: Callable[..., None]
 
     _decides = False  # by logged values: its `on_train_epoch_end` comes last, when all others have logged
+    _hears_step_times = False  # has the ranks' windows measured, and is told of them by `_on_step_times`
     _searches = False  # when a call begins: what it finds is what all others shall see
 
     # -- a run ---------------------------------------------------------------------------------------------
@@ -94,6 +96,9 @@ class Callback:
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         """The same for :meth:`on_train_batch_end`."""
+
+    def _on_step_times(self, trainer: Trainer, by_rank: Sequence[WindowTimes]) -> None:
+        """What windows typically took each rank since the last call; every few windows, on all ranks alike."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Called before ``loss.backward()``."""

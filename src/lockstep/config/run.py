@@ -310,6 +310,7 @@ class RunConfig:
     order: Literal["lockstep", "torch"] = _flag(choice, choices=("lockstep", "torch"))
     debug: Literal["collectives"] | None = _flag(choice, choices=(None, "collectives"))
     keep_global_batch: bool = _flag(switch)
+    balance: bool = _flag(switch)
     hang_timeout: float | None = _flag(seconds)
     hang_kill: float | None = _flag(seconds)
 

@@ -22,6 +22,7 @@ from lockstep.data.source import (
     Indexed,
     Measure,
     Ordered,
+    Reshare,
     Sampling,
     Source,
     SourceSpec,
@@ -262,7 +263,7 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
         made = Untouched(loader, spec, measure)
     else:
         made = make_indexed(loader, spec, key, name)
-    if spec.shares:
+    if spec.shares or spec.reshared:
         check_shares(made, spec, name)
     return made
 
@@ -320,11 +321,16 @@ def check_shares(source: Source, spec: SourceSpec, name: str) -> None:
         MisconfigurationException: with the way out.
     """
     if not source.divisible:
+        asked, else_do = f"shares={spec.shares}", "give equal shares"
+        if spec.reshared:
+            asked, else_do = "Trainer(balance=True)", "leave `balance` out"
         raise MisconfigurationException(
-            f"shares={spec.shares}: {name} gives whole batches, which lockstep cannot share out by weight. Make it a "
+            f"{asked}: {name} gives whole batches, which lockstep cannot share out by weight. Make it a "
             "DataLoader over a map-style data set, with a batch_size and without a DistributedSampler or a batch "
-            "sampler of its own, and leave Trainer(use_distributed_sampler=True); or give equal shares."
+            f"sampler of its own, and leave Trainer(use_distributed_sampler=True); or {else_do}."
         )
+    if not spec.shares:
+        return
     samples = source.batch * spec.size
     parts = apportion(samples, spec.size, spec.shares)
     if 0 in parts:
@@ -418,6 +424,10 @@ class Mixed(Source):
         for part in self._parts:  # which go on by the number of micro-batches
             part.recut(replace(plan, number=0, position=None))
         self._measure()
+
+    def use_shares(self, shares: Sequence[Reshare]) -> None:
+        for part in self._parts:  # whose micro-batches have other numbers: a pass is shared out alike from its start
+            part.use_shares([(0, shares[-1][1])])
 
     def open(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[Any]:
         walk = self._rows([part.open for part in self._parts], epoch, start, stop)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, TypeAlias
 
@@ -90,6 +90,25 @@ class Cut:
         """Number of positions that each rank takes of a micro-batch."""
         _, count, micro, part = self._locate(number)
         return [total // micro + (part < total % micro) for total in apportion(count, self.size, self.weights)]
+
+    def recut(self, number: int, weights: tuple[float, ...]) -> Cut:
+        """The positions from micro-batch ``number`` on, with which a window begins, shared out by other weights.
+
+        Example:
+            >>> cut = Cut(n=20, batch=4, size=2).recut(1, (3, 1))
+            >>> [cut.span(1, rank) for rank in range(2)]
+            [(8, 14), (14, 16)]
+
+        Raises:
+            ValueError: the micro-batch is inside a window.
+        """
+        start, part = self.position + self.n, 0
+        if number < self.length:
+            start, _, _, part = self._locate(number)
+        if part:
+            raise ValueError(f"Cut.recut(number={number}): a window is under way there")
+        left = self.position + self.n - start
+        return replace(self, n=left, weights=weights, number=number, position=start)
 
     @property
     def _window(self) -> int:

@@ -19,6 +19,7 @@ from lockstep.data.randomness import SeparateStates, generators_of
 from lockstep.data.source import (
     Gather,
     Indexed,
+    Reshare,
     Sampling,
     call_set_epoch,
     holders,
@@ -84,7 +85,7 @@ class Drawn(Indexed):
         spec = sampling.spec
         self.rank, self._size = among or (spec.rank, spec.size)
         self._gather = spec.gather if among is None else None
-        self._shares = spec.shares
+        self._shares: list[Reshare] = [(0, spec.shares)]
         self._sampler = sampler = sampling.sampler
         self.length = self._length_on(self._size)
         self._unit = self._size * self.batch  # positions that are pulled together
@@ -168,13 +169,31 @@ class Drawn(Indexed):
         n = plan.kept(math.inf if count is None else count, self.batch, drop_last)
         self.length = n if math.isinf(n) else plan.cut(int(n), self.batch, self._size, drop_last).length
 
+    @property
+    def drawn(self) -> int:  # type: ignore[override]
+        """Micro-batches that have been shared out."""
+        return self._reached
+
+    def use_shares(self, shares: Sequence[Reshare]) -> None:
+        self._shares = list(shares)
+
+    def reshare(self, shares: Reshare) -> None:
+        if shares[0] < self._reached:
+            raise RuntimeError(f"{self._sampling.name}: micro-batch {shares[0]} has been drawn, and was to be cut anew")
+        self._shares.append(shares)
+
+    def _weights_at(self, number: int) -> tuple[float, ...]:
+        first = self._shares[0]
+        return next((each for each in reversed(self._shares) if each[0] <= number), first)[1]
+
     def position(self, number: int) -> int:
         plan = self._plan
         return number * self._unit if plan is None else plan.reached(number, self.batch, self._size)
 
     def _pull(self) -> bool:
         """Draws the next few global batches, or windows of a plan; whether there were any."""
-        wanted: int | float = self._unit * max(1, _DRAW // self._unit)
+        # where shares may change, what is shared out is not far ahead of training
+        wanted: int | float = self._unit * (1 if self.reshares else max(1, _DRAW // self._unit))
         if self._plan is not None:
             wanted = min(wanted, self._plan.kept(math.inf, self.batch, False) - self._position)
         with self._states:
@@ -228,10 +247,10 @@ class Drawn(Indexed):
         """Shares out neighbouring positions that begin with a global batch, or a window of a plan."""
         count, batch, size, drop_last = len(drawn), self.batch, self._size, self._sampling.drop_last
         if self._plan is None:
-            cut = Cut(count, batch, size, drop_last, weights=self._shares)
+            cut = Cut(count, batch, size, drop_last, weights=self._weights_at(self._reached))
         else:
             here = WindowPlan(self._plan.ranks, self._plan.accumulate)
-            cut = here.cut(count, batch, size, drop_last, self._shares)
+            cut = here.cut(count, batch, size, drop_last, self._weights_at(self._reached))
         first = 0
         for number in range(cut.length):
             sizes = cut.sizes(number)

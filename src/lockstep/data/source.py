@@ -30,6 +30,9 @@ from lockstep.ground.rank import rank_zero_info
 Gather: TypeAlias = Callable[[Tensor], Tensor]
 """Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
 
+Reshare: TypeAlias = tuple[int, tuple[float, ...]]
+"""A micro-batch with which a window begins, and the ranks' shares from there on; () is equal ones."""
+
 SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
@@ -86,6 +89,8 @@ class SourceSpec:
     """Every rank's tensor, stacked; None where there is but one rank."""
     shares: tuple[float, ...] = ()
     """A rank's part of a global batch is proportional to its number here; empty: all parts are equal."""
+    reshared: bool = False
+    """The shares change while an epoch runs."""
 
     def agreed(self, seed: int) -> int:
         """Rank 0's seed."""
@@ -118,6 +123,10 @@ class Source(ABC):
     """A global batch can be cut into parts of any size; else in whole batches only."""
     uneven: bool = False
     """Ranks draw unequal parts of a full global batch."""
+    reshares: bool = False
+    """Shares may change within a pass, by :meth:`reshare`; else with the next one."""
+    drawn: int = 0
+    """Micro-batches of the pass that were drawn, by loader workers ahead of training, too; where it ``reshares``."""
     rank: int
     mark: float = 0.0
     """Stands for the first sample of a stream before it was shared out. It differs between ranks where they do not read
@@ -147,6 +156,17 @@ class Source(ABC):
     def weights(self, number: int) -> Sequence[float]:
         """Number of samples that each rank draws for a micro-batch; 0 where it draws a padding batch."""
         raise NotImplementedError(f"{type(self).__name__} knows no weights ahead")
+
+    def even_until(self, number: int) -> int:
+        """End of the micro-batches from ``number`` on in which each rank draws as many samples as in that one."""
+        return self.even
+
+    def use_shares(self, shares: Sequence[Reshare]) -> None:  # noqa: B027
+        """Share the passes to come out by weight: from each of these micro-batches on by other weights."""
+
+    def reshare(self, shares: Reshare) -> None:
+        """Share the pass under way out by other weights, from a micro-batch on that no rank has drawn."""
+        raise NotImplementedError(f"{type(self).__name__} shares a whole pass out alike")
 
     def row(self, number: int) -> list[Sequence[float]]:
         """:meth:`weights` of each loader of which a micro-batch holds a part; asked in place of those."""
@@ -243,7 +263,8 @@ class Indexed(Source):
         self._measure = Measure(sampling.name, spec.stage) if sampling.single else None
         self.ahead = self._measure is None
         self.divisible = sampling.batch_size is not None and not sampling.single
-        self.uneven = bool(spec.shares)
+        self.uneven = bool(spec.shares) or spec.reshared
+        self.reshares = spec.reshared
         self._sampling = sampling
         self._key = sampling.key
         self._epoch_key = 0
@@ -330,6 +351,7 @@ class Ordered(Indexed):
 
     def _use(self, cut: Cut) -> None:
         self._cut, self.length, self.even = cut, cut.length, cut.full
+        self._cuts = [cut]  # each holds up to the next one's first micro-batch
 
     def recut(self, plan: WindowPlan) -> None:
         whole = self._whole
@@ -346,10 +368,35 @@ class Ordered(Indexed):
         self._order = self._order_of(epoch, turn)
         self._start = start
 
+    def use_shares(self, shares: Sequence[Reshare]) -> None:
+        self._cuts = [self._cut]
+        for number, weights in shares:
+            if number <= self._cut.number:
+                self._cuts = [dataclasses.replace(self._cut, weights=weights)]
+            else:
+                self._cuts.append(self._cuts[-1].recut(number, weights))
+
+    def reshare(self, shares: Reshare) -> None:
+        number, weights = shares
+        if number < self.drawn:
+            raise RuntimeError(f"{self._sampling.name}: micro-batch {number} has been drawn, and was to be cut anew")
+        self._cuts.append(self._cuts[-1].recut(number, weights))
+
+    def _cut_at(self, number: int) -> Cut:
+        cuts = self._cuts
+        return cuts[0] if len(cuts) == 1 else next((c for c in reversed(cuts) if c.number <= number), cuts[0])
+
+    def even_until(self, number: int) -> int:
+        cut = self._cut_at(number)
+        after = next((later.number for later in self._cuts if later.number > number), cut.full)
+        return min(cut.full, after)
+
     def weights(self, number: int) -> Sequence[float]:
-        return self._cut.sizes(number)
+        return self._cut_at(number).sizes(number)
 
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
+        if self.reshares:
+            return self._one_by_one(int(min(stop, self.length)))
         blocks = self._blocks(int(min(stop, self.length)))
         if self._quiet and not self._sampling.single:  # no frame of ours for a batch
             return itertools.chain.from_iterable(block for block, _ in blocks)
@@ -368,18 +415,41 @@ class Ordered(Indexed):
             yield self._uneven(range(begin, min(begin + at_once, stop)))
 
     def _uneven(self, numbers: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        spans = []
+        spans = [(first, end) for _, first, end in self._spans(self._cut, numbers)]
+        return self._indices(spans), [first for first, _ in spans]
+
+    def _spans(self, cut: Cut, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """(micro-batch, first position, end) of this rank's parts, where there are any."""
         for number in numbers:
-            first, end = self._cut.span(number, self.rank)
+            first, end = cut.span(number, self.rank)
             if first == end and self.pads:
-                first = self._cut.span(number, 0)[0]  # of whoever has it
+                first = cut.span(number, 0)[0]  # of whoever has it
                 end = first + 1
             if first < end:
-                spans.append((first, end))
+                yield number, first, end
+
+    def _indices(self, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
         if not spans:
-            return [], []
+            return []
         drawn = iter(self._order(torch.cat([torch.arange(*span) for span in spans])).tolist())
-        return [list(itertools.islice(drawn, end - first)) for first, end in spans], [first for first, _ in spans]
+        return [list(itertools.islice(drawn, end - first)) for first, end in spans]
+
+    def _one_by_one(self, stop: int) -> Iterator[list[int] | int]:
+        """Where shares may change behind any micro-batch: what was computed ahead for one that is cut anew is void."""
+        number = self.drawn = self._start
+        while number < stop:
+            cut, known = self._cut_at(number), len(self._cuts)
+            after = next((later.number for later in self._cuts if later.number > number), stop)
+            end = min(stop, after, number + max(1, _BLOCK // cut.batch))
+            found = list(self._spans(cut, range(number, end)))
+            of_each = self._indices([(first, last) for _, first, last in found])
+            for (at, first, _), indices in zip(found, of_each, strict=True):
+                if len(self._cuts) > known and at >= self._cuts[known].number:
+                    end = self._cuts[known].number
+                    break
+                self.drawn = at + 1
+                yield self._seeds(indices, first)
+            number = end
 
 
 class _Lists:

@@ -25,8 +25,8 @@ from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import state
-from lockstep.loop.feed import Loaders
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
+from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.memory import explained, keep, of_setup
 from lockstep.loop.metrics import lists_made_alike

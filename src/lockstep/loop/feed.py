@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,99 +17,10 @@ from torch.utils.data import DataLoader
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.cut import WindowPlan
 from lockstep.data.fixed import Untouched
-from lockstep.data.source import Gather, Replicas, Source, SourceSpec, length_of
-from lockstep.datamodule import LightningDataModule
+from lockstep.data.source import Gather, Replicas, Reshare, Source, SourceSpec, length_of
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn, warn_once
-from lockstep.hooks import ModuleHooks
-from lockstep.loop.hooks import is_overridden
 from lockstep.loop.progress import BatchCounting, ResumePoint
-from lockstep.module import LightningModule
-
-# -- where loaders come from ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Loaders:
-    """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
-
-    Attributes:
-        given: what was passed to the call.
-        datamodule: the data module of the call, or None.
-        module: the LightningModule of the call; None between calls.
-    """
-
-    given: dict[str, Any]
-    datamodule: LightningDataModule | None
-    module: LightningModule | None
-
-    def _hook(self, stage: str) -> Callable[[], Any] | None:
-        name, hook = f"{stage}_dataloader", None
-        if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
-            hook = getattr(self.datamodule, name)
-        elif is_overridden(name, self.module, ModuleHooks):
-            hook = getattr(self.module, name)
-        return hook
-
-    def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
-        """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
-
-        Args:
-            loaded: the epoch for which they were asked for last; None: for none.
-            epoch: counted from 0.
-            every: the flag; 0: never.
-        """
-        return bool(every) and (loaded is None or epoch - loaded >= every)
-
-    def check_reload(self, every: int) -> None:
-        """Warn where loaders are to be made anew and the call was given finished ones."""
-        given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
-        if every and given:
-            rank_zero_warn(
-                f"Trainer(reload_dataloaders_every_n_epochs={every}): fit() got {' and '.join(given)} as objects, "
-                "which stay the same; define the loader hooks in the module or a data module to have them made anew."
-            )
-
-    def defined(self, stage: str) -> bool:
-        """Whether there is a loader for this stage."""
-        return self.given.get(stage) is not None or self._hook(stage) is not None
-
-    def request(self, stage: str) -> Any:
-        """The loader or loaders of this stage; None where there are none."""
-        if self.given.get(stage) is not None:
-            return self.given[stage]
-        hook = self._hook(stage)
-        if hook is None:
-            return None
-        try:
-            return hook()
-        except Exception as error:
-            explained = explain_loader_error(error)
-            if explained is not None:
-                raise explained from error
-            raise
-
-
-def explain_loader_error(error: BaseException) -> MisconfigurationException | None:
-    """What to tell the user about an error that came out of a loader hook; None if it is not a known one.
-
-    Known are torch's own complaints about a `DistributedSampler` made before there is a process group, and
-    about ``shuffle=True`` over an empty data set.
-    """
-    text = str(error)
-    if "process group has not been initialized" in text:
-        return MisconfigurationException(
-            "A DistributedSampler was made before the process group exists (in one process there is none). "
-            "Leave the sampler out and give the DataLoader shuffle=True or False: lockstep shares the data "
-            "over the ranks by itself. Trainer(use_distributed_sampler=False) takes loaders as they are, "
-            "made in the loader hooks, where the group of a distributed strategy exists."
-        )
-    if "num_samples should be a positive integer value, but got num_samples=0" in text:
-        return MisconfigurationException(
-            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path or split."
-        )
-    return None
-
 
 # -- what feeds are made of ----------------------------------------------------------------------------------
 
@@ -224,6 +134,21 @@ def check_batches(parts: list[Source], loaders: list[Any], names: list[str], ran
             raise MisconfigurationException(no_batches(loader, name, ranks))
 
 
+def check_trainable(source: object, loaders: list[Any], mode: str) -> None:
+    """Refuse what a training hook returned, where it is no loader, or loaders one after the other.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    if mode == "sequential":
+        raise MisconfigurationException(
+            'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
+            '"max_size" or "max_size_cycle".'
+        )
+    if not loaders:
+        raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+
+
 def no_batches(loader: object, name: str, size: int) -> str:
     """Why a loader gives no batches."""
     samples = length_of(getattr(loader, "dataset", None))
@@ -266,22 +191,24 @@ class Window:
         begun: micro-batches of this window that an earlier life of the run has done.
         last: whether this is the epoch's last window.
         absent: of each micro-batch, the ranks whose part is empty; None where there are none in the window.
+        of_rank: each rank's samples in the window.
         gap: a rank, and a loader of which it has no samples in a micro-batch of which it has others; else None.
     """
 
-    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "size")
+    __slots__ = ("_among", "_batches", "_parts", "absent", "begun", "gap", "last", "of_rank", "size")
 
     def __init__(
         self,
         batches: Iterator[Any],
         parts: Sequence[Part],
         last: bool,
+        of_rank: Sequence[float],
         begun: int = 0,
         absent: Sequence[tuple[int, ...]] | None = None,
         among: Callable[[Sequence[int] | None], Sequence[Part]] | None = None,
         gap: tuple[int, int] | None = None,
     ) -> None:
-        self.gap = gap
+        self.gap, self.of_rank = gap, of_rank
         self.absent = absent[begun:] if absent is not None and any(absent) else None
         self._batches = batches
         self._parts = parts[begun:] if begun else parts
@@ -355,6 +282,10 @@ class Feed:
         self._start = self._first = 0
         self._epoch = 0
         self._accumulate = 1
+        self._even: int | float = -1  # end of the windows at hand that weigh the same; -1: not known
+        self._shares: list[Reshare] = [(0, spec.shares)]  # of the epoch `_shared_epoch`
+        self._latest, self._shared_epoch = spec.shares, -1
+        self._reshared = spec.reshared
         self._batches: Iterator[Any] = iter(())
         self._state: dict[str, Any] | None = None
 
@@ -373,6 +304,7 @@ class Feed:
         planned: int | None = None,
         padded: bool = False,
         shares: Sequence[float] | None = None,
+        reshared: bool = False,
     ) -> Feed:
         """The feed of what a ``train_dataloader`` hook returned.
 
@@ -391,6 +323,7 @@ class Feed:
             planned: the number of ranks that it counts by, where it is known before.
             padded: hand out padding batches where a rank's part of a micro-batch is empty.
             shares: a number for each replica, to which its part of each global batch is proportional; default: equal.
+            reshared: the shares change while an epoch runs, by :meth:`reshare`.
 
         Raises:
             MisconfigurationException: no batches, a limit, shares or a number of ranks that cannot be, loaders that
@@ -401,15 +334,11 @@ class Feed:
         loaders, nest, mode = unpack(source, "max_size_cycle")
         pads = padded or nest is not None  # loaders side by side count their batches alike on all ranks
         spec = SourceSpec(
-            replicas.index, size, seed, "train", pads, distribute, torch_order, planned or size, gather, by_weight
+            *(replicas.index, size, seed, "train", pads, distribute, torch_order, planned or size, gather),
+            shares=by_weight,
+            reshared=reshared,
         )
-        if mode == "sequential":
-            raise MisconfigurationException(
-                'CombinedLoader(mode="sequential") is for evaluation; for training choose "min_size", '
-                '"max_size" or "max_size_cycle".'
-            )
-        if not loaders:
-            raise MisconfigurationException(f"train_dataloader gave no loaders, but {source!r}: return at least one.")
+        check_trainable(source, loaders, mode)
         parts, loaders, names = make_sources(loaders, spec, overfit)
         ahead, batches = check_alike(parts, spec, names), [part.batch for part in parts]
         made = parts[0] if nest is None else Mixed(parts, nest, mode)
@@ -430,6 +359,10 @@ class Feed:
         self.prepare(epoch, accumulate)
         self._start = start_batch
         self._state = None
+        if self._reshared:
+            if epoch != self._shared_epoch:
+                self._shares, self._shared_epoch = [(0, self._latest)], epoch
+            self._source.use_shares(self._shares)
         if self._ahead:
             self._batches = self._source.open(epoch, 0, start_batch, self._stop)
 
@@ -448,6 +381,83 @@ class Feed:
             self.num_batches = self._stop = source.length if source.flexible else min(source.length, most)
         else:  # it ends when all ranks are through
             self.num_batches, self._stop = counting.batches(self.rows, accumulate), most
+
+    # -- shares that change
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The newest shares of the ranks; empty: equal ones."""
+        return self._latest
+
+    @property
+    def drawn(self) -> int:
+        """Micro-batches of the epoch that this rank has drawn, ahead of training, too: their shares are fixed."""
+        return self._source.drawn
+
+    @property
+    def source(self) -> Source:
+        """What it draws from."""
+        return self._source
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches of a full window of the epoch."""
+        return self.counting.micro(self._accumulate)
+
+    def shared_at_once(self) -> tuple[int, int]:
+        """(samples that are shared out at once, how often in a window), of the full windows of the epoch."""
+        batch, micro = self._source.batch, self.micro
+        whole = self.counting.ranks * self._accumulate * batch
+        return (batch * self._size, micro) if micro * batch * self._size == whole else (whole, 1)
+
+    def reshare(self, shares: Sequence[float], number: int | None) -> int | None:
+        """Share out by other weights what begins with micro-batch ``number`` of the epoch, on all ranks alike.
+
+        Args:
+            shares: a positive number for each rank.
+            number: no rank has drawn it or what follows; None: the next epoch's first.
+
+        Returns:
+            the first micro-batch that they hold for, with which a window begins; None: they hold from the next epoch.
+        """
+        self._latest = () if len(set(shares)) == 1 else tuple(shares)
+        if number is None:
+            self._shared_epoch = -1  # whichever is begun next
+        if number is None or not self._source.reshares:
+            return None
+        number += (self._first - number) % self.micro
+        if number >= self._stop:
+            return None
+        self._source.reshare((number, self._latest))
+        self._shares.append((number, self._latest))
+        self._even = -1
+        return number
+
+    def shares_state(self) -> dict[str, Any] | None:
+        """The shares of the epoch and of those to come, for :meth:`load_shares`, where they change; of all ranks."""
+        if not self._reshared:
+            return None
+        by_number = [[number, list(shares)] for number, shares in self._shares]
+        return {"size": self._size, "epoch": self._shared_epoch, "shares": by_number, "latest": list(self._latest)}
+
+    def load_shares(self, state: dict[str, Any], number: int, keep: bool = True) -> None:
+        """Go on with the shares of :meth:`shares_state`, if they are those of as many ranks.
+
+        Args:
+            state: of the checkpoint.
+            number: micro-batches of its epoch that are done.
+            keep: False: only until the window under way is over; then with those that ranks begin with.
+        """
+        if state["size"] != self._size:
+            return
+        begins, self._latest = self._latest, tuple(state["latest"])
+        if not self.counting.moved:
+            self._shared_epoch = state["epoch"]
+            self._shares = [(first, tuple(shares)) for first, shares in state["shares"]]
+        if not keep:
+            self._latest = begins
+            after = number + (self._first - number) % self.micro
+            self._shares = [each for each in self._shares if each[0] < after] + [(after, begins)]
 
     # -- batches of the plan
 
@@ -508,20 +518,23 @@ class Feed:
         source, batches, stop = self._source, self._batches, self._stop
         begun = (self._start - self._first) % accumulate
         number = self._start - begun
-        even = min(source.even, stop)
+        self._even = -1
         same: list[Part] = []
+        of_rank: list[float] = []
         among: Callable[[Sequence[int] | None], list[Part]] | None = None
-        if number + accumulate <= even:  # all windows up to there weigh the same
-            sizes = source.weights(number)
-            mine, of_rank = [sizes[self._rank]] * accumulate, [each * accumulate for each in sizes]
-            same = weigh(mine, sum(of_rank), self._size)
-            if source.uneven:
-                among = partial(self._among, mine, [], of_rank, [of_rank])
         while number < stop:
             after = number + accumulate
-            if after <= even:
-                last = after >= stop or (after >= even and not source.has(after))
-                yield Window(batches, same, last, begun, among=among)
+            if self._even < 0 or after > self._even >= number:
+                self._even = even = min(source.even_until(number), stop)
+                if after <= even:  # all windows up to there weigh the same
+                    sizes = source.weights(number)
+                    mine, of_rank = [sizes[self._rank]] * accumulate, [each * accumulate for each in sizes]
+                    same = weigh(mine, sum(of_rank), self._size)
+                    if source.uneven:
+                        among = partial(self._among, mine, [], of_rank, [of_rank])
+            if after <= self._even:
+                last = after >= stop or (after >= self._even and not source.has(after))
+                yield Window(batches, same, last, of_rank, begun, among=among)
             else:
                 rows = self._rows(number, min(after, stop))
                 if not rows:
@@ -546,7 +559,7 @@ class Feed:
             for rank, weight in enumerate(part)
             if of_row[rank] and not weight
         )
-        return Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
+        return Window(drawn, among(None), last, of_rank, begun, absent, among, next(gaps, None))
 
     def _among(
         self,
@@ -626,7 +639,7 @@ class Feed:
                 for rank, weight in enumerate(part)
                 if of_rank[rank] and not weight
             )
-            yield Window(drawn, among(None), last, begun, absent, among, next(gaps, None))
+            yield Window(drawn, among(None), last, of_rank, begun, absent, among, next(gaps, None))
             number, begun = number + size, 0
 
     def _handed_out(self, mine: list[tuple[Any, float]], after: dict[str, Any]) -> Iterator[Any]:

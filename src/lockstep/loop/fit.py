@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.step import Step
+
+if TYPE_CHECKING:
+    from lockstep.loop.balance import Balance
 
 # -- when a fit validates ------------------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ class FitLoop:
         self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
         self.begun = False  # set-up is over: the optimizers are those that the fit steps
+        self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
         self._stops = False
         self._time_limit: float | None = None
@@ -240,11 +244,11 @@ class FitLoop:
         self.signals = signals = self._begin()
         asked = Asked(TrainerFn.FITTING, ckpt_path, weights_only, self.release, signals)
         try:
-            with call(session, asked), self._anomalies():
+            with call(session, asked), self._anomalies(), ExitStack() as measured:
                 fit.results = session.results
                 if signals.ending is not None:
                     return self._as_before(signals.ending)
-                self._set_up(ckpt_path)
+                self._set_up(ckpt_path, measured)
                 if self._done() is None:
                     if self._validates:
                         session.state.stage = RunningStage.VALIDATING
@@ -264,7 +268,7 @@ class FitLoop:
                 if session.interruption is None:
                     signals.ended(asdict(self._result()))
         finally:
-            self.signals = None
+            self.signals = self.balance = None
         fit.progress.ended = session.interruption is None
         return self._result()
 
@@ -272,7 +276,7 @@ class FitLoop:
         """Let go of what belongs to the fit before."""
         session, fit, config = self.session, self.session.fit, self.session.config
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
-        fit.cut_epoch, fit.logged_elsewhere = None, False
+        fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
         self.validation.feed = fit.elastic.saved = None
         session.should_stop = self._nan_is_told = self.begun = False
         self._time_limit = config.max_time
@@ -280,19 +284,33 @@ class FitLoop:
         fit.started = time.monotonic()
         return Signals(session)
 
-    def _set_up(self, ckpt_path: str | None) -> None:
+    def _set_up(self, ckpt_path: str | None, measured: ExitStack) -> None:
         """Up to the first epoch: the session is there, and the ranks are connected."""
         session, fit, self.begun = self.session, self.session.fit, True
         self.timing.start()
         session.loaders.check_reload(session.config.reload_dataloaders_every_n_epochs)
         self.step.setup()
+        self._measure(measured)
         if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
             watch_first_window(session, self.step, lambda: rank_zero_info(memory_of(session).line()))
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
         fit.resumed = fit.elastic.settle(session.config, fit.loaded, fit.progress, fit.resumed)
+        if fit.shares is not None:
+            with state.taking(session.ckpt_path, "its shares"):
+                fit.loaded.load_shares(fit.shares, fit.progress.batch, session.config.balance)
         self._say_how_long(ckpt_path)
+
+    def _measure(self, measured: ExitStack) -> None:
+        """Have steps measured where somebody has asked for it; else nothing is in their way."""
+        session = self.session
+        if session.config.balance or any(callback._hears_step_times for callback in session.callbacks):
+            from lockstep.loop.balance import measure
+
+            self.balance = measure(session, self.step, self.validation)
+        if self.balance is not None:
+            measured.enter_context(self.balance.attached())
 
     def try_out(self) -> None:
         """Train without what goes before and after a fit, until ``max_steps`` or ``should_stop``: for a trial."""
@@ -421,6 +439,7 @@ class FitLoop:
             planned=fit.elastic.planned,
             padded=not automatic or session.strategy.runs_padding,
             shares=session.strategy.shares,
+            reshared=session.world_size > 1 and (config.balance or fit.shares is not None),
         )
         batches = feed.rows
         self.timing.plan(batches, feed.rows_at if feed.counting.elastic else None)
@@ -446,6 +465,9 @@ class FitLoop:
             session.strategy.epoch_begins()
             accumulate = session.config.accumulation(progress.epoch)
             log_every, validates = session.config.log_every_n_steps, self._validates
+            balance = self.balance
+            if balance is not None:
+                balance.begin_epoch(feed, progress.epoch, accumulate)
             feed.begin(progress.epoch, progress.batch, accumulate)
             step.counted = feed.rows_at if feed.counting.elastic else int
             session.results.enter("training_step")
@@ -476,6 +498,8 @@ class FitLoop:
                     step.step_by_epoch()
                     break
                 self._after_window()
+                if balance is not None:
+                    balance.window_ended(window)
                 whole = progress.last
                 if self._stops:
                     break

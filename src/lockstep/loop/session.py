@@ -22,8 +22,9 @@ from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
 from lockstep.launch.attempts import trial_folder
 from lockstep.loggers.base import Logger
-from lockstep.loop.feed import Feed, Loaders
+from lockstep.loop.feed import Feed
 from lockstep.loop.hooks import Hooks
+from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.progress import Elastic, Progress
 from lockstep.module import LightningModule
@@ -73,6 +74,7 @@ class FitState:
         logged_elsewhere: the resume goes on within an epoch whose logged values Lightning's checkpoint does not hold.
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
         elastic: by what a run counts that goes on with other ranks.
+        shares: what the checkpoint tells of the ranks' shares; None: they were equal.
         started: when this life of the fit began, on the clock of ``time.monotonic``.
     """
 
@@ -85,6 +87,7 @@ class FitState:
     logged_elsewhere: bool = False
     cut_epoch: dict[str, Any] | None = None
     elastic: Elastic = field(default_factory=Elastic)
+    shares: dict[str, Any] | None = None
     started: float = 0.0
 
     def seconds(self) -> float:

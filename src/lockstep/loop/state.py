@@ -391,8 +391,10 @@ def _common(
 ) -> dict[str, Any]:
     cut = session.fit.cut_epoch
     published = session.published.callback if cut is None else cut["published"]
+    shares = None if session.fit.feed is None else session.fit.feed.shares_state()
     return {
         **({"strategy of ranks": engine.by_rank} if engine.by_rank else {}),
+        **({} if shares is None else {"shares": shares}),
         "progress": progress_state,
         "seed": session.seed,
         "plan": session.fit.elastic.state_dict(session.fit.feed, session.fit.progress, begun),
@@ -536,6 +538,7 @@ def read(session: Session, path: str, weights_only: bool | None) -> dict[str, An
             session.seed = operator.index(own["seed"])  # the order of data goes on as it was
         if session.state.fn is TrainerFn.FITTING:
             session.fit.elastic.read(own, session.world_size)
+            session.fit.shares = own.get("shares")
     return checkpoint
 
 

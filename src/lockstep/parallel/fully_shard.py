@@ -399,9 +399,13 @@ class ShardedModule:
                 if gathered is not None:
                     gathered.grad = None
 
+    def groups(self) -> list[Any]:
+        """torch's groups of parameters that are gathered together."""
+        return [group for part in self._parts for group in part._get_fsdp_state()._fsdp_param_groups]
+
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
-        groups = [group for part in self._parts for group in part._get_fsdp_state()._fsdp_param_groups]
+        groups = self.groups()
         whole, waiting = list(tensors_in(vars(groups[0].comm_ctx), 3)) if groups else [], []
         for param in self._params.values():
             parameter = getattr(param, "_unsharded_param", None)

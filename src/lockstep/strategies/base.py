@@ -185,6 +185,12 @@ class Strategy(Engine):
             torch._foreach_mul_(grads, factor)
         return factor
 
+    # -- time
+
+    def waits_in(self) -> list[tuple[object, str]]:
+        """Methods, by owner and name, in which this rank waits for gradients of others past torch's collectives."""
+        return []
+
     # -- memory
 
     def held(self) -> dict[str, list[Tensor]]:

@@ -113,6 +113,8 @@ class DDPStrategy(RankedStrategy):
         MisconfigurationException: for an argument that has no place here, or that nobody knows.
     """
 
+    balances = True
+
     def __init__(
         self,
         accelerator: object = None,
@@ -325,6 +327,11 @@ class DDPStrategy(RankedStrategy):
     def traffic(self) -> tuple[int, int]:
         """Reductions of buckets and used flags in this fit so far, and their bytes, without what a hook sends."""
         return (0, 0) if self._reducer is None else (self._reducer.collectives, self._reducer.bytes)
+
+    def waits_in(self) -> list[tuple[object, str]]:
+        """In the reducer, which may sum gradients in memory that ranks share; and for the others' updates."""
+        found: list[tuple[object, str]] = [] if self._reducer is None else [(self._reducer, "_wait")]
+        return found if self._sharded is None else [*found, (self._sharded.shards, "_finish")]
 
     def teardown(self) -> None:
         """Detach the reducer from the parameters; the optimizers can still be saved, all ranks together."""

@@ -102,6 +102,7 @@ class Engine:
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
         keeps_gradients: after a step, gradients are there until the next window drops them.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
+        balances: its ranks can take unequal shares, which change while a fit runs.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
     """
 
@@ -112,6 +113,7 @@ class Engine:
     saves_shards: bool = False
     keeps_gradients: bool = True
     shares: Sequence[float] | None = None
+    balances: bool = False
     init_device: torch.device | None = None
 
     def __init__(self) -> None:

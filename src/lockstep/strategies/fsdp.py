@@ -98,6 +98,7 @@ class FSDPStrategy(ShardedStrategy):
     """
 
     cuts_parameters = True
+    balances = True
     engine = "FSDP"
 
     def __init__(
@@ -272,6 +273,12 @@ class FSDPStrategy(ShardedStrategy):
             shards.forget(p for group in optimizer.param_groups for p in group["params"])
 
         vars(optimizer)["zero_grad"] = zero_grad
+
+    def waits_in(self) -> list[tuple[object, str]]:
+        """On a GPU where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
+        if self._sharded is None or self.root_device.type != "cuda":
+            return []
+        return [(group, name) for group in self._sharded.groups() for name in ("wait_for_unshard", "finalize_backward")]
 
     def teardown(self) -> None:
         """Free whole parameters; the module stays sharded."""

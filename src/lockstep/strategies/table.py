@@ -104,6 +104,20 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
     return made
 
 
+def check_balances(strategy: Strategy, why: str = "") -> None:
+    """Refuse ``Trainer(balance=True)`` where ranks cannot take unequal shares; one device alone has nothing to share.
+
+    Raises:
+        MisconfigurationException: with the way out.
+    """
+    several = strategy.world.size > 1 or strategy.drives_all_devices
+    if why or (several and not strategy.balances):
+        raise MisconfigurationException(
+            f"Trainer(balance=True): {type(strategy).__name__} cannot give its ranks unequal shares of a global batch"
+            f'{why}. Use strategy="ddp" or "fsdp", or leave `balance` out.'
+        )
+
+
 def _named(asked: object, spawns: bool) -> Strategy:
     if asked == "auto":
         return SingleDeviceStrategy()

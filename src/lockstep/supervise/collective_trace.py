@@ -672,6 +672,27 @@ def compared() -> Iterator[None]:
             setattr(home, name, value)
 
 
+@contextmanager
+def wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, torch's collectives, and waits for those that were begun, are called through what ``wrap`` makes of them.
+
+    For measuring how long this rank waits for others.
+    """
+    homes = [(home, name) for name in COLLECTIVES for home in _HOMES if hasattr(home, name)]
+    made: list[tuple[Any, str, Any, Any]] = []
+    for home, name in [*homes, (dist.Work, "wait")]:
+        before = getattr(home, name)
+        after = wrap(before)
+        setattr(home, name, after)
+        made.append((home, name, before, after))
+    try:
+        yield
+    finally:
+        for home, name, before, after in made:
+            if getattr(home, name) is after:
+                setattr(home, name, before)
+
+
 def _replace(name: str, function: Callable[..., Any]) -> None:
     for home in _HOMES:
         if hasattr(home, name):

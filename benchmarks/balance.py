@@ -1,0 +1,98 @@
+"""What balancing gains and costs: shares of a global batch on ranks of unequal speed.
+
+    python benchmarks/balance.py             # prints tables
+    python benchmarks/balance.py --quick     # small counts, to see that it runs
+
+Each round is a fit with equal and one with balanced shares on the same two ranks, in turns as to which is first. A
+figure is the median of the rounds' ratios with its 90 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from statistics import median
+from typing import Any
+
+from engine import ranks
+from engine.pairs import interval, ratios
+
+SLOWED = (1.0, 2.0, 4.0)
+"""By how much the second of two ranks is slower."""
+PROMISED = {1.0: 0.98, 2.0: 1.3, 4.0: 1.8}
+"""Throughput of balanced shares over that of equal ones, at least."""
+WITHIN = 50
+"""Steps within which shares settle after a slowdown has moved to the other rank."""
+A_LOOK = 8
+"""Steps from one look to the next."""
+
+
+def table(head: list[str], body: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def gain(kind: str, slow: float, args: argparse.Namespace) -> list[str]:
+    """A row: milliseconds of a step, how many times faster, and the shares."""
+    found: dict[str, Any] = {"equal": [], "balanced": [], "shares": []}
+    for _ in range(args.runs):
+        settings = {"kind": kind, "slow": slow, "steps": args.steps, "rounds": args.rounds}
+        for name, values in ranks.run("shares:pairs", 2, settings).items():
+            found[name] += values
+    ratio = ratios(found["equal"], found["balanced"])
+    parts = ["/".join(map(str, shares)) for shares in found["shares"]]
+    times = [f"{median(found[name]) * 1e3:.1f}" for name in ("equal", "balanced")]
+    return [kind, f"{slow:g} x", *times, f"{ratio:.2f}", f"{PROMISED[slow]:g}", max(set(parts), key=parts.count)]
+
+
+def settles(kind: str, slow: float, args: argparse.Namespace) -> list[str]:
+    """A row: after how many steps shares have settled when the slowdown moves, and the shares before and after."""
+    at, steps = args.steps, 2 * args.steps + WITHIN
+    found = []
+    for _ in range(args.runs):
+        samples = ranks.run("shares:moved", 2, {"kind": kind, "slow": slow, "at": at, "steps": steps})["samples"]
+        changed = [step for step in range(at, steps) if samples[step] != samples[step - 1]]
+        # small changes later on follow the machine's load
+        large = [step for step in changed if abs(samples[step] - samples[step - 1]) > 0.2 * samples[step - 1]]
+        found.append((max(large, default=at) - at, samples[at], samples[-1]))
+    return [kind, f"{slow:g} x", ", ".join(f"{steps}" for steps, _, _ in found), *map(str, found[-1][1:])]
+
+
+def costs(args: argparse.Namespace) -> str:
+    """A sentence."""
+    found = ranks.run("shares:measured", 1, {"steps": 20 * args.steps, "rounds": 4 * args.rounds})
+    each = interval(m - p for m, p in zip(found["measured"], found["plain"], strict=True))
+    looks = ranks.run("shares:looks", 2, {"rounds": 20 * args.steps})
+    look = {name: median(values) * 1e6 for name, values in looks.items()}
+    total = each.median * 1e6 + look["odd"] / A_LOOK
+    low, high = (bound * 1e6 for bound in each[1:])
+    return (
+        f"Measuring adds {each.median * 1e6:.1f} us to a step ({low:.1f} to {high:.1f}). Every {A_LOOK}th step has a "
+        f"look of {look['settled']:.0f} us, or of {look['odd']:.0f} us where a change is weighed. "
+        f"In all {total:.1f} us a step."
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure balanced shares.")
+    parser.add_argument("--runs", type=int, default=3, help="of each row, each in fresh processes")
+    parser.add_argument("--rounds", type=int, default=4, help="pairs of fits in a run")
+    parser.add_argument("--steps", type=int, default=90, help="steps of a fit")
+    parser.add_argument("--kinds", nargs="+", default=["computes", "sleeps"], help="what takes a rank's time")
+    parser.add_argument("--quick", action="store_true", help="small counts")
+    args = parser.parse_args()
+    if args.quick:
+        args.runs, args.rounds, args.steps, args.kinds = 1, 1, 60, ["sleeps"]
+    load = os.getloadavg()[0]
+    head = ["step", "one rank slower", "ms, equal", "ms, balanced", "equal / balanced", "promised", "samples"]
+    print(table(head, [gain(kind, slow, args) for kind in args.kinds for slow in SLOWED]), "\n", flush=True)
+    head = ["step", "one rank slower", "steps until settled", "samples of rank 0 before", "and after"]
+    print(table(head, [settles(kind, slow, args) for kind in args.kinds for slow in SLOWED[1:]]), "\n", flush=True)
+    print(costs(args))
+    print(f"Load average before and after: {load:.1f} and {os.getloadavg()[0]:.1f}.")
+
+
+if __name__ == "__main__":
+    main()

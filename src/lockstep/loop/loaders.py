@@ -1,0 +1,96 @@
+"""Where the loaders of a call come from: what it was passed, the data module's hooks or the module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.datamodule import LightningDataModule
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn
+from lockstep.hooks import ModuleHooks
+from lockstep.loop.hooks import is_overridden
+from lockstep.module import LightningModule
+
+
+@dataclass
+class Loaders:
+    """The loaders of one call of the Trainer, by stage ("train", "val", "test", "predict").
+
+    Attributes:
+        given: what was passed to the call.
+        datamodule: the data module of the call, or None.
+        module: the LightningModule of the call; None between calls.
+    """
+
+    given: dict[str, Any]
+    datamodule: LightningDataModule | None
+    module: LightningModule | None
+
+    def _hook(self, stage: str) -> Callable[[], Any] | None:
+        name, hook = f"{stage}_dataloader", None
+        if self.datamodule is not None and is_overridden(name, self.datamodule, LightningDataModule):
+            hook = getattr(self.datamodule, name)
+        elif is_overridden(name, self.module, ModuleHooks):
+            hook = getattr(self.module, name)
+        return hook
+
+    def reload_due(self, loaded: int | None, epoch: int, every: int) -> bool:
+        """Whether ``reload_dataloaders_every_n_epochs`` asks for new loaders in ``epoch``.
+
+        Args:
+            loaded: the epoch for which they were asked for last; None: for none.
+            epoch: counted from 0.
+            every: the flag; 0: never.
+        """
+        return bool(every) and (loaded is None or epoch - loaded >= every)
+
+    def check_reload(self, every: int) -> None:
+        """Warn where loaders are to be made anew and the call was given finished ones."""
+        given = [f"{stage}_dataloaders" for stage, loaders in self.given.items() if loaders is not None]
+        if every and given:
+            rank_zero_warn(
+                f"Trainer(reload_dataloaders_every_n_epochs={every}): fit() got {' and '.join(given)} as objects, "
+                "which stay the same; define the loader hooks in the module or a data module to have them made anew."
+            )
+
+    def defined(self, stage: str) -> bool:
+        """Whether there is a loader for this stage."""
+        return self.given.get(stage) is not None or self._hook(stage) is not None
+
+    def request(self, stage: str) -> Any:
+        """The loader or loaders of this stage; None where there are none."""
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        hook = self._hook(stage)
+        if hook is None:
+            return None
+        try:
+            return hook()
+        except Exception as error:
+            explained = explain_loader_error(error)
+            if explained is not None:
+                raise explained from error
+            raise
+
+
+def explain_loader_error(error: BaseException) -> MisconfigurationException | None:
+    """What to tell the user about an error that came out of a loader hook; None if it is not a known one.
+
+    Known are torch's own complaints about a `DistributedSampler` made before there is a process group, and
+    about ``shuffle=True`` over an empty data set.
+    """
+    text = str(error)
+    if "process group has not been initialized" in text:
+        return MisconfigurationException(
+            "A DistributedSampler was made before the process group exists (in one process there is none). "
+            "Leave the sampler out and give the DataLoader shuffle=True or False: lockstep shares the data "
+            "over the ranks by itself. Trainer(use_distributed_sampler=False) takes loaders as they are, "
+            "made in the loader hooks, where the group of a distributed strategy exists."
+        )
+    if "num_samples should be a positive integer value, but got num_samples=0" in text:
+        return MisconfigurationException(
+            "A DataLoader(shuffle=True) was made of an empty data set (length 0). Check the data set's path or split."
+        )
+    return None

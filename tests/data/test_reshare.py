@@ -1,0 +1,186 @@
+"""Shares that change while an epoch runs: each sample once, the same samples in each step, wherever loaders are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lockstep.data.cut import Cut
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.feed import Feed
+from lockstep.loop.progress import BatchCounting, Given, Plan, count_batches
+from tests.data.loaders import Stream, by_sampler, feed_of, indices, loader, numbers
+from tests.data.test_shares import batch_sampler
+
+Step = list[tuple[list[int], float, float]]
+"""The micro-batches of a window on a rank: samples, weight, share."""
+SHARES = st.lists(st.tuples(st.integers(0, 6), st.lists(st.integers(1, 9), min_size=3, max_size=3)), max_size=4)
+
+
+def play(feeds: list[Feed], accumulate: int, changes: Any = (), start: int = 0, epoch: int = 0) -> list[list[Step]]:
+    """The windows of an epoch on all ranks, shares being changed after some of them, as soon as can be."""
+    for feed in feeds:
+        feed.begin(epoch, start, accumulate)
+    found: list[list[Step]] = []
+    for windows in zip(*(feed.windows(accumulate) for feed in feeds), strict=True):
+        assert len({(window.size, window.last, tuple(window.of_rank)) for window in windows}) == 1
+        steps = [[(indices(b) if weight else [], weight, share) for b, weight, share in window] for window in windows]
+        mine = [sum(len(samples) for samples, _, _ in step) for step in steps]
+        assert windows[0].begun or mine == list(windows[0].of_rank)
+        found.append(steps)
+        for _, shares in (change for change in changes if change[0] == len(found)):
+            number = max(feed.drawn for feed in feeds)
+            assert len({feed.reshare(shares, number) for feed in feeds}) == 1
+    return found
+
+
+def of(make: Any, size: int = 3, **arguments: Any) -> list[Feed]:
+    return [feed_of(make(), rank, size, reshared=True, **arguments) for rank in range(size)]
+
+
+def samples_of(steps: list[list[Step]]) -> list[list[int]]:
+    """The samples of each window, of all ranks together."""
+    return [sorted(i for step in window for samples, _, _ in step for i in samples) for window in steps]
+
+
+@pytest.mark.parametrize("make", [loader, by_sampler])
+@given(n=st.integers(30, 90), batch=st.integers(2, 5), accumulate=st.integers(1, 3), changes=SHARES)
+@settings(max_examples=30, deadline=None)
+def test_each_step_has_its_samples_once_and_their_mean(
+    make: Any, n: int, batch: int, accumulate: int, changes: Any
+) -> None:
+    found = play(of(lambda: make(n, batch)), accumulate, changes)
+    assert samples_of(found) == samples_of(play(of(lambda: make(n, batch)), accumulate))
+    for window in found:
+        samples = [float(i) for step in window for each, _, _ in step for i in each]
+        averaged = sum(torch.tensor(i).double().mean() * share for step in window for i, w, share in step if w) / 3
+        torch.testing.assert_close(averaged, torch.tensor(samples).double().mean(), rtol=1e-12, atol=1e-12)
+
+
+def parts_of(steps: list[list[Step]]) -> list[list[int]]:
+    """How many samples each rank takes of each window."""
+    return [[sum(len(samples) for samples, _, _ in step) for step in window] for window in steps]
+
+
+def test_new_shares_hold_from_the_next_window_that_nobody_has_drawn() -> None:
+    found = parts_of(play(of(lambda: loader(60, 4), 2), 1, [(2, (6, 2)), (5, (1, 1))]))
+    assert found == [[4, 4]] * 2 + [[6, 2]] * 3 + [[4, 4]] * 2 + [[2, 2]]
+
+
+def test_new_shares_hold_behind_what_loader_workers_have_drawn() -> None:
+    """One rank prefetches six micro-batches, the other none: the cut is the same on both."""
+    makes = [lambda: DataLoader(numbers(96), 4, num_workers=2, prefetch_factor=3), lambda: loader(96, 4, shuffle=False)]
+    feeds = [feed_of(make(), rank, 2, reshared=True) for rank, make in enumerate(makes)]
+    found = play(feeds, 1, [(2, (6, 2))])
+    for feed in feeds:
+        feed.close()
+    assert parts_of(found) == [[4, 4]] * 8 + [[6, 2]] * 4
+    assert samples_of(found) == [list(range(i, i + 8)) for i in range(0, 96, 8)]
+
+
+def test_a_loader_that_has_drawn_a_micro_batch_refuses_to_cut_it_anew() -> None:
+    feed = feed_of(loader(40, 4), 0, 2, reshared=True)
+    feed.begin(0)
+    next(iter(next(feed.windows(1))))
+    with pytest.raises(RuntimeError, match="micro-batch 0 has been drawn"):
+        feed.reshare((3, 1), 0)
+
+
+def test_shares_go_on_in_the_next_epoch() -> None:
+    feeds = of(lambda: loader(40, 4), 2)
+    play(feeds, 1, [(2, (6, 2))])
+    assert parts_of(play(feeds, 1, epoch=1)) == [[6, 2]] * 5
+
+
+def test_shares_decided_between_two_epochs_hold_from_the_one_that_is_begun_next() -> None:
+    """Also where that epoch had been begun before, as a pass without training does."""
+    feeds = of(lambda: loader(40, 4), 2)
+    play(feeds, 1)
+    for feed in feeds:
+        feed.begin(1)
+        feed.reshare((3, 1), None)
+    assert parts_of(play(feeds, 1, epoch=1)) == [[6, 2]] * 5
+
+
+def test_loaders_side_by_side_take_new_shares_with_the_next_epoch() -> None:
+    feeds = of(lambda: {"a": loader(40, 4), "b": loader(16, 4)}, 2)
+    for epoch, expected in ((0, 4.0), (1, 6.0)):
+        for feed in feeds:
+            feed.begin(epoch)
+        for windows in zip(*(feed.windows(1) for feed in feeds), strict=True):
+            assert [weight for window in windows for _, weight, _ in window] == [expected, 8 - expected]
+        assert [feed.reshare((3, 1), 0) for feed in feeds] == [None, None]
+
+
+def test_equal_shares_are_cut_as_without_balance() -> None:
+    changed = play(of(lambda: loader(50, 3), 2), 2, [(1, (4, 2)), (2, (3, 3))])
+    plain = play([feed_of(loader(50, 3), rank, 2) for rank in range(2)], 2)
+    assert changed[4:] == plain[4:]
+    assert changed != plain
+
+
+# -- a run that goes on
+
+
+@pytest.mark.parametrize("make", [loader, by_sampler])
+@pytest.mark.parametrize("start", [1, 3, 5, 6, 8])
+def test_an_epoch_resumed_goes_on_with_its_shares(make: Any, start: int) -> None:
+    """Inside a window, too, whose first micro-batches were cut by the shares of then."""
+    feeds = of(lambda: make(130, 4), 3)
+    whole = play(feeds, 2, [(1, (6, 4, 2)), (3, (1, 2, 3))])
+    again = of(lambda: make(130, 4), 3)
+    for feed, resumed in zip(feeds, again, strict=True):
+        resumed.load_shares(feed.shares_state() or {}, start)
+    rest = play(again, 2, start=start)
+    flat, flat_rest = ([list(zip(*window, strict=True)) for window in steps] for steps in (whole, rest))
+    assert list(itertools.chain(*flat_rest)) == list(itertools.chain(*flat))[start:]
+
+
+def test_shares_of_another_number_of_ranks_do_not_hold() -> None:
+    feeds = of(lambda: loader(60, 4), 3)
+    play(feeds, 1, [(1, (6, 4, 2))])
+    others = of(lambda: loader(60, 6), 2)
+    for feed in others:
+        feed.load_shares(feeds[0].shares_state() or {}, 4)
+        assert feed.shares == ()
+
+
+def test_a_run_goes_on_with_other_ranks_whose_shares_change_too() -> None:
+    def life(size: int, saved: Plan | None, stop: int, changes: Any) -> tuple[list[list[int]], Plan]:
+        def counting(size: int, batches: list[int], flexible: bool) -> BatchCounting:
+            return count_batches(saved, Given(size, 1, batches, flexible))
+
+        feeds = of(lambda: loader(113, 4), size, counting=counting, planned=3)
+        first = feeds[0].counting.begins(0)[0]
+        found = play(feeds, 1, changes, first)[:stop]
+        number = first + sum(len(window[0]) for window in found)
+        found_plan = Plan(feeds[0].counting.ranks, 1, feeds[0].batches, size, feeds[0].reached(number))
+        origin = feeds[0].counting.resumed_at
+        return samples_of(found), dataclasses.replace(found_plan, resumed_at=origin)
+
+    whole, _ = life(3, None, 99, ())
+    first, plan = life(3, None, 4, [(1, (6, 4, 2))])
+    second, plan = life(2, plan, 3, [(1, (9, 3))])
+    assert first + second + life(4, plan, 99, [(1, (1, 2, 4, 5))])[0] == whole
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize("make", [batch_sampler, lambda: DataLoader(Stream(40), 4), lambda: [torch.arange(4)]])
+def test_loaders_of_whole_batches_are_refused_by_the_flags_name(make: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(balance=True\): train_dataloader gives whole"):
+        feed_of(make(), 0, 2, reshared=True)
+
+
+def test_a_window_that_is_under_way_is_not_cut_anew() -> None:
+    with pytest.raises(ValueError, match="number=1"):
+        Cut(n=64, batch=8, size=3, window=32).recut(1, (1, 2, 3))
+    assert Cut(n=20, batch=4, size=2).recut(9, (1, 2)).n == 0
