@@ -1,4 +1,4 @@
-"""What a model's step costs, block by block: bytes from a trace, seconds measured on a device or left to a cost model."""
+"""What a model's step costs, block by block: bytes from a trace, seconds from a clock or left to a cost model."""
 
 from __future__ import annotations
 
@@ -240,8 +240,8 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     found = []
     for span in trace.spans:
         if span.stop > span.start:
-            most = [max(line[span.start + 1 : span.stop + 1]) for line in lines]
-            found.append(SpanProfile(span.phase, span.unit, *most, span.work))
+            peak, most, once = (max(line[span.start + 1 : span.stop + 1]) for line in lines)
+            found.append(SpanProfile(span.phase, span.unit, peak, most, once, span.work))
     return tuple(found)
 
 
@@ -319,7 +319,7 @@ def profile_step(
     states = random_states()
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name in ("kept", "recomputed") if recomputed and repeated else ("kept",):
-            restore = fake(step.module)
+            restore = fake(step.module, step.dtype)
             end = recompute(step.module) if name == "recomputed" else (lambda: None)
             try:
                 trace, optimizers = trace_step(step, list(units.values()), batch)
@@ -416,7 +416,7 @@ def _play(step: Step, optimizers: Sequence[Optimizer], units: Sequence[nn.Module
             optimizer.zero_grad()
         clock.forward = False
         clock.note(BACKWARD, REST)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         clock.note(UPDATE, REST)
         for optimizer in optimizers:
             optimizer.step()
@@ -493,4 +493,3 @@ def _timed(step: StepProfile, seconds: dict[tuple[str, int], float], spread: flo
         share = span.work.moved / total if total else 1.0
         spans.append(replace(span, seconds=seconds.get((span.phase, span.unit), 0.0) * share))
     return StepProfile(tuple(spans), spread)
-

@@ -275,11 +275,12 @@ class StepTrace(TorchDispatchMode):
 # -- a step -------------------------------------------------------------------------------------------------------
 
 
-def fake(module: nn.Module) -> Callable[[], None]:
+def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], None]:
     """Within ``FakeTensorMode``: put fake tensors in the place of a module's parameters and buffers.
 
     Args:
         module: changed in place. What shares a tensor goes on sharing one.
+        dtype: of floating tensors; None: as they are.
 
     Returns:
         puts the module's own tensors back.
@@ -290,13 +291,15 @@ def fake(module: nn.Module) -> Callable[[], None]:
 
     def swapped(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted)
             found = Parameter(plain, tensor.requires_grad) if isinstance(tensor, Parameter) else plain
             made[id(tensor)] = found
         return made[id(tensor)]
 
     for layer in module.modules():
-        for place in (layer._parameters, layer._buffers):
+        places: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+        for place in places:
             for name, tensor in place.items():
                 if tensor is not None:
                     before.append((place, name, tensor))
@@ -322,12 +325,14 @@ class Step:
         loss: the forward: gives the loss, a tensor.
         optimizers: makes the optimizers, once.
         context: around the forward, for autocast.
+        dtype: of floating parameters and buffers, where a precision converts them; None: as they are.
     """
 
     module: nn.Module
     loss: Callable[[], Tensor]
     optimizers: Callable[[], Sequence[Optimizer]]
     context: Callable[[], Any]
+    dtype: torch.dtype | None = None
 
 
 def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) -> tuple[StepTrace, list[Optimizer]]:
@@ -358,7 +363,7 @@ def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) ->
             if not isinstance(loss, Tensor) or loss.grad_fn is None:
                 raise ValueError("the step gives no loss that depends on parameters: return a tensor, or {'loss': ...}")
             with trace.phase(BACKWARD):
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             del loss
             trace.mark((p.grad for p in module.parameters() if p.grad is not None), "gradient")
             with trace.phase(UPDATE):
