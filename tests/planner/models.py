@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import statistics
 import time
 from typing import Any
 
@@ -182,12 +184,9 @@ def peak(events: Any) -> int:
     return most
 
 
-def run(name: str, strategy: Any, world: int, precision: str = "32-true", counted: bool = True) -> dict[str, float]:
-    """Train a model for some steps: peak bytes by the allocator, model states, and seconds of a step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    model, loader, _ = made(name, batches=3 * world if counted else 12 * world)
-    states: dict[str, float] = {}
+def _trained(name: str, strategy: Any, world: int, precision: str, batches: int) -> tuple[dict[str, float], list[float]]:
+    """Train a model for an epoch: bytes of its states, and when steps began."""
+    model, loader, _ = made(name, batches)
     moments: list[float] = []
 
     class Timed(type(model)):  # type: ignore[misc]
@@ -196,18 +195,28 @@ def run(name: str, strategy: Any, world: int, precision: str = "32-true", counte
 
     model.__class__ = Timed
     trainer = quiet(strategy=strategy, devices=world, max_epochs=1, precision=precision)
-    if not counted:
-        trainer.fit(model, loader)
-        gaps = sorted(b - a for a, b in zip(moments[3:], moments[4:], strict=False))
-        return {"seconds": gaps[len(gaps) // 2]}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        model = model.to(torch.float32)
-        for parameter in model.parameters():  # memory of before does not count
-            parameter.data = parameter.data.clone()
-        for buffer in model.buffers():
-            buffer.data = buffer.data.clone()
-        trainer.fit(model, loader)
+    trainer.fit(model, loader)
     used = trainer.memory()
-    for kind in ("parameters", "gradients", "optimizer_states", "buckets"):
-        states[kind] = getattr(used, kind)
-    return {"peak": peak(found.profiler.kineto_results.events()), **states}
+    kinds = ("parameters", "gradients", "optimizer_states", "buckets")
+    return {kind: float(getattr(used, kind)) for kind in kinds}, moments
+
+
+def counted(name: str, strategy: Any, world: int, precision: str = "32-true") -> dict[str, float]:
+    """Three steps of a model on this rank: peak bytes by the allocator, and bytes of the model's states.
+
+    All that is allocated meanwhile is freed before the count ends: torch's counts of several spans of time mix.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        states, _ = _trained(name, strategy, world, precision, 3 * world)
+        del strategy
+        gc.collect()
+    return {"peak": float(peak(found.profiler.kineto_results.events())), **states}
+
+
+def timed(name: str, strategy: Any, world: int, precision: str = "32-true", steps: int = 16) -> float:
+    """Seconds of a step of a model on this rank: the median."""
+    _, moments = _trained(name, strategy, world, precision, steps * world)
+    return statistics.median([b - a for a, b in zip(moments[3:], moments[4:], strict=False)])

@@ -90,16 +90,51 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     return Work(products, float(moved), 1)
 
 
-def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that an operation keeps on a real CPU and not on fake tensors: the workspace of an LSTM.
+PAGE = 4096
 
-    oneDNN keeps the gates, the cell states and the outputs of each step, each in its own alignment.
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _padded(length: int) -> int:
+    """Elements of a row in oneDNN's workspaces."""
+    whole = -(-length // 16) * 16
+    return whole + 16 * (whole % 256 == 0)
+
+
+def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
+    """Bytes that oneDNN keeps of a layer's forward in float32 for its backward, beside inputs and outputs.
+
+    They are gates, states and gradients of states, each of whole pages. It was found by trying sizes; a test holds it.
+
+    Example:
+        >>> workspace_of_lstm(64, 32, 128)
+        16023552
     """
-    if func._schema.name != "aten::mkldnn_rnn_layer" or out[3].numel():
+    gates, row, states = _padded(4 * hidden), _padded(hidden), 2 * (length + 1) * batch
+    kept = _pages(4 * length * batch * gates) + _pages(4 * length * batch * row)
+    return kept + 3 * _pages(4 * states * row) + 2 * _pages(4 * states * hidden)
+
+
+def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes that an operation keeps on a real CPU and not on fake tensors: the workspace of an LSTM."""
+    if func._schema.name != "aten::mkldnn_rnn_layer" or out[3].numel() or args[0].dtype is not torch.float32:
         return 0
     length, batch, _ = args[0].shape
-    hidden = args[2].shape[-1]
-    return int(args[0].element_size() * (length + 1) * batch * hidden * 7)
+    return workspace_of_lstm(length, batch, args[2].shape[-1])
+
+
+def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that an operation needs on a CPU while it runs: oneDNN's gates, and images in its own order of channels."""
+    name = func._schema.name
+    if name.startswith("aten::mkldnn_rnn_layer"):
+        length, batch, _ = args[0].shape
+        return _pages(4 * length * batch * _padded(4 * args[2].shape[-1]))
+    if name in ("aten::convolution", "aten::convolution_backward"):
+        images = args[:1] if name == "aten::convolution" else args[:2]
+        return sum(x.numel() * x.element_size() for x in images if x.dim() > 2 and x.shape[1] % 8 == 0)
+    return 0
 
 
 # -- what is recorded ---------------------------------------------------------------------------------------------
@@ -236,6 +271,8 @@ class StepTrace(TorchDispatchMode):
         self.nodes.append(node)
         for tensor in [out] if isinstance(out, Tensor) else tensors_in(out, 3):
             self._note(tensor, node)
+        if scratch := scratch_bytes(func, args):
+            self.allocations.append(Allocation(scratch, self._time, len(self.spans) - 1, node, self._time))
         if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
             self._tie(out[3], more, node)
         if not func.is_view and func._schema.name != "aten::detach":
