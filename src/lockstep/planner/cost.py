@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from lockstep.parallel.bucket import ALIGNMENT
+import torch
+
+from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, in_order_of_arrival, plan_buckets
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
@@ -138,6 +140,17 @@ def shard_elements(p: ParameterProfile, ranks: int) -> int:
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
 
 
+def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
+    """Whether ddp lays out its buckets anew after the first step, since gradients come in another order."""
+    device = torch.device("cpu")
+    trained = [p for p in profile.parameters if p.trainable]
+    infos = [ParameterInfo(p.name, p.elements, torch.uint8, device) for p in trained]
+    infos = [info._replace(numel=p.size) for info, p in zip(infos, trained, strict=True)]
+    caps = [min(1.0, bucket_mb) * MIB, bucket_mb * MIB]
+    order = [p.name for p in sorted(reversed(trained), key=lambda p: p.arrival) if p.arrival >= 0]
+    return plan_buckets(infos, caps) != plan_buckets(in_order_of_arrival(infos, order), caps)
+
+
 def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dict[str, float]:
     """Bytes of parameters, gradients, optimizer states and buckets on the rank that has most.
 
@@ -198,10 +211,17 @@ def _working(profile: ModelProfile, candidate: Candidate, ranks: int, states: di
     if candidate.kind == "deepspeed":
         return _working_of_zero(profile, candidate, step, ranks)
     gradients = states["gradients"]
+    in_buckets = candidate.kind in ("ddp", "sharded") and ranks > 1
+    # the first gradients lie in the first buckets, until they are dropped behind the next forward
+    doubled = candidate.kind == "ddp" and in_buckets and is_laid_out_anew(profile, candidate.bucket_mb)
+    old = gradients if doubled else 0.0
+    sends = min(candidate.bucket_mb * MIB, gradients) if candidate.kind == "sharded" else 0.0
+    share = ranks if candidate.kind == "sharded" else 1
     peaks: list[float] = []
     for span in step.spans:
-        if candidate.kind in ("ddp", "sharded") and ranks > 1:  # gradients lie in buckets all the time
-            peaks.append(span.peak if span.phase != BACKWARD else span.added)
+        if in_buckets:  # gradients lie there all the time
+            more = {FORWARD: span.peak + old, BACKWARD: span.added, UPDATE: max(span.peak / share, sends)}
+            peaks.append(more[span.phase])
         else:
             peaks.append(span.peak if span.phase == FORWARD else span.grown - gradients)
     if candidate.kind == "dp":
@@ -245,7 +265,7 @@ def _working_of_zero(profile: ModelProfile, candidate: Candidate, step: StepProf
             size = sizes.get(span.unit, 0.0)
             peaks.append(span.peak + sizes[REST] + 2 * size)
         else:
-            peaks.append(span.grown + (trained if span.phase == UPDATE else trained / ranks))
+            peaks.append(span.peak / ranks + 2 * trained if span.phase == UPDATE else span.grown + trained / ranks)
     return float(max(peaks))
 
 

@@ -76,6 +76,7 @@ class ParameterProfile:
         unit: the number of the block that has it; REST.
         like: bytes for each element of optimizer states of its shape.
         fixed: bytes of the other optimizer states: counts of steps.
+        arrival: when its gradient comes in the backward, as a number that rises; -1: never.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ParameterProfile:
     unit: int
     like: int = 0
     fixed: int = 0
+    arrival: int = -1
 
     @property
     def elements(self) -> int:
@@ -257,7 +259,7 @@ def _kept(trace: StepTrace) -> dict[int, int]:
 
 
 def _parameters(
-    module: nn.Module, units: dict[str, nn.Module], optimizers: Sequence[Optimizer]
+    module: nn.Module, units: dict[str, nn.Module], optimizers: Sequence[Optimizer], trace: StepTrace
 ) -> list[ParameterProfile]:
     owners = {id(p): number for number, unit in enumerate(units.values()) for p in unit.parameters()}
     states: dict[int, tuple[int, int]] = {}
@@ -275,6 +277,7 @@ def _parameters(
             p.requires_grad,
             owners.get(id(p), REST),
             *states.get(id(p), (0, 0)),
+            trace.arrivals.get(id(p), -1),
         )
         for name, p in module.named_parameters()
     ]
@@ -324,7 +327,7 @@ def profile_step(
             try:
                 trace, optimizers = trace_step(step, list(units.values()), batch)
                 if name == "kept":
-                    parameters = _parameters(step.module, units, optimizers)
+                    parameters = _parameters(step.module, units, optimizers, trace)
                     kinds = {type(optimizer).__name__ for optimizer in optimizers}
             finally:
                 end()

@@ -189,6 +189,7 @@ class StepTrace(TorchDispatchMode):
         spans: in the order in which they ran.
         allocations: all pieces of memory that operations have made.
         sends: bytes of each block's output, by its number.
+        arrivals: the count of operations at which the node that made a parameter's gradient began, by its id.
         nodes: autograd's number of the node that ran, by the count of operations; -1 outside of a backward.
     """
 
@@ -198,6 +199,7 @@ class StepTrace(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.spans: list[Span] = []
         self.sends: dict[int, int] = {}
+        self.arrivals: dict[int, int] = {}
         self._live: dict[int, Allocation | None] = {t.untyped_storage()._cdata: None for t in known}
         self._known = list(known)  # so that nothing else gets their keys
         self._time = 0
@@ -301,6 +303,17 @@ class StepTrace(TorchDispatchMode):
         made.died = self._time
         self._live.pop(key, None)
 
+    def take_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Note which pieces of memory are gradients of parameters, and when they came."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.mark([parameter.grad], "gradient")
+                made = self._live.get(parameter.grad.untyped_storage()._cdata)
+                begun = made.born if made is not None else 0
+                while begun and made is not None and self.nodes[begun - 1] == made.node:
+                    begun -= 1
+                self.arrivals[id(parameter)] = begun
+
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say of what is there now that it stays: gradients, states of optimizers."""
         for tensor in tensors:
@@ -402,7 +415,7 @@ def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) ->
             with trace.phase(BACKWARD):
                 loss.backward()
             del loss
-            trace.mark((p.grad for p in module.parameters() if p.grad is not None), "gradient")
+            trace.take_gradients(module.parameters())
             with trace.phase(UPDATE):
                 for optimizer in optimizers:
                     optimizer.step()

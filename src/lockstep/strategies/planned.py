@@ -34,7 +34,10 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
     if candidate.kind == "deepspeed":
         both = candidate.offload and candidate.stage == 3
         return DeepSpeedStrategy(
-            stage=candidate.stage, offload_optimizer=candidate.offload, offload_parameters=both, start_method=start_method
+            stage=candidate.stage,
+            offload_optimizer=candidate.offload,
+            offload_parameters=both,
+            start_method=start_method,
         )
     return DDPStrategy(
         shard_optimizer=candidate.kind == "sharded",
