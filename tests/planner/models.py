@@ -191,7 +191,7 @@ def peak(roots: Any) -> int:
     """Bytes at most, of the allocator's events.
 
     Those of the threads in which gloo works are not all there. A piece of memory whose address is given out again was
-    freed by then; one that is never freed, when all of a run is gone, is one whose end was not heard of, and is left out.
+    freed by then. One that is not freed when all of a run is gone is one whose end was not heard of: it is left out.
     """
     found, waiting = [], list(roots)
     while waiting:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.optimizers import parse
 from lockstep.loop.hooks import is_overridden
+from lockstep.loop.optimizers import parse
 from lockstep.module import LightningModule
 from lockstep.planner.profile import ModelProfile, measure_step, profile_step
 from lockstep.planner.trace import Step

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, in_order_of_arrival, plan_buckets
+from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, offsets, plan_buckets
+from lockstep.parallel.zero.exchange import STEP, fragments, padded
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
@@ -140,15 +141,45 @@ def shard_elements(p: ParameterProfile, ranks: int) -> int:
     return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
 
 
-def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
-    """Whether ddp lays out its buckets anew after the first step, since gradients come in another order."""
+def bucket_plan(profile: ModelProfile, bucket_mb: float, *, at_first: bool = False) -> Plan:
+    """Which gradients travel together, by name: at first in order of registration, then in that in which they come."""
     device = torch.device("cpu")
     trained = [p for p in profile.parameters if p.trainable]
-    infos = [ParameterInfo(p.name, p.elements, torch.uint8, device) for p in trained]
-    infos = [info._replace(numel=p.size) for info, p in zip(infos, trained, strict=True)]
+    infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
     caps = [min(1.0, bucket_mb) * MIB, bucket_mb * MIB]
-    order = [p.name for p in sorted(reversed(trained), key=lambda p: p.arrival) if p.arrival >= 0]
-    return plan_buckets(infos, caps) != plan_buckets(in_order_of_arrival(infos, order), caps)
+    came = sorted((p.arrival, -index, p.name) for index, p in enumerate(trained) if p.arrival >= 0)
+    return plan_buckets(infos if at_first else in_order_of_arrival(infos, [name for _, _, name in came]), caps)
+
+
+def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
+    """Whether ddp lays out its buckets anew after the first step, since gradients come in another order."""
+    return bucket_plan(profile, bucket_mb, at_first=True) != bucket_plan(profile, bucket_mb)
+
+
+def _in_slices(profile: ModelProfile, bucket_mb: float, ranks: int) -> dict[str, float]:
+    """Of a sharded optimizer: parameters and gradients lie in buckets that ranks can share.
+
+    Over TCP a buffer beside each takes the others' slices. A rank has optimizer states for its slices.
+    """
+    by_name = {p.name: p for p in profile.parameters}
+    flats, states = 0, [0] * ranks
+    for names in bucket_plan(profile, bucket_mb):
+        mine = [by_name[name] for name in names]
+        numels = [p.elements for p in mine]
+        starts, end = offsets(numels, mine[0].itemsize, STEP)
+        length = padded(end, mine[0].itemsize, ranks)
+        flats += length * mine[0].itemsize
+        for rank in range(ranks):
+            parts = fragments(starts, numels, rank * length // ranks, (rank + 1) * length // ranks)
+            for p, part in zip(mine, parts, strict=True):
+                states[rank] += (part.stop - part.start) * p.like + p.fixed * (part.stop > part.start)
+    frozen = sum(p.size for p in profile.parameters if not p.trainable)
+    return {
+        "parameters": float(flats + frozen),
+        "gradients": 0.0,
+        "optimizer states": float(max(states)),
+        "buckets": 2.0 * flats,
+    }
 
 
 def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dict[str, float]:
@@ -162,12 +193,10 @@ def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dic
     every = profile.parameters
     size = float(sum(p.size for p in every))
     found = {"parameters": size, "gradients": _gradients(every), "optimizer states": _states(every), "buckets": 0.0}
-    if candidate.kind in ("ddp", "sharded") and ranks > 1:
+    if candidate.kind == "ddp" and ranks > 1:
         found["buckets"] = bucket_bytes(every) - found["gradients"]
     if candidate.kind == "sharded" and ranks > 1:
-        like = sum(p.like * p.elements for p in every)
-        found["buckets"] += bucket_bytes(every)
-        found["optimizer states"] = like / ranks + sum(p.fixed for p in every)
+        found.update(_in_slices(profile, candidate.bucket_mb, ranks))
     if candidate.kind.startswith("fsdp"):
         parts = [(p, p.elements if not p.shape else shard_elements(p, ranks)) for p in every]
         found["parameters"] = float(sum(count * p.itemsize for p, count in parts))
@@ -215,7 +244,7 @@ def _working(profile: ModelProfile, candidate: Candidate, ranks: int, states: di
     # the first gradients lie in the first buckets, until they are dropped behind the next forward
     doubled = candidate.kind == "ddp" and in_buckets and is_laid_out_anew(profile, candidate.bucket_mb)
     old = gradients if doubled else 0.0
-    sends = min(candidate.bucket_mb * MIB, gradients) if candidate.kind == "sharded" else 0.0
+    sends = min(candidate.bucket_mb * MIB, _gradients(profile.parameters)) if candidate.kind == "sharded" else 0.0
     share = ranks if candidate.kind == "sharded" else 1
     peaks: list[float] = []
     for span in step.spans:
@@ -377,7 +406,8 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
         return _pipeline(profile, candidate, hardware)
     ranks = 1 if candidate.kind == "single" else hardware.world
     states = model_states(profile, candidate, ranks)
-    parts = {**states, "buffers": float(profile.buffers), "working": _working(profile, candidate, ranks, states)}
+    rest = {"buffers": float(profile.buffers), "batches": 2.0 * profile.batch}  # the next one is drawn early
+    parts = {**states, **rest, "working": _working(profile, candidate, ranks, states)}
     host = 0.0
     if candidate.offload or candidate.kind == "fsdp_offload":
         leaves = ["optimizer states"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -179,6 +179,7 @@ class ModelProfile:
         precision: as of ``Trainer(precision=...)``.
         parameters: all.
         buffers: bytes.
+        batch: bytes.
         blocks: in the order of the chain.
         steps: "kept", and "recomputed" where repeated blocks are computed again.
         elementwise: optimizers work element by element, so that slices of parameters can be updated.
@@ -190,6 +191,7 @@ class ModelProfile:
     precision: str
     parameters: tuple[ParameterProfile, ...]
     buffers: int
+    batch: int
     blocks: tuple[BlockProfile, ...]
     steps: dict[str, StepProfile] = field(default_factory=dict)
     elementwise: bool = True
@@ -202,9 +204,13 @@ class ModelProfile:
 
     @property
     def key(self) -> str:
-        """What tells models apart: names, shapes and types of parameters, and the blocks."""
-        text = repr([(p.name, p.shape, p.itemsize, p.trainable) for p in self.parameters])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """What tells models apart; see `key_of`."""
+        return key_of((p.name, p.shape, p.trainable) for p in self.parameters)
+
+
+def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
+    """What tells models apart: name and shape of each parameter, and whether it is trained."""
+    return hashlib.sha256(repr([(name, tuple(shape), t) for name, shape, t in parameters]).encode()).hexdigest()[:16]
 
 
 # -- from a trace ---------------------------------------------------------------------------------------------------
@@ -355,6 +361,7 @@ def profile_step(
         precision,
         tuple(replace(p, unit=place.get(p.unit, REST)) for p in parameters),
         sum(b.numel() * b.element_size() for b in {id(b): b for b in step.module.buffers()}.values()),
+        sum(t.numel() * t.element_size() for t in tensors_in(batch, 6)),
         blocks,
         {name: _renumbered(found, place) for name, found in steps.items()},
         elementwise=not kinds & set(NOT_ELEMENTWISE),

@@ -91,6 +91,8 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 
 
 PAGE = 4096
+LOSSES = ("aten::mse_loss", "aten::smooth_l1_loss")
+"""Their mean lies in the memory of the elements."""
 
 
 def _pages(size: int) -> int:
@@ -118,7 +120,12 @@ def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
 
 
 def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that an operation keeps on a real CPU and not on fake tensors: the workspace of an LSTM."""
+    """Bytes that an operation keeps on a real CPU and not on fake tensors, for as long as its last result is there.
+
+    They are the workspace of an LSTM, and the memory of a mean, which some losses make where the elements were.
+    """
+    if func._schema.name in LOSSES and not out.dim():
+        return int(args[0].numel() * args[0].element_size())
     if func._schema.name != "aten::mkldnn_rnn_layer" or out[3].numel() or args[0].dtype is not torch.float32:
         return 0
     length, batch, _ = args[0].shape
@@ -131,6 +138,8 @@ def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if name.startswith("aten::mkldnn_rnn_layer"):
         length, batch, _ = args[0].shape
         return _pages(4 * length * batch * _padded(4 * args[2].shape[-1]))
+    if name in LOSSES:
+        return int(args[0].numel() * args[0].element_size())
     if name in ("aten::convolution", "aten::convolution_backward"):
         images = args[:1] if name == "aten::convolution" else args[:2]
         return sum(x.numel() * x.element_size() for x in images if x.dim() > 2 and x.shape[1] % 8 == 0)
@@ -276,7 +285,7 @@ class StepTrace(TorchDispatchMode):
         if scratch := scratch_bytes(func, args):
             self.allocations.append(Allocation(scratch, self._time, len(self.spans) - 1, node, self._time))
         if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
-            self._tie(out[3], more, node)
+            self._tie(out if isinstance(out, Tensor) else out[3], more, node)
         if not func.is_view and func._schema.name != "aten::detach":
             self.spans[-1].work.add(work_of(func, args, kwargs, out))
         return out
