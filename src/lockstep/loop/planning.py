@@ -54,8 +54,13 @@ def _unlogged(module: LightningModule, trainer: Any) -> Iterator[None]:
                 vars(module)[name] = value
 
 
-def _built(module: LightningModule, trainer: Any) -> LightningModule:
-    """The module with the layers that ``configure_model`` makes: of a copy, on the meta device."""
+def built(module: LightningModule, trainer: Any) -> LightningModule:
+    """The module with the layers that ``configure_model`` makes: of a copy, on the meta device.
+
+    Args:
+        module: itself, where it does not override ``configure_model``.
+        trainer: to which the copy is attached meanwhile.
+    """
     if not is_overridden("configure_model", module, ModuleHooks):
         return module
     attached, module._trainer = module._trainer, None
@@ -135,10 +140,10 @@ def profile_module(
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    built = _built(module, trainer)
+    whole = built(module, trainer)
     name = type(module).__name__
-    with _unlogged(built, trainer):
-        step = step_of(built, batch, precision)
+    with _unlogged(whole, trainer):
+        step = step_of(whole, batch, precision)
         count = samples_of(batch, samples)
         try:
             found = profile_step(
@@ -148,6 +153,6 @@ def profile_module(
             raise MisconfigurationException(DEPENDS.format(name=name, error=str(error)[:100])) from error
         except ValueError as error:
             raise MisconfigurationException(f"{name}: {error}") from error
-        if device is not None and built is module:
+        if device is not None and whole is module:
             found = measure_step(found, step, device)
     return found

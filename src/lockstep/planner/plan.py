@@ -361,20 +361,14 @@ class SavedPlan:
                 f'Trainer(strategy="{path}"): the file is no plan of this release: make it anew by `lockstep plan`.'
             ) from None
 
-    def check_machine(self, devices: int, nodes: int, available: float | None, where: str) -> None:
-        """Refuse other numbers of devices and nodes, and less memory than the plan needs.
+    def check_machine(self, available: float, where: str) -> None:
+        """Refuse a machine whose devices have less memory than the plan needs.
 
         Args:
-            devices, nodes: of the run.
-            available: bytes of a device; None: not known.
+            available: bytes of a device.
             where: for the message.
         """
-        if (devices, nodes) != (self.devices, self.nodes):
-            raise MisconfigurationException(
-                f"{where} was made for devices={self.devices} and num_nodes={self.nodes}, and this Trainer has "
-                f"devices={devices} and num_nodes={nodes}: give those, or make a plan for these."
-            )
-        if available is not None and available < self.memory:
+        if available < self.memory:
             raise MisconfigurationException(
                 f"{where} needs {readable(self.memory)} on each device, and a device here has {readable(available)}: "
                 f"it was made for {self.device}; make one for this machine."
