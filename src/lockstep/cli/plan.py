@@ -165,7 +165,8 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
             return parameter
         return Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(place) if elsewhere else None
+    hook: Any = place  # torch's annotation knows no hook that replaces a parameter
+    handle = register_module_parameter_registration_hook(hook) if elsewhere else None
     try:
         yield
     finally:

@@ -54,12 +54,13 @@ def _unlogged(module: LightningModule, trainer: Any) -> Iterator[None]:
                 vars(module)[name] = value
 
 
-def built(module: LightningModule, trainer: Any) -> LightningModule:
-    """The module with the layers that ``configure_model`` makes: of a copy, on the meta device.
+def built(module: LightningModule, trainer: Any, device: torch.device | None = None) -> LightningModule:
+    """The module with the layers that ``configure_model`` makes: of a copy.
 
     Args:
         module: itself, where it does not override ``configure_model``.
         trainer: to which the copy is attached meanwhile.
+        device: where the layers are made; None: without memory.
     """
     if not is_overridden("configure_model", module, ModuleHooks):
         return module
@@ -68,9 +69,9 @@ def built(module: LightningModule, trainer: Any) -> LightningModule:
         made = copy.deepcopy(module)
     finally:
         module._trainer = attached
-    with torch.device("meta"), _unlogged(made, trainer):
+    with torch.device("meta") if device is None else device, _unlogged(made, trainer):
         made.configure_model()
-    return made
+    return made if device is None else made.to(device)
 
 
 def step_of(module: LightningModule, batch: object, precision: Precision) -> Step:
@@ -140,7 +141,7 @@ def profile_module(
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    whole = built(module, trainer)
+    whole = built(module, trainer, device)
     name = type(module).__name__
     with _unlogged(whole, trainer):
         step = step_of(whole, batch, precision)
@@ -153,6 +154,6 @@ def profile_module(
             raise MisconfigurationException(DEPENDS.format(name=name, error=str(error)[:100])) from error
         except ValueError as error:
             raise MisconfigurationException(f"{name}: {error}") from error
-        if device is not None and whole is module:
+        if device is not None:
             found = measure_step(found, step, device)
     return found

@@ -16,6 +16,8 @@ from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile
 from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
 
 MIB = 2**20
+GROUP_CALLS = 20
+"""Operations that gather, or cut, the parameters of a block."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,13 @@ def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
     return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
 
 
+def _summed(size: float, ranks: int, hardware: Hardware) -> float:
+    """Seconds of an all-reduce of a bucket: in shared memory, where ranks of one host have it, else by a ring."""
+    if hardware.shared and hardware.nodes == 1 and ranks > 1:
+        return hardware.shared_latency + ranks / 2 * size / hardware.shared
+    return ring(size, ranks, hardware)
+
+
 def _exposed(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> float:
     """Seconds for which ddp waits for its buckets when the backward has ended.
 
@@ -351,10 +360,10 @@ def _exposed(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
             waiting += size / pieces
             if waiting >= candidate.bucket_mb * MIB:
                 ready = begun + (now - begun) * (piece + 1) / pieces if hardware.overlaps else math.inf
-                end = max(end, ready if ready < math.inf else 0.0) + ring(waiting * factor, ranks, hardware)
+                end = max(end, ready if ready < math.inf else 0.0) + _summed(waiting * factor, ranks, hardware)
                 waiting = 0.0
     if waiting:
-        end = max(end, now if hardware.overlaps else 0.0) + ring(waiting * factor, ranks, hardware)
+        end = max(end, now if hardware.overlaps else 0.0) + _summed(waiting * factor, ranks, hardware)
     return max(end - now, 0.0) if hardware.overlaps else end
 
 
@@ -378,6 +387,9 @@ def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
         total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
         bandwidth, latency = hardware.slowest_link()
         total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
+        copied = (gathers + 1) * 2 * size / hardware.moved  # from flat tensors to parameters, and from gradients to flat
+        if not hardware.overlaps:
+            compute += copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call
         sent = total if not hardware.overlaps else max(total - compute, total / (groups + 1))
         update /= ranks
     if candidate.offload or candidate.kind == "fsdp_offload":
@@ -407,7 +419,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
     ranks = 1 if candidate.kind == "single" else hardware.world
     states = model_states(profile, candidate, ranks)
     rest = {"buffers": float(profile.buffers), "batches": 2.0 * profile.batch}  # the next one is drawn early
-    parts = {**states, **rest, "working": _working(profile, candidate, ranks, states)}
+    parts = {**states, **rest, "activations": _working(profile, candidate, ranks, states)}
     host = 0.0
     if candidate.offload or candidate.kind == "fsdp_offload":
         leaves = ["optimizer states"]

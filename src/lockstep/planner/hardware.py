@@ -6,6 +6,9 @@ import json
 import platform
 import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -61,6 +64,8 @@ class Hardware:
         call: seconds that an operation takes at least.
         link: bytes a second between devices of a node.
         latency: seconds of a message there.
+        shared, shared_latency: bytes of gradients a second, and seconds at least, of an all-reduce in memory that two
+            ranks on one host share; 0 where there is none.
         node_link, node_latency: the same between nodes.
         host_memory: bytes of a node's host, for all its devices.
         host_link: bytes a second between a device and the host.
@@ -79,6 +84,8 @@ class Hardware:
     call: float = 6e-6
     link: float = 100 * GB
     latency: float = 1e-5
+    shared: float = 0.0
+    shared_latency: float = 0.0
     node_link: float = 25 * GB
     node_latency: float = 2e-5
     host_memory: float = 512 * GB
@@ -203,7 +210,7 @@ def measure_device(device: torch.device) -> Hardware:
         host=platform.node(),
     )
     if on_cpu:
-        return replace(found, link=moved / 6, latency=2e-4, host_link=moved, host_moved=moved)
+        return replace(found, host_link=moved, host_moved=moved)
     pinned = torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(pinned, device=device)
     host_link = pinned.nbytes / _median(lambda: there.copy_(pinned, non_blocking=True), device)
@@ -231,22 +238,75 @@ def _host_memory() -> float:
         return 16 * GB
 
 
-def measure_link(world: int, rounds: int = 5) -> tuple[float, float]:
-    """Bytes a second and latency of a link, from all-reduces over the process group that is there. Collective.
-
-    A ring sends 2 (n - 1) / n of the bytes over each link.
+def probe(rank: int, folder: str) -> None:
+    """One of two processes that measure how ranks of this host talk; rank 0 leaves what it found in ``folder``.
 
     Args:
-        world: ranks of the group.
-        rounds: of which the median counts.
+        rank: 0 or 1.
+        folder: where they meet.
     """
-    seconds = []
-    for count in (1, 2**20):
+    from lockstep.parallel.ddp import DistributedDataParallel
+
+    cpu = torch.device("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    sent = []
+    for count in (1, 2**21):
         values = torch.zeros(count)
-        seconds.append(_median(lambda v=values: dist.all_reduce(v), torch.device("cpu"), rounds))  # type: ignore[misc]
-    latency = seconds[0] / (2 * (world - 1))
-    sent = 2 * (world - 1) / world * 4 * 2**20
-    return sent / max(seconds[1] - seconds[0], 1e-9), latency
+        sent.append(_median(lambda v=values: dist.all_reduce(v), cpu, 9))  # type: ignore[misc]
+    extra = []
+    for width in (8, 1448):
+        seconds = []
+        for wrap in (False, True):
+            layer = torch.nn.Linear(width, width, bias=False)
+            net: Any = DistributedDataParallel(layer) if wrap else layer
+            x = torch.ones(1, width)
+
+            def step(net: Any = net, layer: Any = layer, x: Any = x) -> None:
+                layer.zero_grad()
+                net(x).sum().backward()
+
+            for _ in range(3):  # buckets are laid out by the first ones
+                step()
+            seconds.append(_median(step, cpu, 9))
+        extra.append(max(seconds[1] - seconds[0], 1e-6))
+    size = 4.0 * 1448 * 1448
+    found = {
+        "link": 4 * 2**21 / max(sent[1] - sent[0], 1e-9),  # between two ranks a ring sends each byte once over a link
+        "latency": sent[0] / 2,
+        "shared": size / max(extra[1] - extra[0], 1e-9),
+        "shared_latency": extra[0],
+    }
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_links(seconds: float = 60.0) -> dict[str, float]:
+    """How two ranks of this host's CPU talk, by two processes of its own; a few seconds.
+
+    Args:
+        seconds: after which it is given up.
+
+    Returns:
+        the fields of `Hardware` of these names; nothing where the processes fail.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import sys; from lockstep.planner.hardware import probe; probe(int(sys.argv[1]), sys.argv[2])"
+        front = ["env", "GLOO_SOCKET_IFNAME=lo"] if sys.platform == "linux" else []
+        words = [*front, sys.executable, "-c", code]
+        ranks = [subprocess.Popen([*words, str(rank), folder], stderr=subprocess.DEVNULL) for rank in (0, 1)]
+        try:
+            for process in ranks:
+                process.wait(seconds)
+            return dict(json.loads(Path(folder, "found.json").read_text()))
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            return {}
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
 
 
 # -- kept --------------------------------------------------------------------------------------------------------
@@ -272,8 +332,11 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
     name = re.sub(r"\W+", "-", f"{platform.node()}-{kind}-{torch.__version__}-{torch.get_num_threads()}")
     path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
     found = _read(path)
-    if found is None:
-        found = measure_device(device)
+    links = device.type == "cpu" and devices > 1
+    if found is None or (links and not found.shared):
+        found = measure_device(device) if found is None else found
+        if links:
+            found = Hardware(**{**vars(found), **measure_links()})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(asdict(found), indent=1))

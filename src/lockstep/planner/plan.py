@@ -16,8 +16,9 @@ from lockstep.planner.hardware import Hardware
 from lockstep.planner.profile import ModelProfile
 
 Goal = Literal["speed", "memory"]
-NEAR = 0.05
-"""Rates that differ by less count as equal; the simpler way is chosen."""
+NEAR, NEAR_COMPUTED = 0.05, 0.15
+"""Rates that differ by less count as equal, where seconds were measured and where they come from the cost model: the
+simpler way is chosen."""
 ORDER = ("single", "ddp", "fsdp_grads", "fsdp", "sharded", "deepspeed", "dp", "fsdp_offload", "pipeline")
 """Kinds of candidates, simple ones first."""
 
@@ -45,7 +46,7 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
         ways += [Candidate("deepspeed", stage=stage, offload=True) for stage in (2, 3)]
     for way in ways:
         yield replace(way, precision=profile.precision)
-        again = way.kind not in ("dp", "deepspeed") and way.bucket_mb == 25.0 and not way.hook
+        again = way.kind != "dp" and way.bucket_mb == 25.0 and not way.hook
         if again and "recomputed" in profile.steps:
             yield replace(way, precision=profile.precision, recomputed=True)
     if several and len(profile.blocks) > 1:
@@ -179,7 +180,7 @@ def make_plan(
     Args:
         profiles: of one model: first in the precision that was asked for, then in others, which are shown.
         hardware: the devices.
-        goal: "speed": the most samples a second of what fits, the simpler way where two are within 5 %;
+        goal: "speed": the most samples a second of what fits, the simpler way where two are as good as equal;
             "memory": the least memory on a device.
         packages: optional ones that are there: "deepspeed".
 
@@ -201,8 +202,9 @@ def make_plan(
     eligible = [row.prediction for row in rows if row.eligible]
     if not eligible:
         return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(rows, hardware))
-    choice = _fastest(eligible) if goal == "speed" else _smallest(eligible)
-    return Plan(profiles[0], hardware, tuple(rows), choice, _reason(choice, rows, hardware, goal))
+    near = NEAR if profiles[0].device else NEAR_COMPUTED
+    choice = _fastest(eligible, near) if goal == "speed" else _smallest(eligible)
+    return Plan(profiles[0], hardware, tuple(rows), choice, _reason(choice, rows, hardware, goal, near))
 
 
 def _place(prediction: Prediction) -> tuple[int, int, bool, bool, float]:
@@ -210,18 +212,18 @@ def _place(prediction: Prediction) -> tuple[int, int, bool, bool, float]:
     return ORDER.index(one.kind), one.stage, one.offload, one.recomputed, abs(one.bucket_mb - 25.0)
 
 
-def _fastest(found: Sequence[Prediction]) -> Prediction:
+def _fastest(found: Sequence[Prediction], near: float) -> Prediction:
     best = max(one.rate for one in found)
-    return min((one for one in found if one.rate >= best * (1 - NEAR)), key=_place)
+    return min((one for one in found if one.rate >= best * (1 - near)), key=_place)
 
 
 def _smallest(found: Sequence[Prediction]) -> Prediction:
     least = min(one.memory for one in found)
-    near = [one for one in found if one.memory <= least * (1 + NEAR)]
+    near = [one for one in found if one.memory <= least * (1 + NEAR_COMPUTED)]
     return min(near, key=lambda one: (one.candidate.kind != "deepspeed", _place(one)))
 
 
-def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: Goal) -> str:
+def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: Goal, near: float) -> str:
     """The sentence that says why."""
     name = choice.candidate.name
     takes = f"{readable(choice.memory)} of {readable(hardware.memory)} on each device"
@@ -241,10 +243,10 @@ def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: G
     said = f"{name}: {takes}, {_time(choice.seconds)} a step, {choice.rate:.4g} samples a second"
     if simpler:
         last = simpler[-1]
-        return f"{said}. {last.candidate.name} lacks {readable(last.missing)} on each device (most is {last.why})."
+        return f"{said}. {last.candidate.name} lacks {readable(last.missing)} on each device (most of it are its {last.why})."
     if choice.candidate.kind == "single" and hardware.world > 1:
         return f"{said}; more devices would wait for their messages longer than they compute."
-    return f"{said}; the model fits, and no other way is faster by more than {NEAR:.0%}."
+    return f"{said}; the model fits, and no other way is faster by more than {near:.0%}."
 
 
 def _nothing_fits(rows: Sequence[Row], hardware: Hardware) -> str:
@@ -256,7 +258,7 @@ def _nothing_fits(rows: Sequence[Row], hardware: Hardware) -> str:
         f"{readable(hardware.memory)} of a device."
     )
     ways = []
-    working = found.parts.get("working", 0.0)
+    working = found.parts.get("activations", 0.0)
     if working / 2 >= found.missing:
         ways.append("half the batch with accumulate_grad_batches=2")
     fitting = sorted({row.prediction.candidate.precision for row in rows if row.other and row.prediction.fits})

@@ -37,6 +37,7 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
             stage=candidate.stage,
             offload_optimizer=candidate.offload,
             offload_parameters=both,
+            activation_checkpointing=again or None,
             start_method=start_method,
         )
     return DDPStrategy(
