@@ -27,13 +27,14 @@ def transformer(billions: float, *, kept: float = 4 * GB, samples: int = 32, blo
 
     def steps(again: bool) -> StepProfile:
         own = a // 16 if again else a  # a recomputed block keeps its input
-        spans = [SpanProfile(FORWARD, at, (at + 1) * own + a, (at + 1) * own + a, 0, Work(work, a, 20)) for at in range(blocks)]
+        here = [(at + 1) * own + a for at in range(blocks)]
+        spans = [SpanProfile(FORWARD, at, here[at], here[at], 0, Work(work, a, 20)) for at in range(blocks)]
         for at in reversed(range(blocks)):
-            plain = (at + 1) * own + a
-            grown = plain + (blocks - at) * size
-            spans.append(SpanProfile(BACKWARD, at, plain, grown, plain + size, Work((3 if again else 2) * work, 2 * a, 40)))
+            done = Work((3 if again else 2) * work, 2 * a, 40)
+            spans.append(SpanProfile(BACKWARD, at, here[at], here[at] + (blocks - at) * size, here[at] + size, done))
         total = (blocks + 1) * size
-        return StepProfile((*spans, SpanProfile(UPDATE, REST, 2 * size, total + 2 * size, 0, Work(0, 5 * total, 300))))
+        done = Work(0, 5 * total, 300)
+        return StepProfile((*spans, SpanProfile(UPDATE, REST, 2 * size, total + 2 * size, 0, done)))
 
     chain = tuple(BlockProfile(f"blocks.{at}", "Block", True, a, a // 16) for at in range(blocks))
     return ModelProfile(

@@ -46,7 +46,9 @@ def test_up_to_three_billion_in_limited_memory(billions: float, devices: int) ->
     assert "ddp lacks" in plan.reason
 
 
-@pytest.mark.parametrize(("billions", "devices", "memory"), [(3.5, 8, 24), (5, 8, 24), (7, 16, 24), (7, 4, 80), (7, 8, 80)])
+@pytest.mark.parametrize(
+    ("billions", "devices", "memory"), [(3.5, 8, 24), (5, 8, 24), (7, 16, 24), (7, 4, 80), (7, 8, 80)]
+)
 def test_more_than_three_billion(billions: float, devices: int, memory: float) -> None:
     kind, stage, _ = chosen(planned(billions, devices, memory))
     assert kind in SHARDED or (kind, stage) == ("deepspeed", 3)

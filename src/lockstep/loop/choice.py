@@ -63,7 +63,7 @@ def first_batch(trainer: Trainer) -> Any:
             raise MisconfigurationException("a plan needs a batch: give batch=, train_dataloaders= or datamodule=.")
         loaders, nest, _ = unpack(returned, "")
         batches = [next(iter(loader), None) for loader in loaders]
-        if any(batch is None for batch in batches):
+        if not batches or any(batch is None for batch in batches):
             raise MisconfigurationException("a plan needs a batch, and a training loader gives none.")
         batch = batches[0] if nest is None else tree_unflatten(batches, nest)
     finally:

@@ -387,7 +387,7 @@ def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
         total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
         bandwidth, latency = hardware.slowest_link()
         total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
-        copied = (gathers + 1) * 2 * size / hardware.moved  # from flat tensors to parameters, and from gradients to flat
+        copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
         if not hardware.overlaps:
             compute += copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call
         sent = total if not hardware.overlaps else max(total - compute, total / (groups + 1))

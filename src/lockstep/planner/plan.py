@@ -201,7 +201,7 @@ def make_plan(
             rows.append(Row(prediction, obstacle(profile, candidate, hardware, frozenset(packages)), other))
     eligible = [row.prediction for row in rows if row.eligible]
     if not eligible:
-        return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(rows, hardware))
+        return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(profiles[0], rows, hardware))
     near = NEAR if profiles[0].device else NEAR_COMPUTED
     choice = _fastest(eligible, near) if goal == "speed" else _smallest(eligible)
     return Plan(profiles[0], hardware, tuple(rows), choice, _reason(choice, rows, hardware, goal, near))
@@ -243,13 +243,14 @@ def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: G
     said = f"{name}: {takes}, {_time(choice.seconds)} a step, {choice.rate:.4g} samples a second"
     if simpler:
         last = simpler[-1]
-        return f"{said}. {last.candidate.name} lacks {readable(last.missing)} on each device (most of it are its {last.why})."
+        lacks = f"{last.candidate.name} lacks {readable(last.missing)} on each device"
+        return f"{said}. {lacks} (most of it are its {last.why})."
     if choice.candidate.kind == "single" and hardware.world > 1:
         return f"{said}; more devices would wait for their messages longer than they compute."
     return f"{said}; the model fits, and no other way is faster by more than {near:.0%}."
 
 
-def _nothing_fits(rows: Sequence[Row], hardware: Hardware) -> str:
+def _nothing_fits(profile: ModelProfile, rows: Sequence[Row], hardware: Hardware) -> str:
     """What is missing, and what would make it fit."""
     near = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.prediction.missing)
     found = near.prediction
@@ -258,8 +259,8 @@ def _nothing_fits(rows: Sequence[Row], hardware: Hardware) -> str:
         f"{readable(hardware.memory)} of a device."
     )
     ways = []
-    working = found.parts.get("activations", 0.0)
-    if working / 2 >= found.missing:
+    by_batch = max(span.peak for span in profile.steps["recomputed" if found.candidate.recomputed else "kept"].spans)
+    if by_batch / 2 >= found.missing:
         ways.append("half the batch with accumulate_grad_batches=2")
     fitting = sorted({row.prediction.candidate.precision for row in rows if row.other and row.prediction.fits})
     ways += [f'precision="{precision}"' for precision in fitting if precision != found.candidate.precision]

@@ -17,7 +17,7 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
 
     Args:
         candidate: of a plan, one that can be run.
-        start_method: of its ranks, as of `DDPStrategy`.
+        start_method: of its ranks, as of `DDPStrategy`; DeepSpeed's are started by the script.
     """
     again = candidate.recomputed
     if candidate.kind == "single":
@@ -38,7 +38,6 @@ def strategy_of(candidate: Candidate, start_method: str = "popen") -> Strategy:
             offload_optimizer=candidate.offload,
             offload_parameters=both,
             activation_checkpointing=again or None,
-            start_method=start_method,
         )
     return DDPStrategy(
         shard_optimizer=candidate.kind == "sharded",
