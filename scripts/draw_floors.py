@@ -43,6 +43,7 @@ WORDS = {
     "launch": ("how ranks", "are started"),
     "supervise": ("who failed first,", "who waits"),
     "parallel": ("gradients: reducer,", "buckets, hooks"),
+    "planner": ("what each way", "would take"),
     "hooks": ("the hooks of", "a module"),
     "precision": ("number formats", "of a run"),
     "checkpoint": ("hashed files,", "without code"),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import Never
 
@@ -48,14 +48,16 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.launch.environment import flags_of, number_devices
 from lockstep.launch.topology import dealt_out, directly, here, is_interactive, launcher
 from lockstep.loggers.base import Logger
-from lockstep.loop import spawn_results, state
+from lockstep.loop import choice, spawn_results, state
 from lockstep.loop.compiled import unwrapped
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.fit import FitLoop, Result
 from lockstep.loop.hooks import is_overridden
 from lockstep.loop.loaders import Loaders
+from lockstep.loop.prediction import PredictionCheck
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
+from lockstep.planner.plan import Plan
 from lockstep.precision.formats import make_precision
 from lockstep.profilers.base import PassThroughProfiler, Profiler
 from lockstep.strategies.base import Strategy
@@ -226,6 +228,7 @@ class Trainer(Attributes):
         if found.checkpoint_io is not None:
             made.checkpoint_io = found.checkpoint_io
         self._precision = found.precision or make_precision(flags["precision"], kind)
+        self._chooses = isinstance(strategy, str) and strategy.lower() == "auto"
         self._connect(made)
         if config.balance:
             check_balances(made)
@@ -236,6 +239,8 @@ class Trainer(Attributes):
             flags[f"enable_{what}"] for what in ("checkpointing", "progress_bar", "model_summary")
         )
         own_callbacks = make_callbacks(callbacks, checkpointing, bar, summary, config)
+        if made.planned is not None:
+            own_callbacks = [PredictionCheck(*made.planned), *own_callbacks]
         if placement.world.is_zero:
             check_root(config, flags["logger"], own_callbacks)
         apply_to_process(config, kind)
@@ -304,9 +309,49 @@ class Trainer(Attributes):
         """
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         path = self._checkpoint(self._resume_from if ckpt_path is None else ckpt_path, model_given=True)
+        if self._chooses:
+            choice.reconsider(self)
+            self._connect(self.session.strategy)
         if self._spawns:
             return self._hand_over(self.fit_loop, path, weights_only)
         return self._launch(self.fit_loop.run, path, weights_only)
+
+    def plan(
+        self,
+        model: LightningModule,
+        train_dataloaders: object = None,
+        *,
+        datamodule: LightningDataModule | None = None,
+        batch: object = None,
+        goal: Literal["speed", "memory"] = "speed",
+        blocks: Sequence[str] = (),
+    ) -> Plan:
+        """Predict memory and seconds of a step under each way to train ``model`` on this Trainer's devices.
+
+        Nothing is trained. Where the model fits, some steps are measured on this device, and put back; else seconds
+        come from a cost model.
+
+        Args:
+            model: what is to be trained; after the call it is as before.
+            train_dataloaders: where the batch comes from.
+            datamodule: in place of loaders.
+            batch: in place of both: a batch of one device.
+            goal: "speed", or "memory" for the least on a device.
+            blocks: names of submodules that are blocks of a chain; by default they are found.
+
+        Returns:
+            a table (``print(plan)``) with a choice and its reason, which ``plan.save("plan.yaml")`` keeps for
+            ``Trainer(strategy="plan.yaml")``.
+
+        Raises:
+            MisconfigurationException: manual optimization, no batch, a step whose control flow depends on values.
+
+        Example::
+
+            print(Trainer(accelerator="cpu", devices=2).plan(model, loader))
+        """
+        self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders}, datamodule)
+        return choice.plan_for(self, choice.first_batch(self) if batch is None else batch, goal=goal, named=blocks)
 
     def validate(
         self,

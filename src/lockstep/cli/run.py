@@ -41,12 +41,13 @@ usage: lockstep COMMAND ...
   trials     show the trials of a search on SLURM, submit them anew, cancel them
   migrate    show, or make, the changes that a script for Lightning needs
   checkpoint show what a checkpoint holds, convert it, or compare two
+  plan       show memory and time of each way to train a script's model
   env        show versions, devices, the cluster that was found, and the variables in force
   --version  show the version
 
 `lockstep COMMAND --help` tells more.
 """
-COMMANDS = ("run", "submit", "trials", "migrate", "checkpoint", "env")
+COMMANDS = ("run", "submit", "trials", "migrate", "checkpoint", "plan", "env")
 """``run`` is in this file; each of the others is a function in the file of its name."""
 MASTER_PORT = 29400
 

@@ -20,6 +20,7 @@ from lockstep.module import LightningModule
 from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.recompute import Layers, Save
+from lockstep.planner.plan import SavedPlan
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import Collectives, ReplicaMap
 from lockstep.strategies.engine import Engine
@@ -54,6 +55,7 @@ class Strategy(Engine):
         traffic: reductions of gradients in this fit so far, and the bytes that this rank gave to them.
         local_steps: where this fit takes such.
         sync_batchnorm: whether BatchNorm takes its statistics over all ranks while training; the Trainer sets it.
+        planned: the saved plan by which it was made, and its file.
         plugins: a cluster, a CheckpointIO or a precision that came with it; the Trainer takes them as its own.
     """
 
@@ -66,6 +68,7 @@ class Strategy(Engine):
         self.checkpoints = CheckpointWriter()
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None
+        self.planned: tuple[SavedPlan, str] | None = None
         self.plugins: list[object] = []
         self.devices = [self.root_device]
         self.rounds = 0

@@ -6,12 +6,14 @@ import difflib
 from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.planner.plan import SavedPlan
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.deepspeed import DeepSpeedStrategy
 from lockstep.strategies.dp import DataParallelStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.strategies.model_parallel import ModelParallelStrategy
+from lockstep.strategies.planned import strategy_of
 
 OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
 NVME = {"offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
@@ -73,8 +75,15 @@ REFUSED = {
 """Lightning's other names, those of its earlier versions too: why not, and what to use today."""
 
 
+def is_plan(asked: object) -> bool:
+    """Whether ``Trainer(strategy=...)`` was given the file of a plan."""
+    return isinstance(asked, str) and asked.lower().endswith((".yaml", ".yml"))
+
+
 def drives_all_devices(asked: str | Strategy) -> bool:
     """Whether one process of a strategy works with all devices of its node; else each rank has one."""
+    if isinstance(asked, str) and is_plan(asked):
+        return SavedPlan.read(asked).strategy == "dp"
     kind = NAMES.get(asked.lower(), (Strategy, {}))[0] if isinstance(asked, str) else asked
     return bool(getattr(kind, "drives_all_devices", False))
 
@@ -83,13 +92,16 @@ def make_strategy(asked: str | Strategy, world_size: int, interactive: bool = Fa
     """The strategy for a name or an object.
 
     Args:
-        asked: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), or a Strategy.
+        asked: a name, "auto" (one process: single device; several: ddp, and ddp_notebook in a notebook), the file of a
+            plan ("plan.yaml"), or a Strategy.
         world_size: number of ranks of the run.
         interactive: whether there is no script that could be started once for each rank.
 
     Raises:
         MisconfigurationException: for a name that is not known or refused, or a strategy of one rank for several.
     """
+    if isinstance(asked, str) and is_plan(asked):
+        return _by_plan(asked, world_size, interactive)
     if isinstance(asked, str):
         asked = asked.lower()
     if asked == "auto" and world_size > 1:
@@ -116,6 +128,19 @@ def check_balances(strategy: Strategy, why: str = "") -> None:
             f"Trainer(balance=True): {type(strategy).__name__} cannot give its ranks unequal shares of a global batch"
             f'{why}. Use strategy="ddp" or "fsdp", or leave `balance` out.'
         )
+
+
+def _by_plan(path: str, world_size: int, interactive: bool) -> Strategy:
+    saved, where = SavedPlan.read(path), f'Trainer(strategy="{path}")'
+    ranks = 1 if saved.strategy == "dp" else saved.devices * saved.nodes
+    if ranks != world_size:
+        raise MisconfigurationException(
+            f"{where}: the plan was made for devices={saved.devices} and num_nodes={saved.nodes}, and this Trainer has "
+            f"{world_size} rank(s): give it those devices and nodes, or make a plan for these."
+        )
+    made = strategy_of(saved.candidate, "spawn" if interactive else "popen")
+    made.planned = saved, where
+    return made
 
 
 def _named(asked: object, spawns: bool) -> Strategy:

@@ -1,0 +1,217 @@
+"""``lockstep plan``: what each way to train a script's model would need and take, on these devices or on others."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import Parameter, UninitializedParameter
+
+from lockstep.cli.run import CommandParser, check_script, split
+from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.types import TrainerFn
+from lockstep.loop import choice
+from lockstep.planner.hardware import Hardware, bytes_said, described
+from lockstep.planner.plan import Plan
+from lockstep.trainer import Trainer
+
+USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"
+ABOUT = """\
+Run a script up to its trainer.fit(), and print memory and seconds of a step under each way to train its model: what
+fits, what does not and why, the choice and its reason. Nothing is trained.
+
+Without --memory, --link, --nodes and --chip the devices are those of this machine: some steps are measured. With one
+of them they are elsewhere: the model is made without memory, and seconds come from a cost model.
+Options may stand before the script and directly behind it; what follows is the script's own.
+"""
+EXAMPLES = """\
+examples:
+  lockstep plan train.py --devices 2
+  lockstep plan train.py --devices 8 --nodes 8 --memory 80GB --link 25GB/s --save plan.yaml
+"""
+ELSEWHERE = ("nodes", "memory", "link", "chip")
+
+
+class _Planned(BaseException):
+    """The script has come to its fit, and its plan is made; no ``except Exception`` of a script is in the way."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+def plan(words: Sequence[str]) -> int:
+    """The command; gives its exit code: 0 where something fits, 1 where nothing does.
+
+    Args:
+        words: behind ``lockstep plan``.
+
+    Raises:
+        MisconfigurationException: for what cannot be planned, with the way out.
+    """
+    try:
+        given, script = split(list(words), _parser())
+    except SystemExit as ended:  # --help
+        return int(ended.code or 0)
+    check_script("lockstep plan", None, script)
+    found = _plan_of(given, script)
+    print(found)
+    if given.plot is not None:
+        draw(found, given.plot)
+    if given.save is not None and found.choice is not None:
+        found.save(given.save)
+        print(f'\n{given.save}: use it by Trainer(strategy="{given.save}")')
+    return 0 if found.choice is not None else 1
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="lockstep plan",
+        usage=USAGE,
+        description=ABOUT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--devices", metavar="N", help="of each node; default: as the script's Trainer says")
+    add("--nodes", type=int, metavar="M", help="machines; default: 1")
+    add("--memory", metavar="BYTES", help="of each device: 80GB, 24GiB")
+    add("--link", metavar="BYTES/S", help="of the slowest link: 25GB/s; between nodes, where there are several")
+    add("--chip", metavar="NAME", help="GPU for whose arithmetic the seconds are: H100, A100, RTX 3090")
+    add("--goal", default="speed", choices=("speed", "memory"), help="what the choice is to be best in; default: speed")
+    add("--blocks", metavar="NAMES", help="submodules that are blocks, with commas between them; default: found")
+    add("--save", metavar="FILE", help="write the choice, for Trainer(strategy=FILE); a name that ends with .yaml")
+    add("--plot", metavar="FILE", help="draw memory and step time of each way as PNG")
+    return parser
+
+
+def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
+    if given.save is not None and not given.save.endswith((".yaml", ".yml")):
+        raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
+    devices = _number("--devices", given.devices)
+    elsewhere = any(getattr(given, name) is not None for name in ELSEWHERE)
+    memory = None if given.memory is None else bytes_said("--memory", given.memory)
+    link = None if given.link is None else bytes_said("--link", given.link)
+    named = [name for name in (given.blocks or "").split(",") if name]
+
+    def fit(trainer: Trainer, model: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        hardware = None
+        if elsewhere:
+            hardware = described(devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)
+        elif devices is not None and devices != trainer.world_size:
+            hardware = _here(trainer, devices)
+        loader, data = args[0] if args else kwargs.get("train_dataloaders"), kwargs.get("datamodule")
+        trainer._attach(TrainerFn.FITTING, model, {"train": loader}, data)
+        batch = choice.first_batch(trainer)
+        found = choice.plan_for(
+            trainer, batch, hardware=hardware, goal=given.goal, named=named, measure=None if elsewhere else True
+        )
+        raise _Planned(found)
+
+    return _run(script, fit, elsewhere)
+
+
+def _here(trainer: Trainer, devices: int) -> Hardware:
+    from lockstep.planner.hardware import hardware_of
+
+    return hardware_of(trainer.strategy.root_device, devices)
+
+
+def _number(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) == 0:
+        raise MisconfigurationException(f"{flag} {text}: give a number from 1")
+    return int(text)
+
+
+def _run(script: list[str], fit: Any, elsewhere: bool) -> Plan:
+    """The script as ``python script.py`` runs it, up to its fit."""
+    before, words, path = Trainer.fit, sys.argv, list(sys.path)
+    Trainer.fit = fit  # type: ignore[method-assign]
+    sys.argv = list(script)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
+    try:
+        with _without_memory(elsewhere):
+            runpy.run_path(script[0], run_name="__main__")
+    except _Planned as planned:
+        return planned.plan
+    except SystemExit as ended:
+        if ended.code:
+            raise MisconfigurationException(f"{script[0]} ended with {ended.code!r} before its trainer.fit()") from None
+    finally:
+        Trainer.fit = before  # type: ignore[method-assign]
+        sys.argv, sys.path[:] = words, path
+    raise MisconfigurationException(
+        f"{script[0]} has ended without a trainer.fit(model): a plan needs the call. If the script asks for arguments, "
+        "give them behind it."
+    )
+
+
+@contextmanager
+def _without_memory(elsewhere: bool) -> Iterator[None]:
+    """Let parameters have no memory as soon as a module has them: a model may be larger than this machine."""
+
+    def place(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+        if parameter is None or parameter.is_meta or isinstance(parameter, UninitializedParameter):
+            return parameter
+        return Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+    hook: Any = place  # torch's annotation knows no hook that replaces a parameter
+    handle = register_module_parameter_registration_hook(hook) if elsewhere else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def draw(found: Plan, path: str) -> None:
+    """Memory and step time of each way, as PNG.
+
+    Args:
+        found: the plan.
+        path: of the picture.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise missing_extra("matplotlib", "plot", "lockstep plan --plot") from None
+    rows = [row.prediction for row in found.rows if row.prediction.parts and not row.other]
+    rows.sort(key=lambda one: (one.fits, one.rate))
+    names = [one.candidate.name for one in rows]
+    kinds = list(dict.fromkeys(kind for one in rows for kind in one.parts))
+    figure = Figure(figsize=(12, 1.5 + 0.3 * len(rows)), layout="constrained")
+    memory, time = figure.subplots(1, 2, sharey=True)
+    left = [0.0] * len(rows)
+    for kind in kinds:
+        sizes = [one.parts.get(kind, 0.0) / 2**30 for one in rows]
+        memory.barh(names, sizes, left=left, label=kind)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    memory.axvline(found.hardware.memory / 2**30, color="black", linestyle="--", label="a device has")
+    memory.set_xlim(0, min(max(left), 2 * found.hardware.memory / 2**30) * 1.05)
+    memory.set_xlabel("GiB on a device")
+    memory.legend(fontsize="small")
+    left = [0.0] * len(rows)
+    for kind in ("compute", "sent", "update"):
+        sizes = [1000 * getattr(one, kind) if one.fits else 0.0 for one in rows]
+        time.barh(names, sizes, left=left, label={"sent": "waiting for messages"}.get(kind, kind))
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    time.set_xlabel("ms a step, of what fits")
+    time.legend(fontsize="small")
+    figure.suptitle(f"{found.profile.name} on {found.hardware.nodes} x {found.hardware.devices} devices")
+    figure.savefig(path)

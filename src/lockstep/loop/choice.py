@@ -1,0 +1,188 @@
+"""A plan for a Trainer's model, data and devices; and the strategy that "auto" takes where a model is large."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+from lockstep.data.combined import unpack
+from lockstep.ground.device import move_data_to_device
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.types import TrainerFn
+from lockstep.launch.environment import cores
+from lockstep.loop.hooks import Transfer
+from lockstep.loop.planning import built, profile_module
+from lockstep.parallel.memory import readable
+from lockstep.planner.hardware import Hardware, described, hardware_of
+from lockstep.planner.plan import Goal, Plan, make_plan
+from lockstep.precision.formats import make_precision
+from lockstep.strategies.planned import strategy_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lockstep.trainer import Trainer
+
+ALONE = ("single", "dp")
+"""Kinds of candidates for which no ranks are started."""
+STATES = 16
+"""Bytes for each parameter in float32: itself, its gradient, Adam's two means."""
+CLEARLY = 0.5
+"""The part of a device's memory that model states may take for a model to fit without further questions."""
+SMALL = 50_000_000
+"""Parameters of a model that fits any device for training: 0.8 GB of states."""
+
+
+def packages() -> list[str]:
+    """The optional ones that a plan may use."""
+    return [name for name in ("deepspeed",) if importlib.util.find_spec(name) is not None]
+
+
+def first_batch(trainer: Trainer) -> Any:
+    """A training batch as `training_step` gets it, on the CPU; random states stay as they are.
+
+    Raises:
+        MisconfigurationException: there is no training data.
+    """
+    states, data = random_states(), trainer.datamodule
+    try:
+        if data is not None:
+            data.prepare_data()
+            data.setup("fit")
+        returned = trainer.loaders.request("train")
+        if returned is None:
+            raise MisconfigurationException("a plan needs a batch: give batch=, train_dataloaders= or datamodule=.")
+        loaders, nest, _ = unpack(returned, "")
+        batches = [next(iter(loader), None) for loader in loaders]
+        if not batches or any(batch is None for batch in batches):
+            raise MisconfigurationException("a plan needs a batch, and a training loader gives none.")
+        batch = batches[0] if nest is None else tree_unflatten(batches, nest)
+    finally:
+        set_random_states(states)
+    return batch
+
+
+@contextmanager
+def _threads(ranks: int) -> Iterator[None]:
+    """As many threads as each of some ranks on this host will have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, cores() // ranks)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def plan_for(
+    trainer: Trainer,
+    batch: Any,
+    *,
+    hardware: Hardware | None = None,
+    goal: Goal = "speed",
+    named: Sequence[str] = (),
+    measure: bool | None = None,
+    folder: Path | None = None,
+) -> Plan:
+    """A plan for the module of a Trainer's call.
+
+    Args:
+        trainer: its module is attached.
+        batch: as a loader gives it.
+        hardware: the devices; None: the Trainer's, measured.
+        goal: as of `lockstep.planner.plan.make_plan`.
+        named: blocks, by name.
+        measure: seconds on this device, where the model fits it; None: unless ``hardware`` is given.
+        folder: where measurements are kept.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    precision = strategy.precision
+    device = strategy.root_device
+    with _threads(trainer.world_size if device.type == "cpu" else 1):
+        if hardware is None:
+            local = 1 if strategy.drives_all_devices else strategy.world.local_size
+            devices = max(len(strategy.devices), local) if strategy.drives_all_devices else local
+            hardware = hardware_of(device, devices, strategy.world.num_nodes, folder)
+            measure = True if measure is None else measure
+        batch = Transfer(module, trainer.datamodule, strategy)(batch)
+        profile_of = partial(profile_module, module, named=named, trainer=trainer)
+        cold = make_precision(precision.name, "cpu") if device.type != "cpu" else precision
+        profile = profile_of(move_data_to_device(batch, "cpu"), cold)
+        fits = STATES * profile.elements < CLEARLY * hardware.memory and profile.elements
+        if measure and fits and not any(p.is_meta for p in module.parameters()):
+            before = next((p.device for p in module.parameters()), device)
+            module.to(device)
+            try:
+                profile = profile_of(batch, precision, device=device)
+            finally:
+                module.to(before)
+    found = make_plan([profile], hardware, goal=goal, packages=packages())
+    if found.choice is None and precision.name == "32-true":  # what another precision would need
+        other = profile_of(move_data_to_device(batch, "cpu"), make_precision("bf16-mixed", "cpu"))
+        found = make_plan([profile, other], hardware, goal=goal, packages=packages())
+    return found
+
+
+# -- strategy="auto" -------------------------------------------------------------------------------------------------
+
+
+def steady_memory(device: torch.device, ranks: int) -> float:
+    """Bytes of a device, whatever is in use of them now: the same on all ranks of a host."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+        return float(line.split()[1]) * 1024 / ranks
+    except (OSError, StopIteration):
+        return float("inf")
+
+
+def clearly_fits(module: nn.Module, device: torch.device, ranks: int) -> bool:
+    """Whether a model's states take less than half of a device, without looking at the device for small ones."""
+    size = sum(parameter.numel() for parameter in module.parameters())
+    return size < SMALL or STATES * size < CLEARLY * steady_memory(device, ranks)
+
+
+def reconsider(trainer: Trainer) -> None:
+    """Under ``strategy="auto"``: let a plan choose where the model of this fit does not clearly fit a device.
+
+    Each rank comes to the same choice: nothing is measured.
+
+    Args:
+        trainer: in a call of ``fit``, before its ranks are started.
+    """
+    strategy, world = trainer.strategy, trainer.strategy.world
+    module = trainer.lightning_module
+    if trainer.state.fn is not TrainerFn.FITTING:
+        return
+    if clearly_fits(built(module, trainer), strategy.root_device, world.local_size):
+        return
+    memory = steady_memory(strategy.root_device, world.local_size)
+    hardware = described(world.local_size, world.num_nodes, memory)
+    try:
+        found = plan_for(trainer, first_batch(trainer), hardware=hardware)
+    except MisconfigurationException as error:
+        rank_zero_warn(f'Trainer(strategy="auto"): no plan for {type(module).__name__}, which is large: {error}')
+        return
+    rows = [row.prediction for row in found.rows if row.eligible]
+    if world.size > 1:
+        rows = [one for one in rows if one.candidate.kind not in ALONE]
+    if found.choice is None or not rows:
+        rank_zero_warn(f'Trainer(strategy="auto"): {found.reason}')
+        return
+    choice = found.choice if found.choice in rows else max(rows, key=lambda one: one.rate)
+    rank_zero_info(f'Trainer(strategy="auto") takes {found.reason} ({readable(memory)} a device)')
+    plain = choice.candidate.kind in ("single", "ddp") and not choice.candidate.recomputed
+    if plain and not choice.candidate.offload:
+        return
+    made = strategy_of(choice.candidate, "spawn" if strategy.launcher == "spawn" else "popen")
+    made.sync_batchnorm, made.checkpoint_io = strategy.sync_batchnorm, strategy.checkpoint_io
+    trainer.session.strategy = made

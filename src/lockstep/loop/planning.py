@@ -1,0 +1,159 @@
+"""The step of a LightningModule as a plan needs it: its loss, its optimizers, its precision, without a run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tensors_in
+from lockstep.hooks import ModuleHooks
+from lockstep.loop.hooks import is_overridden
+from lockstep.loop.optimizers import parse
+from lockstep.module import LightningModule
+from lockstep.planner.profile import ModelProfile, measure_step, profile_step
+from lockstep.planner.trace import Step
+from lockstep.precision.base import Precision
+
+DEPENDS = (
+    "{name}: what `training_step` does depends on values ({error}), and a plan without a device knows shapes only. Let "
+    "the step be free of `.item()` and of `if` over tensors, or plan with a step that is."
+)
+
+
+def samples_of(batch: object, given: int | None = None) -> int:
+    """The samples of a batch: as given, or the length of its first tensor."""
+    first = next((t for t in tensors_in(batch, 6) if t.dim()), None)
+    return given or (1 if first is None else len(first))
+
+
+def _silent(*args: object, **kwargs: object) -> None:
+    """In place of ``log``, while nothing is trained."""
+
+
+@contextmanager
+def _unlogged(module: LightningModule, trainer: Any) -> Iterator[None]:
+    """Within, the module is attached to a Trainer and logs nothing."""
+    attached, module._trainer = module._trainer, trainer
+    before = {name: vars(module).pop(name, None) for name in ("log", "log_dict")}
+    vars(module).update(dict.fromkeys(before, _silent))
+    try:
+        yield
+    finally:
+        module._trainer = attached
+        for name, value in before.items():
+            del vars(module)[name]
+            if value is not None:
+                vars(module)[name] = value
+
+
+def built(module: LightningModule, trainer: Any, device: torch.device | None = None) -> LightningModule:
+    """The module with the layers that ``configure_model`` makes: of a copy.
+
+    Args:
+        module: itself, where it does not override ``configure_model``.
+        trainer: to which the copy is attached meanwhile.
+        device: where the layers are made; None: without memory.
+    """
+    if not is_overridden("configure_model", module, ModuleHooks):
+        return module
+    attached, module._trainer = module._trainer, None
+    try:
+        made = copy.deepcopy(module)
+    finally:
+        module._trainer = attached
+    with torch.device("meta") if device is None else device, _unlogged(made, trainer):
+        made.configure_model()
+    return made if device is None else made.to(device)
+
+
+def step_of(module: LightningModule, batch: object, precision: Precision) -> Step:
+    """One step of ``module`` on ``batch``, as the loops play it.
+
+    Args:
+        module: under automatic optimization.
+        batch: as a loader gives it, on the module's device.
+        precision: of the run.
+
+    Raises:
+        MisconfigurationException: manual optimization, or a step that gives no loss.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{name} sets automatic_optimization = False, and a plan needs to know where the backward is: choose the "
+            "strategy by its name."
+        )
+    known = inspect.signature(module.training_step).parameters
+    more = {key: 0 for key in ("batch_idx", "dataloader_idx") if key in known}
+    converted = batch if precision.convert_input is None else precision.convert_input(batch)
+
+    def loss() -> Tensor:
+        found = module.training_step(converted, **more)
+        found = found.get("loss") if isinstance(found, dict) else found
+        if not isinstance(found, Tensor):
+            raise MisconfigurationException(f"{name}.training_step gave no loss for the batch of the plan.")
+        return found
+
+    def optimizers() -> Sequence[Optimizer]:
+        returned = module.configure_optimizers()
+        made, _ = parse(returned, automatic=True, custom_scheduler_step=True)
+        return [each for each in made if isinstance(each, Optimizer)]
+
+    dtype = getattr(precision, "dtype", None)
+    context: Callable[[], Any] = precision.context or nullcontext
+    return Step(module, loss, optimizers, context, dtype)
+
+
+def profile_module(
+    module: LightningModule,
+    batch: object,
+    precision: Precision,
+    *,
+    samples: int | None = None,
+    named: Sequence[str] = (),
+    trainer: object = None,
+    device: torch.device | None = None,
+    recomputed: bool = True,
+) -> ModelProfile:
+    """What a step of a LightningModule costs.
+
+    Args:
+        module: is as before afterwards.
+        batch: as a loader gives it.
+        precision: of the run.
+        samples: of the batch; None: the length of its first tensor.
+        named: blocks, by name.
+        trainer: to which the module is attached meanwhile.
+        device: measure seconds there; the module and the batch are on it. None: the cost model.
+        recomputed: look at recomputation, too.
+
+    Raises:
+        MisconfigurationException: manual optimization, no loss, control flow that depends on values, blocks that are
+            not there.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    whole = built(module, trainer, device)
+    name = type(module).__name__
+    with _unlogged(whole, trainer):
+        step = step_of(whole, batch, precision)
+        count = samples_of(batch, samples)
+        try:
+            found = profile_step(
+                step, samples=count, batch=batch, precision=precision.name, named=named, recomputed=recomputed
+            )
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise MisconfigurationException(DEPENDS.format(name=name, error=str(error)[:100])) from error
+        except ValueError as error:
+            raise MisconfigurationException(f"{name}: {error}") from error
+        if device is not None:
+            found = measure_step(found, step, device)
+    return found

@@ -1,0 +1,501 @@
+"""The memory and the seconds of a step under each way to train: formulas over a profile and hardware, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, offsets, plan_buckets
+from lockstep.parallel.zero.exchange import STEP, fragments, padded
+from lockstep.planner.hardware import Hardware
+from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
+from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
+from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
+
+MIB = 2**20
+GROUP_CALLS = 20
+"""Operations that gather, or cut, the parameters of a block."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train.
+
+    Attributes:
+        kind: "single", "dp", "ddp", "sharded" (ddp with a sharded optimizer), "fsdp", "fsdp_grads", "fsdp_offload",
+            "deepspeed" or "pipeline".
+        stage: of deepspeed.
+        offload: deepspeed: optimizer states, and under stage 3 parameters, are on the host.
+            Single and ddp: optimizer states are.
+        recomputed: repeated blocks are computed again; a pipeline chooses the blocks.
+        hook: "" or "bf16": how gradients of ddp travel.
+        bucket_mb: MiB of a bucket of ddp.
+        micro_batches: of a pipeline.
+        schedule: of a pipeline: "GPipe" or "1F1B".
+        precision: as of ``Trainer(precision=...)``.
+    """
+
+    kind: str
+    stage: int = 0
+    offload: bool = False
+    recomputed: bool = False
+    hook: str = ""
+    bucket_mb: float = 25.0
+    micro_batches: int = 1
+    schedule: str = ""
+    precision: str = "32-true"
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        names = {
+            "sharded": "ddp, sharded optimizer",
+            "fsdp_grads": "fsdp, SHARD_GRAD_OP",
+            "fsdp_offload": "fsdp_cpu_offload",
+        }
+        name = names.get(self.kind, self.kind)
+        if self.kind == "deepspeed":
+            name = f"deepspeed_stage_{self.stage}" + ("_offload" if self.offload else "")
+        elif self.offload:
+            name += ", offloaded optimizer"
+        if self.kind == "pipeline":
+            name += f", {self.schedule}, {self.micro_batches} micro-batches"
+        if self.hook:
+            name += f", {self.hook} hook"
+        if self.bucket_mb != 25.0:
+            name += f", buckets of {self.bucket_mb:g} MiB"
+        return name + (", recomputation" if self.recomputed else "")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate would take, on the rank that takes most.
+
+    Attributes:
+        candidate: which.
+        devices: how many it uses.
+        parts: bytes by what they are for.
+        memory: bytes at the peak.
+        host: bytes on the host, for all devices of a node.
+        compute, sent, update: seconds of forward and backward, of waiting for messages, and of the update.
+        samples: of a step, over all devices.
+        missing: bytes above what there is; 0 where it fits.
+        why: what does not fit, or what is in the way.
+        split: of a pipeline.
+    """
+
+    candidate: Candidate
+    devices: int
+    parts: dict[str, float]
+    memory: float
+    compute: float
+    sent: float
+    update: float
+    samples: float
+    host: float = 0.0
+    missing: float = 0.0
+    why: str = ""
+    split: Split | None = field(default=None, compare=False)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.compute + self.sent + self.update
+
+    @property
+    def rate(self) -> float:
+        """Samples a second, over all devices."""
+        return self.samples / self.seconds if self.seconds else math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is memory for it."""
+        return self.missing <= 0
+
+
+# -- bytes of model states -----------------------------------------------------------------------------------------
+
+
+def _gradients(parameters: Iterable[ParameterProfile]) -> float:
+    return float(sum(p.size for p in parameters if p.trainable))
+
+
+def _states(parameters: Iterable[ParameterProfile]) -> float:
+    return float(sum(p.like * p.elements + p.fixed for p in parameters))
+
+
+def bucket_bytes(parameters: Iterable[ParameterProfile]) -> float:
+    """The buckets of ddp: each gradient at a multiple of 16 bytes, and a flag for each."""
+    total = 0
+    for p in parameters:
+        if p.trainable:
+            total += -(-p.size // ALIGNMENT) * ALIGNMENT + p.itemsize
+    return float(total)
+
+
+def shard_elements(p: ParameterProfile, ranks: int) -> int:
+    """Elements of a rank's part under FSDP: whole rows, filled up."""
+    if not p.shape:
+        return 1
+    return -(-p.shape[0] // ranks) * (p.elements // max(p.shape[0], 1))
+
+
+def bucket_plan(profile: ModelProfile, bucket_mb: float, *, at_first: bool = False) -> Plan:
+    """Which gradients travel together, by name: at first in order of registration, then in that in which they come."""
+    device = torch.device("cpu")
+    trained = [p for p in profile.parameters if p.trainable]
+    infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
+    caps = [min(1.0, bucket_mb) * MIB, bucket_mb * MIB]
+    came = sorted((p.arrival, -index, p.name) for index, p in enumerate(trained) if p.arrival >= 0)
+    return plan_buckets(infos if at_first else in_order_of_arrival(infos, [name for _, _, name in came]), caps)
+
+
+def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
+    """Whether ddp lays out its buckets anew after the first step, since gradients come in another order."""
+    return bucket_plan(profile, bucket_mb, at_first=True) != bucket_plan(profile, bucket_mb)
+
+
+def _in_slices(profile: ModelProfile, bucket_mb: float, ranks: int) -> dict[str, float]:
+    """Of a sharded optimizer: parameters and gradients lie in buckets that ranks can share.
+
+    Over TCP a buffer beside each takes the others' slices. A rank has optimizer states for its slices.
+    """
+    by_name = {p.name: p for p in profile.parameters}
+    flats, states = 0, [0] * ranks
+    for names in bucket_plan(profile, bucket_mb):
+        mine = [by_name[name] for name in names]
+        numels = [p.elements for p in mine]
+        starts, end = offsets(numels, mine[0].itemsize, STEP)
+        length = padded(end, mine[0].itemsize, ranks)
+        flats += length * mine[0].itemsize
+        for rank in range(ranks):
+            parts = fragments(starts, numels, rank * length // ranks, (rank + 1) * length // ranks)
+            for p, part in zip(mine, parts, strict=True):
+                states[rank] += (part.stop - part.start) * p.like + p.fixed * (part.stop > part.start)
+    frozen = sum(p.size for p in profile.parameters if not p.trainable)
+    return {
+        "parameters": float(flats + frozen),
+        "gradients": 0.0,
+        "optimizer states": float(max(states)),
+        "buckets": 2.0 * flats,
+    }
+
+
+def model_states(profile: ModelProfile, candidate: Candidate, ranks: int) -> dict[str, float]:
+    """Bytes of parameters, gradients, optimizer states and buckets on the rank that has most.
+
+    Args:
+        profile: of the model.
+        candidate: the way to train.
+        ranks: that share it.
+    """
+    every = profile.parameters
+    size = float(sum(p.size for p in every))
+    found = {"parameters": size, "gradients": _gradients(every), "optimizer states": _states(every), "buckets": 0.0}
+    if candidate.kind == "ddp" and ranks > 1:
+        found["buckets"] = bucket_bytes(every) - found["gradients"]
+    if candidate.kind == "sharded" and ranks > 1:
+        found.update(_in_slices(profile, candidate.bucket_mb, ranks))
+    if candidate.kind.startswith("fsdp"):
+        parts = [(p, p.elements if not p.shape else shard_elements(p, ranks)) for p in every]
+        found["parameters"] = float(sum(count * p.itemsize for p, count in parts))
+        found["gradients"] = float(sum(count * p.itemsize for p, count in parts if p.trainable))
+        found["optimizer states"] = float(sum(p.like * count + p.fixed for p, count in parts))
+    if candidate.kind == "deepspeed":
+        found.update(_zero(profile, candidate.stage, ranks))
+    return found
+
+
+def _zero(profile: ModelProfile, stage: int, ranks: int) -> dict[str, float]:
+    """DeepSpeed's: it steps weights of its own in float32; stages 1 and 2 pad all parameters together."""
+    trained = [p for p in profile.parameters if p.trainable]
+    itemsize = max((p.itemsize for p in trained), default=4)
+    like = max((p.like for p in trained), default=0) + 4
+    fixed = max((p.fixed for p in trained), default=0)
+    if stage == 3:
+        part = sum(-(-p.elements // ranks) for p in trained)
+        return {"parameters": part * itemsize, "gradients": part * itemsize, "optimizer states": part * like + fixed}
+    padded = -(-sum(p.elements for p in trained) // (2 * ranks)) * 2 * ranks
+    return {"parameters": padded * itemsize, "gradients": 0.0, "optimizer states": padded * like / ranks + fixed}
+
+
+# -- the peak ------------------------------------------------------------------------------------------------------
+
+
+def _unit_sizes(profile: ModelProfile) -> dict[int, float]:
+    """Bytes of the parameters that FSDP gathers together: of a repeated block, and of all the rest."""
+    sizes: dict[int, float] = {REST: 0.0}
+    for p in profile.parameters:
+        alone = p.unit != REST and profile.blocks[p.unit].repeated
+        sizes[p.unit if alone else REST] = sizes.get(p.unit if alone else REST, 0.0) + p.size
+    return sizes
+
+
+def _working(profile: ModelProfile, candidate: Candidate, ranks: int, states: dict[str, float]) -> float:
+    """Bytes beside the model states at the moment when all together are most, less states that are not there then."""
+    step = steps_of(profile, candidate)
+    if candidate.kind.startswith("fsdp"):
+        return _working_in_shards(profile, candidate, step, ranks)
+    if candidate.kind == "deepspeed":
+        return _working_of_zero(profile, candidate, step, ranks)
+    gradients = states["gradients"]
+    in_buckets = candidate.kind in ("ddp", "sharded") and ranks > 1
+    # the first gradients lie in the first buckets, until they are dropped behind the next forward
+    doubled = candidate.kind == "ddp" and in_buckets and is_laid_out_anew(profile, candidate.bucket_mb)
+    old = gradients if doubled else 0.0
+    sends = min(candidate.bucket_mb * MIB, _gradients(profile.parameters)) if candidate.kind == "sharded" else 0.0
+    share = ranks if candidate.kind == "sharded" else 1
+    peaks: list[float] = []
+    for span in step.spans:
+        if in_buckets:  # gradients lie there all the time
+            more = {FORWARD: span.peak + old, BACKWARD: span.added, UPDATE: max(span.peak / share, sends)}
+            peaks.append(more[span.phase])
+        else:
+            peaks.append(span.peak if span.phase == FORWARD else span.grown - gradients)
+    if candidate.kind == "dp":
+        return max(peaks) / ranks
+    return float(max(peaks))
+
+
+def _working_in_shards(profile: ModelProfile, candidate: Candidate, step: StepProfile, ranks: int) -> float:
+    """FSDP: what is gathered, and gradients before they are cut.
+
+    A gather makes one flat copy, and from it the parameters, so that both are there for a moment. While a block's
+    backward runs, the flat copy of the block before it comes; gradients are copied into one flat tensor, and cut.
+    """
+    sizes, peaks = _unit_sizes(profile), list[float]()
+    keeps = candidate.kind == "fsdp_grads"
+    root = sizes[REST]
+    gathered = root
+    for span in step.spans:
+        alone = span.unit in sizes and span.unit != REST
+        size = sizes[span.unit] if alone else 0.0
+        if span.phase == FORWARD:
+            peaks.append(span.peak + gathered + size)
+            gathered += size if keeps else 0.0
+        elif span.phase == BACKWARD:
+            before = sizes.get(span.unit - 1, 0.0) if alone and span.unit > 0 else 0.0
+            here = sum(sizes.values()) if keeps else root + size + before
+            peaks.append(span.peak + here + (size if alone else root))
+            peaks.append(span.peak + (here - size) + 2 * size)
+        else:
+            peaks.append(span.peak / ranks)
+    return max(peaks)
+
+
+def _working_of_zero(profile: ModelProfile, candidate: Candidate, step: StepProfile, ranks: int) -> float:
+    """DeepSpeed: gradients are gathered in buckets, and in stages 1 and 2 the update makes whole ones."""
+    sizes = _unit_sizes(profile)
+    trained = _gradients(profile.parameters)
+    peaks = []
+    for span in step.spans:
+        if candidate.stage == 3:
+            size = sizes.get(span.unit, 0.0)
+            peaks.append(span.peak + sizes[REST] + 2 * size)
+        else:
+            peaks.append(span.peak / ranks + 2 * trained if span.phase == UPDATE else span.grown + trained / ranks)
+    return float(max(peaks))
+
+
+def steps_of(profile: ModelProfile, candidate: Candidate) -> StepProfile:
+    """The way in which a candidate plays the step."""
+    return profile.steps["recomputed" if candidate.recomputed and "recomputed" in profile.steps else "kept"]
+
+
+# -- seconds -------------------------------------------------------------------------------------------------------
+
+
+def work_seconds(work: Work, hardware: Hardware, precision: str) -> float:
+    """Seconds of operations by the cost model: products, then what is moved, and the calls at least."""
+    return max(work.products / hardware.speed(precision) + work.moved / hardware.moved, work.calls * hardware.call)
+
+
+def span_seconds(span: SpanProfile, hardware: Hardware, precision: str) -> float:
+    """Measured seconds, or those of the cost model."""
+    return span.seconds if span.seconds is not None else work_seconds(span.work, hardware, precision)
+
+
+def phase_seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, phase: str) -> float:
+    """Seconds of a phase on one device."""
+    spans = steps_of(profile, candidate).spans
+    return sum(span_seconds(span, hardware, profile.precision) for span in spans if span.phase == phase)
+
+
+def ring(size: float, ranks: int, hardware: Hardware, passes: int = 2) -> float:
+    """Seconds of an all-reduce of ``size`` bytes by a ring; of an all-gather or a reduce-scatter with one pass."""
+    if ranks < 2:
+        return 0.0
+    bandwidth, latency = hardware.slowest_link()
+    return passes * ((ranks - 1) / ranks * size / bandwidth + (ranks - 1) * latency)
+
+
+def _summed(size: float, ranks: int, hardware: Hardware) -> float:
+    """Seconds of an all-reduce of a bucket: in shared memory, where ranks of one host have it, else by a ring."""
+    if hardware.shared and hardware.nodes == 1 and ranks > 1:
+        return hardware.shared_latency + ranks / 2 * size / hardware.shared
+    return ring(size, ranks, hardware)
+
+
+def _exposed(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> float:
+    """Seconds for which ddp waits for its buckets when the backward has ended.
+
+    Buckets travel one after another, each when its gradients are there.
+    """
+    factor = 0.5 if candidate.hook == "bf16" else 1.0
+    now = end = waiting = 0.0
+    spans = [s for s in steps_of(profile, candidate).spans if s.phase == BACKWARD]
+    by_unit: dict[int, float] = {}
+    for p in profile.parameters:
+        by_unit[p.unit] = by_unit.get(p.unit, 0.0) + p.size * p.trainable
+    last = {span.unit: index for index, span in enumerate(spans)}
+    for index, span in enumerate(spans):
+        begun = now
+        now += span_seconds(span, hardware, profile.precision)
+        size = by_unit.get(span.unit, 0.0) if last[span.unit] == index else 0.0
+        pieces = max(1, math.ceil(size / (candidate.bucket_mb * MIB)))
+        for piece in range(pieces):
+            waiting += size / pieces
+            if waiting >= candidate.bucket_mb * MIB:
+                ready = begun + (now - begun) * (piece + 1) / pieces if hardware.overlaps else math.inf
+                end = max(end, ready if ready < math.inf else 0.0) + _summed(waiting * factor, ranks, hardware)
+                waiting = 0.0
+    if waiting:
+        end = max(end, now if hardware.overlaps else 0.0) + _summed(waiting * factor, ranks, hardware)
+    return max(end - now, 0.0) if hardware.overlaps else end
+
+
+def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> tuple[float, float, float]:
+    """Seconds of computation, of waiting for messages, and of the update."""
+    forward, backward, update = (phase_seconds(profile, candidate, hardware, p) for p in (FORWARD, BACKWARD, UPDATE))
+    compute = forward + backward
+    size = sum(p.size for p in profile.parameters)
+    trained = _gradients(profile.parameters)
+    if candidate.kind == "single":
+        sent = 0.0
+    elif candidate.kind == "dp":
+        compute, sent = compute / ranks, 2 * (ranks - 1) * (size / hardware.link + hardware.latency)
+    elif candidate.kind == "ddp":
+        sent = _exposed(profile, candidate, hardware, ranks)
+    elif candidate.kind == "sharded" or (candidate.kind == "deepspeed" and candidate.stage < 3):
+        sent, update = _exposed(profile, candidate, hardware, ranks), update / ranks
+    else:
+        gathers = 1 if candidate.kind == "fsdp_grads" else 2
+        groups = sum(1 for block in profile.blocks if block.repeated) + 1
+        total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
+        _, latency = hardware.slowest_link()
+        total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
+        copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
+        if not hardware.overlaps:
+            compute += copied + (gathers + 1) * groups * GROUP_CALLS * hardware.call
+        sent = total if not hardware.overlaps else max(total - compute, total / (groups + 1))
+        update /= ranks
+    if candidate.offload or candidate.kind == "fsdp_offload":
+        share = 1 if candidate.kind in ("single", "ddp") else ranks
+        states = _states(profile.parameters)
+        if candidate.kind in ("single", "ddp"):  # states come to the device and go back
+            update += 2 * states / hardware.host_link
+        else:  # the host steps: gradients go there, weights come back
+            moved = sum(s.work.moved for s in steps_of(profile, candidate).spans if s.phase == UPDATE)
+            update = moved / share * hardware.devices / hardware.host_moved + 2 * trained / share / hardware.host_link
+    return compute, sent, update
+
+
+# -- together --------------------------------------------------------------------------------------------------------
+
+
+def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
+    """Memory and seconds of a step under a candidate.
+
+    Args:
+        profile: of the model, in the candidate's precision.
+        candidate: the way to train.
+        hardware: the devices.
+    """
+    if candidate.kind == "pipeline":
+        return _pipeline(profile, candidate, hardware)
+    ranks = 1 if candidate.kind == "single" else hardware.world
+    states = model_states(profile, candidate, ranks)
+    rest = {"buffers": float(profile.buffers), "batches": 2.0 * profile.batch}  # the next one is drawn early
+    parts = {**states, **rest, "activations": _working(profile, candidate, ranks, states)}
+    host = 0.0
+    if candidate.offload or candidate.kind == "fsdp_offload":
+        leaves = ["optimizer states"]
+        if candidate.kind == "fsdp_offload" or (candidate.kind == "deepspeed" and candidate.stage == 3):
+            leaves += ["parameters", "gradients"]
+        per_device = sum(parts[name] for name in leaves)
+        host = per_device * (1 if ranks == 1 else hardware.devices)
+        parts |= dict.fromkeys(leaves, 0.0)
+    memory = sum(parts.values())
+    compute, sent, update = _seconds(profile, candidate, hardware, ranks)
+    samples = profile.samples * (1 if candidate.kind in ("single", "dp") else ranks)
+    found = Prediction(candidate, ranks, parts, memory, compute, sent, update, samples, host)
+    if host > hardware.host_memory:
+        return replace(found, missing=host - hardware.host_memory, why="the host's memory")
+    most = max(parts, key=lambda name: parts[name])
+    return replace(found, missing=max(memory - hardware.memory, 0.0), why=most if memory > hardware.memory else "")
+
+
+def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
+    """The blocks as a chain; what belongs to none goes with the first, and the loss with the last."""
+    step, count = profile.steps["kept"], candidate.micro_batches
+    last = len(profile.blocks) - 1
+    for number, block in enumerate(profile.blocks):
+        spans = [s for s in step.spans if s.unit == number]
+        if number in (0, last):
+            spans += [
+                s for s in step.spans if s.unit == REST and s.phase != UPDATE and (number == 0) == _early(step, s)
+            ]
+        seconds = {
+            p: sum(span_seconds(s, hardware, profile.precision) for s in spans if s.phase == p)
+            for p in (FORWARD, BACKWARD)
+        }
+        mine = [p for p in profile.parameters if p.unit == number or (p.unit == REST and number == 0)]
+        states = sum(p.size for p in mine) + _gradients(mine) + _states(mine)
+        own = [s for s in step.spans if s.unit == number and s.phase == BACKWARD]
+        later = max((s.peak for s in own), default=0) - sum(b.kept for b in profile.blocks[: number + 1])
+        yield Block(
+            sum(seconds.values()) / count,
+            seconds[FORWARD] / count if block.repeated else math.inf,
+            float(states),
+            block.kept / count,
+            min(block.sends, block.kept) / count,
+            max(later, block.sends) / count,
+            block.sends / count,
+        )
+
+
+def _early(step: StepProfile, span: SpanProfile) -> bool:
+    """Whether a part that belongs to no block runs before the first one, or behind it in the backward."""
+    here = next(index for index, one in enumerate(step.spans) if one is span)
+    blocks = [index for index, one in enumerate(step.spans) if one.phase == span.phase and one.unit != REST]
+    return not blocks or (here < blocks[0] if span.phase == FORWARD else here > blocks[-1])
+
+
+def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
+    """One batch in micro-batches through stages, one on each device."""
+    count, depth = candidate.micro_batches, min(hardware.world, len(profile.blocks))
+    bandwidth, latency = hardware.slowest_link()
+    memory = hardware.memory - profile.buffers
+    flights = [count if candidate.schedule == "GPipe" else min(count, depth - at) for at in range(depth)]
+    devices = [Device(1.0, memory, bandwidth, latency, flight) for flight in flights]
+    blank = Prediction(candidate, depth, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
+    try:
+        split = partition(list(_chain(profile, candidate, hardware)), devices)
+    except DoesNotFit as error:
+        return replace(blank, missing=error.missing, why=str(error))
+    most = max(stage.memory for stage in split.stages)
+    idle = (len(split.stages) - 1) * split.bottleneck
+    update = phase_seconds(profile, candidate, hardware, UPDATE) / len(split.stages)
+    parts = {"stage": most, "buffers": float(profile.buffers)}
+    return replace(
+        blank,
+        parts=parts,
+        memory=sum(parts.values()),
+        compute=count * split.bottleneck,
+        sent=idle,
+        update=update,
+        split=split,
+    )

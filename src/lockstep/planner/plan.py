@@ -1,0 +1,391 @@
+"""A plan: every way to train with its memory and its seconds, the one to choose and why, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.memory import readable
+from lockstep.planner.cost import Candidate, Prediction, predict
+from lockstep.planner.hardware import Hardware
+from lockstep.planner.profile import ModelProfile
+
+Goal = Literal["speed", "memory"]
+NEAR, NEAR_COMPUTED = 0.05, 0.15
+"""Rates that differ by less count as equal, where seconds were measured and where they come from the cost model: the
+simpler way is chosen."""
+ORDER = ("single", "ddp", "fsdp_grads", "fsdp", "sharded", "deepspeed", "dp", "fsdp_offload", "pipeline")
+"""Kinds of candidates, simple ones first."""
+
+# -- all ways --------------------------------------------------------------------------------------------------------
+
+
+def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]:
+    """The ways to train a model on these devices.
+
+    Args:
+        profile: of the model.
+        hardware: the devices.
+    """
+    several, on_gpu = hardware.world > 1, hardware.kind != "cpu"
+    ways = [Candidate("single")]
+    if several:
+        ways += [Candidate("dp")] if hardware.nodes == 1 else []
+        ways += [Candidate(kind) for kind in ("ddp", "sharded", "fsdp_grads", "fsdp")]
+        ways += [Candidate("ddp", bucket_mb=size) for size in (5.0, 100.0) if hardware.overlaps]
+        ways += [Candidate("ddp", hook="bf16")]
+    ways += [Candidate("deepspeed", stage=stage) for stage in (1, 2, 3) if several]
+    if on_gpu:
+        ways += [Candidate("single", offload=True), Candidate("fsdp_offload")]
+        ways += [Candidate("ddp", offload=True)] if several else []
+        ways += [Candidate("deepspeed", stage=stage, offload=True) for stage in (2, 3)]
+    for way in ways:
+        yield replace(way, precision=profile.precision)
+        again = way.kind != "dp" and way.bucket_mb == 25.0 and not way.hook
+        if again and "recomputed" in profile.steps:
+            yield replace(way, precision=profile.precision, recomputed=True)
+    if several and len(profile.blocks) > 1:
+        for times in (1, 2, 4):
+            count = times * hardware.world
+            if count <= profile.samples:
+                for schedule in ("GPipe", "1F1B"):
+                    yield Candidate("pipeline", micro_batches=count, schedule=schedule, precision=profile.precision)
+
+
+def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:
+    """Why a candidate cannot be run although it may fit; "" where it can.
+
+    Args:
+        profile: of the model.
+        candidate: the way to train.
+        hardware: the devices.
+        packages: optional ones that are there.
+    """
+    if candidate.kind == "pipeline":
+        return "predicted only: this release has no pipelines"
+    if candidate.kind == "deepspeed" and "deepspeed" not in packages:
+        return "needs the package deepspeed"
+    if candidate.kind in ("sharded", "deepspeed") and not profile.elementwise:
+        return "the optimizer needs whole parameters"
+    if candidate.kind == "dp" and profile.samples < hardware.devices:
+        return f"{profile.samples} samples cannot be cut over {hardware.devices} devices"
+    return ""
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        prediction: what the candidate would take.
+        obstacle: why it cannot be run; "".
+        other: what differs in the numbers: a precision, a compression; "".
+    """
+
+    prediction: Prediction
+    obstacle: str = ""
+    other: str = ""
+
+    @property
+    def eligible(self) -> bool:
+        """Whether a plan may choose it."""
+        return self.prediction.fits and not self.obstacle and not self.other
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ways to train a model on some devices, and the one to choose.
+
+    Attributes:
+        profile: of the model, in the precision that was asked for.
+        hardware: the devices.
+        rows: all ways.
+        choice: the best; None where nothing fits.
+        reason: why, in a sentence or two.
+    """
+
+    profile: ModelProfile
+    hardware: Hardware
+    rows: tuple[Row, ...]
+    choice: Prediction | None
+    reason: str
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The table, the choice, its reason."""
+        model, there = self.profile, self.hardware
+        yield (
+            f"{model.name}: {_count(model.elements)} parameters, {len(model.blocks)} blocks, {model.samples:g} samples "
+            f"on a device, {model.precision}; seconds " + ("measured" if model.device else "by the cost model")
+        )
+        nodes = f"{there.nodes} nodes of " if there.nodes > 1 else ""
+        yield f"{nodes}{there.devices} x {there.name}, {readable(there.memory)} each for the run"
+        yield ""
+        width = max(len(self._name(row)) for row in self.rows)
+        yield f"  {'way':<{width}}  {'memory':>10}  {'step':>9}  {'samples/s':>9}"
+        for row in sorted(self.rows, key=lambda row: (not row.eligible, bool(row.other), -row.prediction.rate)):
+            found = row.prediction
+            if found.fits:
+                numbers = f"{readable(found.memory):>10}  {_time(found.seconds):>9}  {found.rate:>9.4g}"
+                note = row.obstacle or row.other
+            else:
+                memory = readable(found.memory) if found.parts else "-"
+                numbers, note = f"{memory:>10}  {'-':>9}  {'-':>9}", f"{readable(found.missing)} too much: {found.why}"
+            chosen = "*" if found is self.choice else " "
+            yield f"{chosen} {self._name(row):<{width}}  {numbers}  {note}".rstrip()
+        yield ""
+        yield self.reason
+
+    def _name(self, row: Row) -> str:
+        candidate = row.prediction.candidate
+        return candidate.name + (f", {candidate.precision}" if candidate.precision != self.profile.precision else "")
+
+    def save(self, path: str | Path) -> None:
+        """Write the choice to a file for ``Trainer(strategy="plan.yaml")``.
+
+        Raises:
+            MisconfigurationException: nothing fits, so that there is no choice.
+        """
+        if self.choice is None:
+            raise MisconfigurationException(f"{path}: there is nothing to save. {self.reason}")
+        Path(path).write_text(SavedPlan.of(self).text())
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def make_plan(
+    profiles: Sequence[ModelProfile], hardware: Hardware, *, goal: Goal = "speed", packages: Sequence[str] = ()
+) -> Plan:
+    """Predict every way to train and choose one: a pure function of what it is given.
+
+    Args:
+        profiles: of one model: first in the precision that was asked for, then in others, which are shown.
+        hardware: the devices.
+        goal: "speed": the most samples a second of what fits, the simpler way where two are as good as equal;
+            "memory": the least memory on a device.
+        packages: optional ones that are there: "deepspeed".
+
+    Example::
+
+        plan = make_plan([profile], described(devices=8, memory=80e9), packages=["deepspeed"])
+        print(plan)
+    """
+    if goal not in ("speed", "memory"):
+        raise MisconfigurationException(f'goal={goal!r}: give "speed" or "memory"')
+    rows = []
+    for profile in profiles:
+        for candidate in candidates(profile, hardware):
+            other = "" if profile is profiles[0] else "other numbers: the precision"
+            if candidate.hook:
+                other = "other numbers: gradients are rounded"
+            prediction = predict(profile, candidate, hardware)
+            rows.append(Row(prediction, obstacle(profile, candidate, hardware, frozenset(packages)), other))
+    eligible = [row.prediction for row in rows if row.eligible]
+    if not eligible:
+        return Plan(profiles[0], hardware, tuple(rows), None, _nothing_fits(profiles[0], rows, hardware))
+    near = NEAR if profiles[0].device else NEAR_COMPUTED
+    choice = _fastest(eligible, near) if goal == "speed" else _smallest(eligible)
+    return Plan(profiles[0], hardware, tuple(rows), choice, _reason(choice, rows, hardware, goal, near))
+
+
+def _place(prediction: Prediction) -> tuple[int, int, bool, bool, float]:
+    one = prediction.candidate
+    return ORDER.index(one.kind), one.stage, one.offload, one.recomputed, abs(one.bucket_mb - 25.0)
+
+
+def _fastest(found: Sequence[Prediction], near: float) -> Prediction:
+    best = max(one.rate for one in found)
+    return min((one for one in found if one.rate >= best * (1 - near)), key=_place)
+
+
+def _smallest(found: Sequence[Prediction]) -> Prediction:
+    least = min(one.memory for one in found)
+    near = [one for one in found if one.memory <= least * (1 + NEAR_COMPUTED)]
+    return min(near, key=lambda one: (one.candidate.kind != "deepspeed", _place(one)))
+
+
+def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: Goal, near: float) -> str:
+    """The sentence that says why."""
+    name = choice.candidate.name
+    takes = f"{readable(choice.memory)} of {readable(hardware.memory)} on each device"
+    if goal == "memory":
+        return f"{name}: the least memory of all that can be run, {takes}."
+    simpler = [
+        row.prediction
+        for row in rows
+        if not row.prediction.fits
+        and not row.other
+        and _place(row.prediction) < _place(choice)
+        and row.prediction.candidate.kind in ("single", "ddp")
+        and not row.prediction.candidate.recomputed
+        and not row.prediction.candidate.offload
+        and row.prediction.candidate.bucket_mb == 25.0
+    ]
+    said = f"{name}: {takes}, {_time(choice.seconds)} a step, {choice.rate:.4g} samples a second"
+    if simpler:
+        last = simpler[-1]
+        lacks = f"{last.candidate.name} lacks {readable(last.missing)} on each device"
+        return f"{said}. {lacks} (most of it are its {last.why})."
+    if choice.candidate.kind == "single" and hardware.world > 1:
+        return f"{said}; more devices would wait for their messages longer than they compute."
+    return f"{said}; the model fits, and no other way is faster by more than {near:.0%}."
+
+
+def _nothing_fits(profile: ModelProfile, rows: Sequence[Row], hardware: Hardware) -> str:
+    """What is missing, and what would make it fit."""
+    near = min((row for row in rows if not row.other and not row.obstacle), key=lambda row: row.prediction.missing)
+    found = near.prediction
+    said = (
+        f"Nothing fits: {found.candidate.name} is nearest and needs {readable(found.missing)} more than the "
+        f"{readable(hardware.memory)} of a device."
+    )
+    ways = []
+    by_batch = max(span.peak for span in profile.steps["recomputed" if found.candidate.recomputed else "kept"].spans)
+    if by_batch / 2 >= found.missing:
+        ways.append("half the batch with accumulate_grad_batches=2")
+    fitting = sorted({row.prediction.candidate.precision for row in rows if row.other and row.prediction.fits})
+    ways += [f'precision="{precision}"' for precision in fitting if precision != found.candidate.precision]
+    states = sum(found.parts.get(name, 0.0) for name in ("parameters", "gradients", "optimizer states"))
+    if states > found.missing:
+        count = hardware.world * states / (states - found.missing)
+        ways.append(f"about {max(hardware.world + 1, round(count + 0.5))} devices with fsdp")
+    ways.append(f"devices of {readable(found.memory * 1.1)}")
+    return f"{said} What would fit: {'; '.join(ways)}."
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """The choice of a plan, as a file has it: lines ``name: value`` whose values are JSON, which is YAML, too.
+
+    Attributes:
+        model, key: the class of the model, and what tells it from others.
+        strategy: kind of the candidate; the fields after it are the candidate's.
+        devices, nodes, device: for which machine.
+        memory, seconds, samples: what was predicted.
+        available: bytes of a device that a run could use.
+        reason: of the choice.
+    """
+
+    model: str
+    key: str
+    strategy: str
+    stage: int
+    offload: bool
+    recomputed: bool
+    bucket_mb: float
+    precision: str
+    devices: int
+    nodes: int
+    device: str
+    available: float
+    memory: float
+    seconds: float
+    samples: float
+    reason: str
+
+    @classmethod
+    def of(cls, plan: Plan) -> SavedPlan:
+        """The file's contents for a plan with a choice."""
+        choice, there = plan.choice, plan.hardware
+        assert choice is not None
+        one, alone = choice.candidate, choice.devices == 1
+        return cls(
+            plan.profile.name,
+            plan.profile.key,
+            one.kind,
+            one.stage,
+            one.offload,
+            one.recomputed,
+            one.bucket_mb,
+            one.precision,
+            1 if alone else there.devices,
+            1 if alone else there.nodes,
+            there.name,
+            there.memory,
+            choice.memory,
+            choice.seconds,
+            choice.samples,
+            plan.reason,
+        )
+
+    @property
+    def candidate(self) -> Candidate:
+        """The way to train."""
+        return Candidate(
+            self.strategy, self.stage, self.offload, self.recomputed, bucket_mb=self.bucket_mb, precision=self.precision
+        )
+
+    def text(self) -> str:
+        """What is written."""
+        rows = [f"{name}: {json.dumps(value)}" for name, value in vars(self).items()]
+        return "\n".join(['# made by `lockstep plan`, for Trainer(strategy="...")', *rows, ""])
+
+    @classmethod
+    def read(cls, path: str | Path) -> SavedPlan:
+        """What a file says.
+
+        Raises:
+            MisconfigurationException: there is no such file, or it is no plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise MisconfigurationException(
+                f'Trainer(strategy="{path}"): {error.strerror or error}: make it by `lockstep plan script.py --save '
+                f"{path}`."
+            ) from None
+        found = {m[1]: m[2] for line in text.splitlines() if (m := re.fullmatch(r"(\w+): (.+)", line.strip()))}
+        try:
+            return cls(**{name: json.loads(value) for name, value in found.items()})
+        except (TypeError, ValueError):
+            raise MisconfigurationException(
+                f'Trainer(strategy="{path}"): the file is no plan of this release: make it anew by `lockstep plan`.'
+            ) from None
+
+    def check_machine(self, available: float, where: str) -> None:
+        """Refuse a machine whose devices have less memory than the plan needs.
+
+        Args:
+            available: bytes of a device.
+            where: for the message.
+        """
+        if available < self.memory:
+            raise MisconfigurationException(
+                f"{where} needs {readable(self.memory)} on each device, and a device here has {readable(available)}: "
+                f"it was made for {self.device}; make one for this machine."
+            )
+
+    def check_model(self, name: str, key: str, where: str) -> None:
+        """Refuse another model.
+
+        Args:
+            name, key: of the model at hand.
+            where: for the message.
+        """
+        if key != self.key:
+            raise MisconfigurationException(
+                f"{where} was made for {self.model}, whose parameters are others than those of this {name}: make a "
+                "plan for this model, or give strategy= a name."
+            )

@@ -1,0 +1,505 @@
+"""What a model's step costs, block by block: bytes from a trace, seconds from a clock or left to a cost model."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.tree import tensors_in
+from lockstep.parallel.fully_shard import find_blocks
+from lockstep.parallel.recompute import recompute
+from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Step, StepTrace, Work, fake, trace_step
+
+# -- blocks ------------------------------------------------------------------------------------------------------
+
+
+def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The blocks of a model by name: those named; else its repeated blocks; else the parts of its largest part.
+
+    Args:
+        module: the model.
+        named: names of submodules, as of ``named_modules``.
+
+    Raises:
+        ValueError: a name that the model does not have.
+
+    Example:
+        >>> list(find_units(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))))
+        ['0', '2']
+    """
+    names = {id(layer): name for name, layer in module.named_modules()}
+    by_name = dict(module.named_modules())
+    for name in named:
+        if name not in by_name or not name:
+            raise ValueError(f"blocks: {type(module).__name__} has no submodule {name!r}")
+    if named:
+        return {name: by_name[name] for name in named}
+    found = find_blocks(module)
+    if not found:
+        here = module
+        while len(inner := [c for c in here.children() if any(True for _ in c.parameters())]) == 1:
+            here = inner[0]
+        found = inner
+    return {names[id(layer)]: layer for layer in found}
+
+
+def _kind(layer: nn.Module) -> str:
+    """What blocks of one kind have in common: class, parameters and configuration."""
+    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in layer.named_parameters()]
+    text = f"{type(layer).__qualname__} {shapes} {layer}"
+    return f"{type(layer).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+# -- what is known of a model ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterProfile:
+    """A parameter; tied ones are one.
+
+    Attributes:
+        name: its first.
+        shape: whole.
+        itemsize: bytes of an element.
+        trainable: it gets gradients.
+        unit: the number of the block that has it; REST.
+        like: bytes for each element of optimizer states of its shape.
+        fixed: bytes of the other optimizer states: counts of steps.
+        arrival: when its gradient comes in the backward, as a number that rises; -1: never.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    unit: int
+    like: int = 0
+    fixed: int = 0
+    arrival: int = -1
+
+    @property
+    def elements(self) -> int:
+        """Of the whole parameter."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class SpanProfile:
+    """A part of a step that belongs to one block, or to none; bytes are those that come and go within a step.
+
+    Attributes:
+        phase, unit: as of `lockstep.planner.trace.Span`.
+        peak: bytes at most, without gradients of parameters.
+        grown: the same with the gradients that are there by then.
+        added: the same where each gradient is added to another memory and freed.
+        work: operations.
+        seconds: measured; None where they were not.
+    """
+
+    phase: str
+    unit: int
+    peak: int
+    grown: int
+    added: int
+    work: Work
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """A block in the chain.
+
+    Attributes:
+        name: of its module.
+        kind: alike for blocks of equal class and shapes.
+        repeated: it is one of those side by side that FSDP gathers, and recomputation computes again, by themselves.
+        kept: bytes that its forward keeps for its backward.
+        sends: bytes of its output.
+    """
+
+    name: str
+    kind: str
+    repeated: bool
+    kept: int
+    sends: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One way to play the step.
+
+    Attributes:
+        spans: in the order in which they run.
+        spread: the middle half of the measured steps' seconds over their median.
+    """
+
+    spans: tuple[SpanProfile, ...]
+    spread: float = 0.0
+
+    def seconds(self, phase: str, unit: int | None = None) -> float | None:
+        """Measured seconds of a phase, or of one block in it; None where nothing was measured."""
+        found = [s.seconds for s in self.spans if s.phase == phase and unit in (None, s.unit)]
+        return None if None in found else float(sum(value or 0.0 for value in found))
+
+    def work(self, phase: str, unit: int | None = None) -> Work:
+        """The operations of a phase, or of one block in it."""
+        total = Work()
+        for span in self.spans:
+            if span.phase == phase and unit in (None, span.unit):
+                total.add(span.work)
+        return total
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model, its batch, its optimizers and its precision, as far as a plan needs them.
+
+    Attributes:
+        name: of its class.
+        samples: of the batch of one device.
+        precision: as of ``Trainer(precision=...)``.
+        parameters: all.
+        buffers: bytes.
+        batch: bytes.
+        blocks: in the order of the chain.
+        steps: "kept", and "recomputed" where repeated blocks are computed again.
+        elementwise: optimizers work element by element, so that slices of parameters can be updated.
+        device: the type of the device on which seconds were measured; "" where none were.
+    """
+
+    name: str
+    samples: int
+    precision: str
+    parameters: tuple[ParameterProfile, ...]
+    buffers: int
+    batch: int
+    blocks: tuple[BlockProfile, ...]
+    steps: dict[str, StepProfile] = field(default_factory=dict)
+    elementwise: bool = True
+    device: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def key(self) -> str:
+        """What tells models apart; see `key_of`."""
+        return key_of((p.name, p.shape, p.trainable) for p in self.parameters)
+
+
+def key_of(parameters: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:
+    """What tells models apart: name and shape of each parameter, and whether it is trained."""
+    return hashlib.sha256(repr([(name, tuple(shape), t) for name, shape, t in parameters]).encode()).hexdigest()[:16]
+
+
+# -- from a trace ---------------------------------------------------------------------------------------------------
+
+
+def _timeline(trace: StepTrace, counts: Callable[[Any], tuple[int, float] | None]) -> list[int]:
+    """Bytes while each operation runs, of the allocations for which ``counts`` gives a beginning and an end."""
+    change = [0] * (trace.operations + 3)
+    for made in trace.allocations:
+        life = counts(made)
+        if life is not None:
+            change[life[0]] += made.size
+            change[int(min(life[1], trace.operations + 1)) + 1] -= made.size
+    return list(accumulate(change))
+
+
+def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
+    """The spans of a trace, with their bytes."""
+
+    def grown(made: Any) -> tuple[int, float] | None:
+        return None if made.kind == "state" else (made.born, made.died)
+
+    def plain(made: Any) -> tuple[int, float] | None:
+        return None if made.kind else (made.born, made.died)
+
+    def added(made: Any) -> tuple[int, float] | None:
+        if made.kind != "gradient":
+            return plain(made)
+        end = made.born
+        while end + 1 < len(trace.nodes) and trace.nodes[end + 1] == made.node:
+            end += 1
+        return made.born, end
+
+    lines = [_timeline(trace, kind) for kind in (plain, grown, added)]
+    found = []
+    for span in trace.spans:
+        if span.stop > span.start:
+            peak, most, once = (max(line[span.start + 1 : span.stop + 1]) for line in lines)
+            found.append(SpanProfile(span.phase, span.unit, peak, most, once, span.work))
+    return tuple(found)
+
+
+def _kept(trace: StepTrace) -> dict[int, int]:
+    """Bytes that each block's forward keeps."""
+    end = max(span.stop for span in trace.spans if span.phase == FORWARD)
+    kept: dict[int, int] = {}
+    for made in trace.allocations:
+        span = trace.spans[made.span]
+        if span.phase == FORWARD and made.died > end:
+            kept[span.unit] = kept.get(span.unit, 0) + made.size
+    return kept
+
+
+def _parameters(
+    module: nn.Module, units: dict[str, nn.Module], optimizers: Sequence[Optimizer], trace: StepTrace
+) -> list[ParameterProfile]:
+    owners = {id(p): number for number, unit in enumerate(units.values()) for p in unit.parameters()}
+    states: dict[int, tuple[int, int]] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            like = [v for v in tensors_in(list(state.values()), 6) if v.shape == parameter.shape and v.dim()]
+            every = sum(v.numel() * v.element_size() for v in tensors_in(list(state.values()), 6))
+            shaped = sum(v.element_size() for v in like)
+            states[id(parameter)] = shaped, every - shaped * parameter.numel()
+    return [
+        ParameterProfile(
+            name,
+            tuple(p.shape),
+            p.element_size(),
+            p.requires_grad,
+            owners.get(id(p), REST),
+            *states.get(id(p), (0, 0)),
+            trace.arrivals.get(id(p), -1),
+        )
+        for name, p in module.named_parameters()
+    ]
+
+
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def profile_step(
+    step: Step,
+    *,
+    samples: int,
+    batch: object = None,
+    precision: str = "32-true",
+    named: Sequence[str] = (),
+    recomputed: bool = True,
+) -> ModelProfile:
+    """What a step allocates and computes, by tracing it with tensors that have shapes and no memory.
+
+    Args:
+        step: what is played. Its module is as before afterwards; it may be on the meta device.
+        samples: of the batch.
+        batch: what the step's loss is computed from, so that it does not count.
+        precision: for the record; the step's context makes it.
+        named: blocks, by name.
+        recomputed: trace a second time with repeated blocks computed again.
+
+    Raises:
+        ValueError: a name that is no submodule; a step whose control flow depends on values.
+
+    Example::
+
+        step = Step(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
+        profile = profile_step(step, samples=16)
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    units = find_units(step.module, named)
+    repeated = {id(block) for block in find_blocks(step.module)}
+    steps: dict[str, StepProfile] = {}
+    traces = []
+    states = random_states()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for name in ("kept", "recomputed") if recomputed and repeated else ("kept",):
+            restore = fake(step.module, step.dtype)
+            end = recompute(step.module) if name == "recomputed" else (lambda: None)
+            try:
+                trace, optimizers = trace_step(step, list(units.values()), batch)
+                if name == "kept":
+                    parameters = _parameters(step.module, units, optimizers, trace)
+                    kinds = {type(optimizer).__name__ for optimizer in optimizers}
+            finally:
+                end()
+                restore()
+            steps[name] = StepProfile(spans_of(trace))
+            traces.append(trace)
+    set_random_states(states)
+    kept = _kept(traces[0])
+    order = list(dict.fromkeys(span.unit for span in traces[0].spans if span.unit != REST))
+    place = {unit: number for number, unit in enumerate(order)}
+    names = list(units)
+    blocks = tuple(
+        BlockProfile(
+            names[unit],
+            _kind(units[names[unit]]),
+            id(units[names[unit]]) in repeated,
+            kept.get(unit, 0),
+            traces[0].sends.get(unit, 0),
+        )
+        for unit in order
+    )
+    return ModelProfile(
+        type(step.module).__name__,
+        samples,
+        precision,
+        tuple(replace(p, unit=place.get(p.unit, REST)) for p in parameters),
+        sum(b.numel() * b.element_size() for b in {id(b): b for b in step.module.buffers()}.values()),
+        sum(t.numel() * t.element_size() for t in tensors_in(batch, 6)),
+        blocks,
+        {name: _renumbered(found, place) for name, found in steps.items()},
+        elementwise=not kinds & set(NOT_ELEMENTWISE),
+    )
+
+
+def _renumbered(step: StepProfile, place: dict[int, int]) -> StepProfile:
+    return StepProfile(tuple(replace(span, unit=place.get(span.unit, REST)) for span in step.spans), step.spread)
+
+
+# -- from a clock ---------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Moments at which forwards and backwards of blocks begin and end, in one step."""
+
+    def __init__(self, units: Sequence[nn.Module], device: torch.device) -> None:
+        self.units, self.device = {id(unit): number for number, unit in enumerate(units)}, device
+        self.moments: list[tuple[str, int, float]] = []
+        self.forward = True
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def note(self, phase: str, unit: int) -> None:
+        """From now on a block runs."""
+        self.moments.append((phase, unit, self.now()))
+
+    def enter(self, layer: nn.Module, args: object) -> None:
+        if self.forward:
+            self.note(FORWARD, self.units[id(layer)])
+
+    def leave(self, layer: nn.Module, args: object, output: object) -> None:
+        if not self.forward:
+            return
+        unit = self.units[id(layer)]
+        self.note(FORWARD, REST)
+        for tensor in tensors_in(output, 3):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.note(BACKWARD, unit))
+                return
+
+    def seconds(self) -> dict[tuple[str, int], float]:
+        """By phase and block."""
+        found: dict[tuple[str, int], float] = {}
+        for (phase, unit, begun), (_, _, ended) in zip(self.moments, self.moments[1:], strict=False):
+            found[phase, unit] = found.get((phase, unit), 0.0) + ended - begun
+        return found
+
+
+def _play(step: Step, optimizers: Sequence[Optimizer], units: Sequence[nn.Module], clock: _Clock) -> None:
+    with ExitStack() as hooks:
+        for unit in units:
+            hooks.callback(unit.register_forward_pre_hook(clock.enter).remove)
+            hooks.callback(unit.register_forward_hook(clock.leave).remove)
+        clock.note(FORWARD, REST)
+        with step.context():
+            loss = step.loss()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        clock.forward = False
+        clock.note(BACKWARD, REST)
+        loss.backward()
+        clock.note(UPDATE, REST)
+        for optimizer in optimizers:
+            optimizer.step()
+        clock.note(UPDATE, REST)
+
+
+def measure_step(
+    profile: ModelProfile, step: Step, device: torch.device, *, warm_up: int = 2, steps: int = 7, patience: float = 20.0
+) -> ModelProfile:
+    """The same profile with measured seconds: medians over some steps, and over blocks of one kind.
+
+    Args:
+        profile: of the same step.
+        step: its module and batch are on ``device``. Parameters, buffers and random states are put back afterwards.
+        device: where it runs.
+        warm_up: steps that do not count.
+        steps: those that do.
+        patience: seconds after which no further step begins, if two have been measured.
+
+    Returns:
+        a profile whose spans have seconds.
+    """
+    by_name = dict(step.module.named_modules())
+    units = [by_name[block.name] for block in profile.blocks]
+    tensors = [*step.module.parameters(), *step.module.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    states, optimizers = random_states(), list(step.optimizers())
+    found: list[dict[tuple[str, int], float]] = []
+    begun = time.perf_counter()
+    try:
+        for number in range(warm_up + steps):
+            clock = _Clock(units, device)
+            _play(step, optimizers, units, clock)
+            if number >= warm_up:
+                found.append(clock.seconds())
+            if time.perf_counter() - begun > patience and len(found) >= 2:
+                break
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        for tensor in tensors:
+            tensor.grad = None
+        set_random_states(states)
+    medians = _pooled(profile, {key: statistics.median([one.get(key, 0.0) for one in found]) for key in found[0]})
+    totals = sorted(sum(one.values()) for one in found)
+    spread = (totals[(3 * len(totals)) // 4] - totals[len(totals) // 4]) / statistics.median(totals)
+    timed = {"kept": _timed(profile.steps["kept"], medians, spread)}
+    if "recomputed" in profile.steps:
+        again = dict(medians)
+        for number, block in enumerate(profile.blocks):
+            if block.repeated:
+                again[BACKWARD, number] = medians.get((BACKWARD, number), 0.0) + medians.get((FORWARD, number), 0.0)
+        timed["recomputed"] = _timed(profile.steps["recomputed"], again, spread)
+    return replace(profile, steps=timed, device=device.type)
+
+
+def _pooled(profile: ModelProfile, seconds: dict[tuple[str, int], float]) -> dict[tuple[str, int], float]:
+    """Blocks of one kind take equally long: the median of theirs."""
+    pooled = dict(seconds)
+    for kind in {block.kind for block in profile.blocks}:
+        alike = [number for number, block in enumerate(profile.blocks) if block.kind == kind]
+        for phase in (FORWARD, BACKWARD):
+            value = statistics.median([seconds.get((phase, number), 0.0) for number in alike])
+            pooled.update({(phase, number): value for number in alike})
+    return pooled
+
+
+def _timed(step: StepProfile, seconds: dict[tuple[str, int], float], spread: float) -> StepProfile:
+    """Seconds of a block, or of what belongs to none, shared out over its spans by what they move."""
+    spans = []
+    for span in step.spans:
+        total = step.work(span.phase, span.unit).moved
+        share = span.work.moved / total if total else 1.0
+        spans.append(replace(span, seconds=seconds.get((span.phase, span.unit), 0.0) * share))
+    return StepProfile(tuple(spans), spread)

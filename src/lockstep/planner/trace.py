@@ -1,0 +1,433 @@
+"""A step of training, operation by operation: what each allocates and computes, told apart by block; on real tensors,
+or on fake ones, which have shapes and no memory."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.ground.tree import tensors_in
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+REST = -1
+"""The number of what belongs to no block: embeddings, a head, the loss."""
+
+# -- what operations cost ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Work:
+    """Operations and what they move.
+
+    Attributes:
+        products: floating-point operations of matrix products, convolutions and attention.
+        moved: bytes that all operations read and write.
+        calls: the number of operations that compute.
+    """
+
+    products: float = 0.0
+    moved: float = 0.0
+    calls: int = 0
+
+    def add(self, other: Work) -> None:
+        """Count another's, too."""
+        self.products += other.products
+        self.moved += other.moved
+        self.calls += other.calls
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> float:
+    """Two products: of queries and keys, and of weights and values."""
+    *batch, length, width = query.shape
+    return 2.0 * math.prod(batch) * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> float:
+    return 2.5 * _attention(query, key, value)
+
+
+def _lstm(values: Any, weight: Any, recurrent: Any, *args: Any, **kwargs: Any) -> float:
+    length, batch, _ = values.shape
+    return 2.0 * length * batch * (weight.numel() + recurrent.numel())
+
+
+def _lstm_backward(*args: Any, **kwargs: Any) -> float:
+    return 2 * _lstm(*args, **kwargs)
+
+
+OURS: dict[str, Callable[..., float]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::mkldnn_rnn_layer": _lstm,
+    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+}
+"""Operations of a CPU that torch's counter does not know."""
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
+    """What one operation costs."""
+    from torch.utils.flop_counter import flop_registry
+
+    name = func._schema.name
+    counted = flop_registry.get(func._overloadpacket)
+    products = 0.0
+    if name in OURS:
+        products = OURS[name](*args, **kwargs)
+    elif counted is not None:
+        products = float(counted(*args, **kwargs, out_val=out))
+    moved = sum(t.numel() * t.element_size() for t in tensors_in((args, kwargs, out), 3))
+    return Work(products, float(moved), 1)
+
+
+PAGE = 4096
+LOSSES = ("aten::mse_loss", "aten::smooth_l1_loss")
+"""Their mean lies in the memory of the elements."""
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _padded(length: int) -> int:
+    """Elements of a row in oneDNN's workspaces."""
+    whole = -(-length // 16) * 16
+    return whole + 16 * (whole % 256 == 0)
+
+
+def workspace_of_lstm(length: int, batch: int, hidden: int) -> int:
+    """Bytes that oneDNN keeps of a layer's forward in float32 for its backward, beside inputs and outputs.
+
+    They are gates, states and gradients of states, each of whole pages. It was found by trying sizes; a test holds it.
+
+    Example:
+        >>> workspace_of_lstm(64, 32, 128)
+        16023552
+    """
+    gates, row, states = _padded(4 * hidden), _padded(hidden), 2 * (length + 1) * batch
+    kept = _pages(4 * length * batch * gates) + _pages(4 * length * batch * row)
+    return kept + 3 * _pages(4 * states * row) + 2 * _pages(4 * states * hidden)
+
+
+def hidden_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes that an operation keeps on a real CPU and not on fake tensors, for as long as its last result is there.
+
+    They are the workspace of an LSTM, and the memory of a mean, which some losses make where the elements were.
+    """
+    if func._schema.name in LOSSES and not out.dim():
+        return int(args[0].numel() * args[0].element_size())
+    if func._schema.name != "aten::mkldnn_rnn_layer" or out[3].numel() or args[0].dtype is not torch.float32:
+        return 0
+    length, batch, _ = args[0].shape
+    return workspace_of_lstm(length, batch, args[2].shape[-1])
+
+
+def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that an operation needs on a CPU while it runs: oneDNN's gates, and images in its own order of channels."""
+    name = func._schema.name
+    if name.startswith("aten::mkldnn_rnn_layer"):
+        length, batch, _ = args[0].shape
+        return _pages(4 * length * batch * _padded(4 * args[2].shape[-1]))
+    if name in LOSSES:
+        return int(args[0].numel() * args[0].element_size())
+    if name in ("aten::convolution", "aten::convolution_backward"):
+        images = args[:1] if name == "aten::convolution" else args[:2]
+        return sum(x.numel() * x.element_size() for x in images if x.dim() > 2 and x.shape[1] % 8 == 0)
+    return 0
+
+
+# -- what is recorded ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Allocation:
+    """A piece of memory.
+
+    Attributes:
+        size: bytes.
+        born, died: counts of operations; ``died`` is infinite for what is still there.
+        span: the number of the span in which it was made.
+        node: what told autograd's nodes apart then; -1 outside of a backward.
+        kind: "": comes and goes with a step; "gradient" and "state" stay.
+    """
+
+    size: int
+    born: int
+    span: int
+    node: int = -1
+    died: float = math.inf
+    kind: str = ""
+
+
+@dataclass
+class Span:
+    """Operations one after another that belong to one block, or to none.
+
+    Attributes:
+        phase: FORWARD, BACKWARD or UPDATE.
+        unit: the block's number; REST.
+        start, stop: counts of operations.
+        work: theirs.
+    """
+
+    phase: str
+    unit: int
+    start: int
+    stop: int = 0
+    work: Work = field(default_factory=Work)
+
+
+class StepTrace(TorchDispatchMode):
+    """Records operations and memory while it is entered.
+
+    Args:
+        units: the number of each block, by the id of its module.
+        known: tensors that were there before: they do not count.
+
+    Attributes:
+        spans: in the order in which they ran.
+        allocations: all pieces of memory that operations have made.
+        sends: bytes of each block's output, by its number.
+        arrivals: the count of operations at which the node that made a parameter's gradient began, by its id.
+        nodes: autograd's number of the node that ran, by the count of operations; -1 outside of a backward.
+    """
+
+    def __init__(self, units: Mapping[int, int], known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.units = units
+        self.allocations: list[Allocation] = []
+        self.spans: list[Span] = []
+        self.sends: dict[int, int] = {}
+        self.arrivals: dict[int, int] = {}
+        self._live: dict[int, Allocation | None] = {t.untyped_storage()._cdata: None for t in known}
+        self._known = list(known)  # so that nothing else gets their keys
+        self._time = 0
+        self.nodes: list[int] = [-1]
+        self._phase = FORWARD
+        self._running: list[int] = []
+        self._numbers: list[int] = []  # autograd's numbers at the beginning of each forward span
+        self._owners: list[int] = []
+
+    @property
+    def operations(self) -> int:
+        """How many have run."""
+        return self._time
+
+    # -- phases and blocks
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Inside, operations belong to a phase."""
+        self._phase = name
+        self._open(REST)
+        yield
+        self.spans[-1].stop = self._time
+        self._running.clear()
+
+    def _open(self, unit: int) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.phase == self._phase and last.unit == unit:
+            return
+        if last is not None:
+            last.stop = self._time
+        self.spans.append(Span(self._phase, unit, self._time))
+        if self._phase == FORWARD:
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._owners.append(unit)
+
+    def enter(self, layer: nn.Module, args: object) -> None:
+        """A forward begins; a hook of the blocks."""
+        if self._phase == FORWARD:
+            self._running.append(self.units[id(layer)])
+            self._open(self._running[-1])
+
+    def leave(self, layer: nn.Module, args: object, output: object) -> None:
+        """A forward ends; a hook of the blocks."""
+        if self._phase == FORWARD and self._running:
+            unit = self._running.pop()
+            self.sends[unit] = sum(t.numel() * t.element_size() for t in tensors_in(output, 3))
+            self._open(self._running[-1] if self._running else REST)
+
+    def _follow_backward(self) -> int:
+        """Find out whose backward runs; gives autograd's number of the node."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return -1
+        number = int(node._sequence_nr())
+        if number < 2**62 and self._numbers:  # gradients are added up by nodes without a number of their own
+            self._open(self._owners[max(bisect_right(self._numbers, number) - 1, 0)])
+        return number
+
+    # -- operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        node = self._follow_backward() if self._phase == BACKWARD else -1
+        self._time += 1
+        self.nodes.append(node)
+        for tensor in [out] if isinstance(out, Tensor) else tensors_in(out, 3):
+            self._note(tensor, node)
+        if scratch := scratch_bytes(func, args):
+            self.allocations.append(Allocation(scratch, self._time, len(self.spans) - 1, node, self._time))
+        if self._phase == FORWARD and (more := hidden_bytes(func, args, out)):
+            self._tie(out if isinstance(out, Tensor) else out[3], more, node)
+        if not func.is_view and func._schema.name != "aten::detach":
+            self.spans[-1].work.add(work_of(func, args, kwargs, out))
+        return out
+
+    def _note(self, tensor: Tensor, node: int) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # of a class that wraps others
+            return
+        if storage._cdata not in self._live:
+            made = Allocation(storage.nbytes(), self._time, len(self.spans) - 1, node)
+            self._live[storage._cdata] = made
+            self.allocations.append(made)
+            weakref.finalize(storage, self._freed, storage._cdata, made).atexit = False
+
+    def _tie(self, tensor: Tensor, size: int, node: int) -> None:
+        """Count ``size`` bytes for as long as ``tensor`` is there."""
+        made = Allocation(size, self._time, len(self.spans) - 1, node)
+        self.allocations.append(made)
+        weakref.finalize(tensor.untyped_storage(), self._freed, -1, made).atexit = False
+
+    def _freed(self, key: int, made: Allocation) -> None:
+        made.died = self._time
+        self._live.pop(key, None)
+
+    def take_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Note which pieces of memory are gradients of parameters, and when they came."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.mark([parameter.grad], "gradient")
+                made = self._live.get(parameter.grad.untyped_storage()._cdata)
+                begun = made.born if made is not None else 0
+                while begun and made is not None and self.nodes[begun - 1] == made.node:
+                    begun -= 1
+                self.arrivals[id(parameter)] = begun
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say of what is there now that it stays: gradients, states of optimizers."""
+        for tensor in tensors:
+            found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+            if found is not None:
+                found.kind = kind
+
+
+# -- a step -------------------------------------------------------------------------------------------------------
+
+
+def fake(module: nn.Module, dtype: torch.dtype | None = None) -> Callable[[], None]:
+    """Within ``FakeTensorMode``: put fake tensors in the place of a module's parameters and buffers.
+
+    Args:
+        module: changed in place. What shares a tensor goes on sharing one.
+        dtype: of floating tensors; None: as they are.
+
+    Returns:
+        puts the module's own tensors back.
+    """
+    made: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    flat = [(layer, list(layer._flat_weights)) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+
+    def swapped(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted)
+            found = Parameter(plain, tensor.requires_grad) if isinstance(tensor, Parameter) else plain
+            made[id(tensor)] = found
+        return made[id(tensor)]
+
+    for layer in module.modules():
+        places: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+        for place in places:
+            for name, tensor in place.items():
+                if tensor is not None:
+                    before.append((place, name, tensor))
+                    place[name] = swapped(tensor)
+    for layer, weights in flat:
+        layer._flat_weights = [None if w is None else swapped(w) for w in weights]
+
+    def restore() -> None:
+        for place, name, tensor in before:
+            place[name] = tensor
+        for layer, weights in flat:
+            layer._flat_weights = weights
+
+    return restore
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is traced: one step of training in a loop of one's own.
+
+    Attributes:
+        module: what is trained.
+        loss: the forward: gives the loss, a tensor.
+        optimizers: makes the optimizers, once.
+        context: around the forward, for autocast.
+        dtype: of floating parameters and buffers, where a precision converts them; None: as they are.
+    """
+
+    module: nn.Module
+    loss: Callable[[], Tensor]
+    optimizers: Callable[[], Sequence[Optimizer]]
+    context: Callable[[], Any]
+    dtype: torch.dtype | None = None
+
+
+def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) -> tuple[StepTrace, list[Optimizer]]:
+    """Play one step and record it.
+
+    Args:
+        step: its module has no gradients yet.
+        blocks: whose parts are told apart, in any order.
+        batch: its tensors do not count.
+
+    Returns:
+        the trace, and the optimizers, whose states are there now.
+
+    Raises:
+        ValueError: the step gives no loss that a backward can begin from.
+    """
+    module = step.module
+    known = [*module.parameters(), *module.buffers(), *tensors_in(batch, 6)]
+    trace = StepTrace({id(block): number for number, block in enumerate(blocks)}, known)
+    optimizers = list(step.optimizers())
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(trace.enter).remove)
+            hooks.callback(block.register_forward_hook(trace.leave).remove)
+        with trace:
+            with trace.phase(FORWARD), step.context():
+                loss = step.loss()
+            if not isinstance(loss, Tensor) or loss.grad_fn is None:
+                raise ValueError("the step gives no loss that depends on parameters: return a tensor, or {'loss': ...}")
+            with trace.phase(BACKWARD):
+                loss.backward()
+            del loss
+            trace.take_gradients(module.parameters())
+            with trace.phase(UPDATE):
+                for optimizer in optimizers:
+                    optimizer.step()
+            states = (value for optimizer in optimizers for value in optimizer.state.values())
+            trace.mark(tensors_in([list(state.values()) for state in states], 6), "state")
+    return trace, optimizers

@@ -1,0 +1,79 @@
+"""What devices can do: as people say it, as it is measured, and as it is kept."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.planner import hardware
+from lockstep.planner.hardware import Hardware, bytes_said, described, hardware_of, measure_links
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("80GB", 80e9), ("24 GiB", 24 * 2**30), ("25GB/s", 25e9), ("1.5tb", 1.5e12), ("1000", 1000.0), ("7B", 7.0)],
+)
+def test_bytes_as_people_write_them(text: str, value: float) -> None:
+    assert bytes_said("--memory", text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "80XB", "-1GB", "0", "1.2.3GB", "80 GB each"])
+def test_what_are_no_bytes_names_the_flag(text: str) -> None:
+    with pytest.raises(MisconfigurationException, match=r"--memory .*80GB"):
+        bytes_said("--memory", text)
+
+
+def test_devices_elsewhere() -> None:
+    made = described(8, 2, 80e9, 25e9, "H100")
+    assert made.world == 16
+    assert made.memory < 80e9
+    assert made.slowest_link()[0] == 25e9
+    assert made.speed("bf16-mixed") > made.speed("32-true") > made.speed("64-true")
+    assert described(4, 1, link=10e9).slowest_link()[0] == 10e9
+    for arguments in ({"devices": 0}, {"devices": 1, "nodes": 0}, {"devices": 1, "chip": "abacus"}):
+        with pytest.raises(MisconfigurationException, match=r"--\w+ "):
+            described(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_measurement_is_kept_with_the_hosts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hardware_of(CPU, folder=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert first.host == platform.node()
+    assert first.host in json.loads(kept.read_text())["host"]
+    assert min(first.speed("32-true"), first.moved, first.call, first.memory) > 0
+
+    def again(device: torch.device) -> Hardware:
+        raise AssertionError("it was measured already")
+
+    monkeypatch.setattr(hardware, "measure_device", again)
+    assert hardware_of(CPU, folder=tmp_path).products == first.products
+
+
+def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
+    hardware_of(CPU, folder=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.write_text('{"devices": 1')
+    assert hardware_of(CPU, folder=tmp_path).moved > 0
+    kept.write_text('{"wheels": 4}')
+    assert hardware_of(CPU, folder=tmp_path).moved > 0
+
+
+def test_ranks_of_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "measure_links", lambda: {"link": 1e9, "latency": 1e-4, "shared": 2e9})
+    one, two = hardware_of(CPU, 1, folder=tmp_path), hardware_of(CPU, 2, folder=tmp_path)
+    assert two.memory == pytest.approx(one.memory / 2, rel=0.2)
+    assert (two.link, two.shared) == (1e9, 2e9)
+
+
+@pytest.mark.slow
+def test_links_are_measured_by_two_processes() -> None:
+    found = measure_links()
+    assert set(found) == {"link", "latency", "shared", "shared_latency"}
+    assert min(found.values()) > 0

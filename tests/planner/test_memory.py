@@ -1,0 +1,123 @@
+"""Predicted memory against runs: model states to the byte, the peak within 10 % of what the allocator counts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.loop.planning import profile_module
+from lockstep.planner.cost import Candidate, Prediction, predict
+from lockstep.planner.hardware import described
+from lockstep.planner.profile import ModelProfile
+from lockstep.planner.trace import workspace_of_lstm
+from lockstep.precision.formats import make_precision
+from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lockstep.testing import RankPool
+from tests.loop.pieces import quiet
+from tests.planner.models import MODELS, counted, made
+
+TCP: dict[str, Any] = {"shared_memory": False}  # what ranks share is no memory of torch's allocator
+WAYS: dict[str, tuple[Candidate, Any]] = {
+    "single": (Candidate("single"), SingleDeviceStrategy),
+    "single, recomputed": (
+        Candidate("single", recomputed=True),
+        lambda: SingleDeviceStrategy(activation_checkpointing=True),
+    ),
+    "ddp": (Candidate("ddp"), lambda: DDPStrategy(**TCP)),
+    "ddp, recomputed": (
+        Candidate("ddp", recomputed=True),
+        lambda: DDPStrategy(**TCP, activation_checkpointing=True),
+    ),
+    "sharded": (Candidate("sharded"), lambda: DDPStrategy(**TCP, shard_optimizer=True)),
+    "fsdp": (Candidate("fsdp"), FSDPStrategy),
+    "fsdp_grads": (Candidate("fsdp_grads"), lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
+    "fsdp, recomputed": (Candidate("fsdp", recomputed=True), lambda: FSDPStrategy(activation_checkpointing=True)),
+    "deepspeed 1": (Candidate("deepspeed", stage=1), lambda: DeepSpeedStrategy(stage=1)),
+    "deepspeed 2": (Candidate("deepspeed", stage=2), lambda: DeepSpeedStrategy(stage=2)),
+}
+STATES = ("parameters", "gradients", "optimizer_states", "buckets")
+EVERY_DAY = {
+    ("lstm", "single"),
+    ("mixer", "single, recomputed"),
+    ("lstm", "ddp"),
+    ("mixer", "fsdp"),
+    ("wide", "sharded"),
+}
+
+
+def on_this_rank(model: str, way: str, world: int) -> dict[str, float]:
+    return counted(model, WAYS[way][1](), world)
+
+
+@functools.cache
+def profiled(model: str) -> ModelProfile:
+    module, _, batch = made(model)
+    return profile_module(module, batch, make_precision("32-true"), trainer=quiet())
+
+
+def predicted(model: str, way: str) -> Prediction | None:
+    candidate, profile = WAYS[way][0], profiled(model)
+    if candidate.recomputed and "recomputed" not in profile.steps:
+        return None
+    return predict(profile, candidate, described(1 if candidate.kind == "single" else 2))
+
+
+def compare(expected: Prediction, found: list[dict[str, float]]) -> None:
+    for kind in STATES:
+        assert expected.parts[kind.replace("_", " ")] == max(one[kind] for one in found), kind
+    peak = max(one["peak"] for one in found)
+    assert expected.memory == pytest.approx(peak, rel=0.1), f"{expected.memory / peak - 1:+.1%}"
+
+
+def cases(alone: bool) -> list[Any]:
+    """Each model under each way; those of every day are not slow."""
+    return [
+        pytest.param(model, way, marks=() if (model, way) in EVERY_DAY else pytest.mark.slow)
+        for model in MODELS
+        for way in WAYS
+        if way.startswith("single") is alone
+    ]
+
+
+@pytest.mark.parametrize(("model", "way"), cases(alone=True))
+def test_memory_of_one_process(model: str, way: str) -> None:
+    expected = predicted(model, way)
+    if expected is None:
+        pytest.skip("no repeated blocks")
+    compare(expected, [on_this_rank(model, way, 1)])
+
+
+@pytest.mark.parametrize(("model", "way"), cases(alone=False))
+def test_memory_of_two_ranks(ranks: RankPool, model: str, way: str) -> None:
+    expected = predicted(model, way)
+    if expected is None:
+        pytest.skip("no repeated blocks")
+    compare(expected, ranks(2).run(on_this_rank, model, way, 2))
+
+
+@pytest.mark.parametrize("sizes", [(64, 32, 128), (1, 1, 1), (32, 8, 100), (10, 4, 128), (13, 5, 37), (7, 3, 256)])
+def test_the_workspace_of_an_lstm_is_that_of_a_real_one(sizes: tuple[int, int, int]) -> None:
+    length, batch, hidden = sizes
+    cell = nn.LSTM(8, hidden)
+    weights = [weight.detach() for weight in cell._flat_weights]
+    state = torch.zeros(batch, hidden)
+    found = torch.ops.aten.mkldnn_rnn_layer(
+        torch.zeros(length, batch, 8),
+        *weights,
+        state,
+        state,
+        False,
+        [],
+        2,
+        hidden,
+        1,
+        True,
+        False,
+        False,
+        True,
+    )
+    assert found[3].numel() == workspace_of_lstm(length, batch, hidden)

@@ -1,0 +1,199 @@
+"""The split of a chain: the best there is, by trying all others; what cannot be split; and how long it takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.planner.partition import Block, Device, DoesNotFit, cheapest, memory_of, partition, stage_of
+
+
+def drawn(draw: random.Random) -> tuple[list[Block], list[Device]]:
+    """A chain of at most 12 blocks and at most 4 devices; memory is often short."""
+    count = draw.randint(1, 12)
+    alike = draw.random() < 0.3
+    blocks = [
+        Block(
+            seconds=(seconds := draw.uniform(0.1, 3.0)),
+            again=math.inf if draw.random() < 0.4 else seconds / 3,
+            states=draw.uniform(0, 4),
+            kept=(kept := draw.uniform(0, 6)),
+            inputs=draw.uniform(0, 1) * kept,
+            working=draw.choice([0.0, draw.uniform(0, 3)]),
+            sends=draw.uniform(0, 1),
+        )
+        for _ in range(count)
+    ]
+    if alike:
+        blocks = [blocks[0]] * count
+    total = sum(block.states + block.kept for block in blocks)
+    devices = [
+        Device(
+            speed=draw.choice([1.0, 2.0, draw.uniform(0.5, 4)]),
+            memory=draw.choice([math.inf, total * draw.uniform(0.1, 1.5), total * draw.uniform(0.3, 1.0)]),
+            bandwidth=draw.choice([math.inf, draw.uniform(0.5, 10)]),
+            latency=draw.choice([0.0, 0.1]),
+            in_flight=draw.choice([1, 1, 2, 3]),
+        )
+        for _ in range(draw.randint(1, 4))
+    ]
+    return blocks, devices
+
+
+BITS = {n: (torch.arange(2**n)[:, None] >> torch.arange(n)) % 2 == 1 for n in range(1, 13)}
+
+
+def best_stage(blocks: list[Block], device: Device, start: int, stop: int) -> float:
+    """Seconds of a stage, by trying every choice of what is computed again."""
+    mine = blocks[start:stop]
+    able = [at for at, block in enumerate(mine) if block.saves]
+    chosen = torch.zeros(2 ** len(able), len(mine), dtype=torch.bool)
+    if able:
+        chosen[:, able] = BITS[len(able)]
+
+    def row(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    saved = torch.where(chosen, row([block.saves for block in mine]), 0.0)
+    again = row([block.again if block.saves else 0.0 for block in mine])
+    kept = row([block.kept for block in mine]) - saved
+    peak = (row([block.working for block in mine]) + saved).amax(1)
+    memory = sum(block.states for block in mine) + device.in_flight * kept.sum(1) + peak
+    seconds = sum(block.seconds for block in mine) + torch.where(chosen, again, 0.0).sum(1)
+    fits = memory <= device.memory * (1 + 1e-12)
+    if not bool(fits.any()):
+        return math.inf
+    messages = 0.0
+    for end in (start, stop):
+        if 0 < end < len(blocks):
+            messages += 2 * (device.latency + blocks[end - 1].sends / device.bandwidth)
+    return float(seconds[fits].min()) / device.speed + messages
+
+
+def by_brute_force(blocks: list[Block], devices: list[Device]) -> float:
+    count = len(blocks)
+    known: dict[tuple[int, int, int], float] = {}
+    best = math.inf
+    for cuts in itertools.combinations_with_replacement(range(count + 1), len(devices) - 1):
+        ends = (0, *cuts, count)
+        worst = 0.0
+        for at, (start, stop) in enumerate(itertools.pairwise(ends)):
+            if start < stop and worst < best:
+                key = at, start, stop
+                if key not in known:
+                    known[key] = best_stage(blocks, devices[at], start, stop)
+                worst = max(worst, known[key])
+        best = min(best, worst)
+    return best
+
+
+def check(seed: int) -> bool:
+    """Compares a random case; tells whether it could be split at all."""
+    blocks, devices = drawn(random.Random(seed))
+    expected = by_brute_force(blocks, devices)
+    if expected == math.inf:
+        with pytest.raises(DoesNotFit):
+            partition(blocks, devices)
+        return False
+    found = partition(blocks, devices)
+    assert found.bottleneck == pytest.approx(expected, rel=1e-8), seed
+    at = 0
+    for stage in found.stages:
+        assert stage.start == at
+        at = stage.stop
+        assert stage.memory <= devices[stage.device].memory * (1 + 1e-9)
+        inner = frozenset(index - stage.start for index in stage.recomputed)
+        assert stage.memory == memory_of(blocks[stage.start : stage.stop], devices[stage.device], inner)
+    assert at == len(blocks)
+    return True
+
+
+def test_no_split_is_better() -> None:
+    fitted = [check(seed) for seed in range(200)]
+    assert 60 < sum(fitted) < 195  # both kinds are tried
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_split_is_better_in_5000_cases() -> None:
+    assert sum(check(seed) for seed in range(200, 5200)) > 1500
+
+
+def test_the_cheapest_of_a_knapsack() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        count = draw.randint(1, 8)
+        costs = [draw.choice([1.0, 2.0, draw.uniform(0.1, 3)]) for _ in range(count)]
+        sizes = [draw.choice([1.0, draw.uniform(0.1, 3)]) for _ in range(count)]
+        need = draw.uniform(0, 1.1) * sum(sizes)
+        picks = (p for n in range(count + 1) for p in itertools.combinations(range(count), n))
+        able = [sum(costs[at] for at in pick) for pick in picks if sum(sizes[at] for at in pick) >= need]
+        found = cheapest(costs, sizes, need)
+        if not able:
+            assert found is None
+        else:
+            assert found is not None
+            assert sum(costs[at] for at in found) == pytest.approx(min(able))
+
+
+def large(kinds: int, count: int, seed: int = 0) -> list[Block]:
+    draw = random.Random(seed)
+    made = []
+    for _ in range(kinds):
+        seconds, kept = draw.uniform(0.5, 1.5), draw.uniform(4, 6)
+        made.append(Block(seconds, seconds / 3, 1.0, kept, 0.1 * kept, 0.5, 0.01))
+    return [made[at % kinds] for at in range(count)]
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 1000])
+@pytest.mark.parametrize("memory", [math.inf, 70.0])
+def test_a_thousand_blocks_on_64_devices_take_no_time(kinds: int, memory: float) -> None:
+    blocks = large(kinds, 1000)
+    devices = [Device(speed=1 + 0.1 * (at % 3), memory=memory, bandwidth=10.0) for at in range(64)]
+    begun = time.process_time()
+    found = partition(blocks, devices)
+    assert time.process_time() - begun < 3  # 0.2 to 0.9 s on a quiet core
+    assert found.stages[-1].stop == 1000
+    least = sum(block.seconds for block in blocks) / sum(device.speed for device in devices)
+    assert least <= found.bottleneck
+    assert any(stage.recomputed for stage in found.stages) is (memory < math.inf)
+
+
+def test_a_faster_device_gets_more_and_a_smaller_one_computes_again() -> None:
+    chain = [Block(1.0, 0.25, states=1.0, kept=4.0, inputs=1.0)] * 8
+    found = partition(chain, [Device(speed=3.0), Device()])
+    assert [(s.start, s.stop) for s in found.stages] == [(0, 6), (6, 8)]
+    tight = partition(chain, [Device(memory=17.0), Device(memory=36.0)])
+    assert [(s.start, s.stop, len(s.recomputed)) for s in tight.stages] == [(0, 4, 2), (4, 8, 0)]
+    assert tight.stages[0].memory == 4 * 1 + 2 * 4 + 2 * 1 + 3  # the last: of one while its backward runs
+
+
+def test_a_link_that_is_slow_moves_the_cut() -> None:
+    chain = [Block(1.0, sends=10.0), Block(1.0, sends=0.0), Block(1.0, sends=10.0), Block(1.0)]
+    even = partition(chain, [Device(), Device()])
+    assert even.bottleneck == 2.0
+    assert partition(chain[:3], [Device(bandwidth=10.0), Device(bandwidth=10.0)]).stages[0].stop == 2
+
+
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    chain = [Block(1.0, states=10.0)] * 4
+    with pytest.raises(DoesNotFit, match="would need 4 bytes more") as raised:
+        partition(chain, [Device(memory=16.0)] * 2)
+    assert raised.value.missing == pytest.approx(4.0)
+    partition(chain, [Device(memory=20.0)] * 2)
+    with pytest.raises(DoesNotFit, match="block 1 alone needs 5 bytes more than any device has"):
+        partition([chain[0], Block(1.0, states=15.0)], [Device(memory=10.0)] * 3)
+    with pytest.raises(ValueError, match="0 blocks over 1 devices"):
+        partition([], [Device()])
+
+
+def test_a_device_without_memory_is_left_empty() -> None:
+    found = partition([Block(1.0, states=5.0)] * 2, [Device(memory=1.0), Device(memory=10.0)])
+    assert [stage.device for stage in found.stages] == [1]
+    assert stage_of([Block(1.0, states=5.0)], Device(memory=1.0), 0, 0, 1) is None
