@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -252,6 +253,16 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(tmp_path: Path) -> None:
     assert package.remove_stale_lock(tmp_path)
     assert not lock.exists()
     assert not package.remove_stale_lock(tmp_path)
+
+
+def test_what_is_quiet_stays_so_behind_an_inner_block() -> None:
+    """A save of the engine's own format within a fit let torch tell of its new names from there on."""
+    with package.torchs_names_quiet():
+        outer = warnings.filters[0]
+        with package.torchs_names_quiet():
+            pass
+        assert outer in warnings.filters
+    assert outer not in warnings.filters
 
 
 def test_a_build_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

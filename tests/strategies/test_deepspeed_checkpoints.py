@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import LightningModule
 from lockstep.checkpoint import format
+from lockstep.checkpoint.io import AsyncCheckpointIO
 from lockstep.checkpoint.sharded import load
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
@@ -171,6 +172,29 @@ def test_formats_that_do_not_go_together_are_named() -> None:
         DeepSpeedStrategy(checkpoint_format="ours")
     with pytest.raises(MisconfigurationException, match=r"async_save=True, checkpoint_format='full'\): parts alone"):
         DeepSpeedStrategy(checkpoint_format="full", async_save=True)
+
+
+def by_another_writer(folder: str, arguments: dict[str, Any]) -> str:
+    """What saving ends with where the user has given a CheckpointIO that writes whole checkpoints."""
+    strategy = DeepSpeedStrategy(stage=3, **arguments)
+    trainer = quiet(strategy=strategy, devices=2, max_steps=1, plugins=[AsyncCheckpointIO()])
+    trainer.fit(Noted(), data(3))
+    try:
+        trainer.save_checkpoint(f"{folder}/one.ckpt")
+    except MisconfigurationException as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_writer_of_whole_checkpoints_is_told_of_one_file(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks(2).run(by_another_writer, str(tmp_path), {}, timeout=100):
+        assert "AsyncCheckpointIO writes whole checkpoints" in said
+        assert 'DeepSpeedStrategy(checkpoint_format="full")' in said
+    assert ranks(2).run(by_another_writer, str(tmp_path), {"checkpoint_format": "full"}, timeout=100) == ["saved"] * 2
+    found = load(str(tmp_path / "one.ckpt"))
+    assert found["state_dict"]["net.0.weight"].shape == (8, 6)
+    steps = [state["step"] for state in found["optimizer_states"][0]["state"].values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps) > 1
 
 
 def damaged(folder: str) -> list[str]:

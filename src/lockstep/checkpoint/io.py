@@ -405,8 +405,10 @@ class CheckpointWriter:
         if sharded and not getattr(self.io, "writes_shards", False):
             raise MisconfigurationException(
                 f"{type(self.io).__name__} writes whole checkpoints, and here each rank has a part of the model: leave "
-                "it out (FSDPStrategy(async_save=True) writes in the background), or give Trainer(plugins=[...]) a "
-                "CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on every rank."
+                "it out (async_save=True of the strategy writes in the background), have one file gathered "
+                '(FSDPStrategy(state_dict_type="full"), DeepSpeedStrategy(checkpoint_format="full")), or give '
+                "Trainer(plugins=[...]) a CheckpointIO with `writes_shards = True`, whose `save_checkpoint` runs on "
+                "every rank."
             )
         self._is_open = True
         if self.before_touching is not None:

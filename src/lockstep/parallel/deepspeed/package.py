@@ -133,13 +133,14 @@ def _without_shared_memory() -> Iterator[None]:
 def torchs_names_quiet() -> Iterator[None]:
     """Inside, torch does not tell at each call that functions which DeepSpeed uses will have other names."""
     with DEEPSPEED_WARNINGS.inside():
+        before = list(warnings.filters)
         message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
         added = warnings.filters[0]
         try:
             yield
         finally:
-            if added in warnings.filters:
+            if added in warnings.filters and added not in before:  # it may be within another
                 warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
