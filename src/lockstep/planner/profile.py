@@ -354,16 +354,15 @@ def _traced(step: Step, units: dict[str, nn.Module], batch: object, again: bool)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     states = random_states()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        restore = fake(step.module, step.dtype)
-        end = recompute(step.module) if again else (lambda: None)
-        try:
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as after:
+            after.callback(fake(step.module, step.dtype))
+            if again:
+                after.callback(recompute(step.module))
             trace, optimizers = trace_step(step, list(units.values()), batch)
             parameters = _parameters(step.module, units, optimizers, trace)
-        finally:
-            end()
-            restore()
-            set_random_states(states)
+    finally:
+        set_random_states(states)
     return _Traced(trace, parameters, [type(optimizer).__name__ for optimizer in optimizers])
 
 
