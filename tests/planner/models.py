@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -249,4 +249,4 @@ def counted(name: str, strategy: Any, world: int, precision: str = "32-true") ->
 def timed(name: str, strategy: Any, world: int, precision: str = "32-true", steps: int = 16) -> float:
     """Seconds of a step of a model on this rank: the median."""
     _, moments = _trained(name, strategy, world, precision, steps * world, False)
-    return statistics.median([b - a for a, b in zip(moments[3:], moments[4:], strict=False)])
+    return statistics.median([b - a for a, b in pairwise(moments[3:])])

@@ -76,7 +76,7 @@ class ParameterProfile:
         unit: the number of the block that has it; REST.
         like: bytes for each element of optimizer states of its shape.
         fixed: bytes of the other optimizer states: counts of steps.
-        arrival: when its gradient comes in the backward, as a number that rises; -1: never.
+        arrival: the place of its gradient in the order in which they come; -1: it gets none.
     """
 
     name: str
