@@ -430,6 +430,9 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
         parts |= dict.fromkeys(leaves, 0.0)
     memory = sum(parts.values())
     compute, sent, update = _seconds(profile, candidate, hardware, ranks)
+    if ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
+        busy = 1 + (hardware.contention - 1) * (hardware.devices - 1)
+        compute, update = busy * compute, busy * update
     samples = profile.samples * (1 if candidate.kind in ("single", "dp") else ranks)
     found = Prediction(candidate, ranks, parts, memory, compute, sent, update, samples, host)
     if host > hardware.host_memory:
