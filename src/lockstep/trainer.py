@@ -228,7 +228,6 @@ class Trainer(Attributes):
         if found.checkpoint_io is not None:
             made.checkpoint_io = found.checkpoint_io
         self._precision = found.precision or make_precision(flags["precision"], kind)
-        self._chooses = isinstance(strategy, str) and strategy.lower() == "auto"
         self._connect(made)
         if config.balance:
             check_balances(made)
@@ -255,6 +254,7 @@ class Trainer(Attributes):
             loggers=loggers,
             base_callbacks=own_callbacks,
             callbacks=own_callbacks,
+            chooses=isinstance(strategy, str) and strategy.lower() == "auto",
         )
         self._ckpt_wanted = None
         self.fit_loop = FitLoop(self.session, epochs_by_default=flags["max_epochs"] is None)
@@ -309,9 +309,6 @@ class Trainer(Attributes):
         """
         self._attach(TrainerFn.FITTING, model, {"train": train_dataloaders, "val": val_dataloaders}, datamodule)
         path = self._checkpoint(self._resume_from if ckpt_path is None else ckpt_path, model_given=True)
-        if self._chooses:
-            choice.reconsider(self)
-            self._connect(self.session.strategy)
         if self._spawns:
             return self._hand_over(self.fit_loop, path, weights_only)
         return self._launch(self.fit_loop.run, path, weights_only)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.planner.hardware import described
@@ -62,10 +64,19 @@ def test_more_than_three_billion_where_shards_are_still_too_large(billions: floa
 @pytest.mark.parametrize("billions", [0.1, 1.0, 3.0, 7.0])
 @pytest.mark.parametrize(("devices", "memory"), [(1, 24), (8, 24), (16, 80)])
 def test_any_size_at_maximum_efficiency(billions: float, devices: int, memory: float) -> None:
-    plan = planned(billions, devices, memory, goal="memory")
+    """DeepSpeed with offloading, where nothing can be computed again; else FSDP, which can do both, needs less."""
+    machine, model = described(devices, 1, memory * GB), transformer(billions)
+    kept = replace(model, steps={"kept": model.steps["kept"]})
+    plan = make_plan([kept], machine, goal="memory", packages=["deepspeed"])
     kind, _, offload = chosen(plan)
     assert (kind, offload) == ("deepspeed", True)
     assert "the least memory" in plan.reason
+    both = make_plan([model], machine, goal="memory", packages=["deepspeed"]).choice
+    assert both is not None
+    assert both.candidate.recomputed
+    assert both.candidate.kind == "fsdp_offload" or both.candidate.offload
+    assert plan.choice is not None
+    assert both.memory < plan.choice.memory
 
 
 def test_several_nodes() -> None:

@@ -75,5 +75,5 @@ def test_ranks_of_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_links_are_measured_by_two_processes() -> None:
     found = measure_links()
-    assert set(found) == {"link", "latency", "shared", "shared_latency"}
+    assert set(found) == {"link", "latency", "shared", "shared_latency", "contention"}
     assert min(found.values()) > 0

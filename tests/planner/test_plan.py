@@ -145,9 +145,7 @@ def saved(tmp_path: Path, **changes: Any) -> str:
 
 
 def test_a_plan_for_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"was made for Model, whose parameters are others.*BoringModel"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"was made for Model, whose .* are others.*BoringModel"):
         quiet(strategy=saved(tmp_path), max_steps=1).fit(BoringModel())
 
 
@@ -225,7 +223,7 @@ def test_auto_goes_on_where_nothing_fits(caplog: pytest.LogCaptureFixture, monke
     monkeypatch.setattr(choice, "SMALL", 0)
     monkeypatch.setattr(choice, "steady_memory", lambda device, ranks: 1000.0)
     trainer = quiet(strategy="auto", max_steps=1)
-    with pytest.warns(UserWarning, match='strategy="auto"\\): Nothing fits: '):
+    with pytest.warns(UserWarning, match=r"Nothing fits: "):
         trainer.fit(net(), [BATCH])
     assert trainer.global_step == 1
 

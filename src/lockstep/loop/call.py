@@ -25,6 +25,7 @@ from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import state
+from lockstep.loop.choice import reconsider
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
 from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
@@ -170,6 +171,7 @@ def name_ways_out(error: BaseException) -> None:
 @does("setting up")
 def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     session.connect()
+    reconsider(session)
     module, strategy, signals, fn = session.module, session.strategy, asked.signals, asked.fn
     session.results = LogCollector.of(strategy, module)
     session.callbacks = _with_model_callbacks(session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,11 @@ from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import random_states, set_random_states
-from lockstep.ground.types import TrainerFn
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
 from lockstep.loop.planning import built, profile_module
 from lockstep.parallel.memory import readable
+from lockstep.planner.cost import Candidate
 from lockstep.planner.hardware import Hardware, described, hardware_of
 from lockstep.planner.plan import Goal, Plan, make_plan
 from lockstep.precision.formats import make_precision
@@ -30,6 +31,7 @@ from lockstep.strategies.planned import strategy_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from lockstep.loop.session import Session
     from lockstep.trainer import Trainer
 
 ALONE = ("single", "dp")
@@ -151,38 +153,59 @@ def clearly_fits(module: nn.Module, device: torch.device, ranks: int) -> bool:
     return size < SMALL or STATES * size < CLEARLY * steady_memory(device, ranks)
 
 
-def reconsider(trainer: Trainer) -> None:
+def reconsider(session: Session) -> None:
     """Under ``strategy="auto"``: let a plan choose where the model of this fit does not clearly fit a device.
 
-    Each rank comes to the same choice: nothing is measured.
+    Collective. Rank 0 plans, and tells the others. What hinders a plan is told in a warning, and the run goes on as it
+    would have.
 
     Args:
-        trainer: in a call of ``fit``, before its ranks are started.
+        session: of a fit that begins; its strategy may be replaced.
     """
-    strategy, world = trainer.strategy, trainer.strategy.world
-    module = trainer.lightning_module
-    if trainer.state.fn is not TrainerFn.FITTING:
+    strategy, trainer = session.strategy, session.trainer
+    world, device = strategy.world, strategy.root_device
+    if not session.chooses or not session.fitting:
         return
-    if clearly_fits(built(module, trainer), strategy.root_device, world.local_size):
+    whole = session.module
+    if not any(True for _ in whole.parameters()):
+        try:
+            whole = built(whole, trainer)
+        except Exception:  # layers that cannot be made without memory
+            return
+    if clearly_fits(whole, device, world.local_size):
         return
-    memory = steady_memory(strategy.root_device, world.local_size)
-    hardware = described(world.local_size, world.num_nodes, memory)
+    strategy.setup_environment()
+    candidate = strategy.broadcast(_chosen(trainer) if world.is_zero else None)
+    if candidate is None:
+        return
+    made = strategy_of(candidate, "spawn" if strategy.launcher == "spawn" else "popen")
+    made.sync_batchnorm, made.checkpoint_io = strategy.sync_batchnorm, strategy.checkpoint_io
+    session.strategy, session.chooses = made, False
+    session.connect()
+
+
+def _chosen(trainer: Trainer) -> Candidate | None:
+    """What a plan by the cost model chooses; None: what there is already."""
+    world, device = trainer.strategy.world, trainer.strategy.root_device
+    memory, on_gpu = steady_memory(device, world.local_size), device.type != "cpu"
+    machine = replace(described(world.local_size, world.num_nodes, memory), kind=device.type, overlaps=on_gpu)
     try:
-        found = plan_for(trainer, first_batch(trainer), hardware=hardware)
-    except MisconfigurationException as error:
-        rank_zero_warn(f'Trainer(strategy="auto"): no plan for {type(module).__name__}, which is large: {error}')
-        return
+        found = plan_for(trainer, first_batch(trainer), hardware=machine)
+    except Exception as error:  # a step that runs on a device and not without one, say
+        name = type(trainer.lightning_module).__name__
+        rank_zero_warn(f'Trainer(strategy="auto"): no plan for {name}, which is large: {error}')
+        return None
     rows = [row.prediction for row in found.rows if row.eligible]
     if world.size > 1:
         rows = [one for one in rows if one.candidate.kind not in ALONE]
     if found.choice is None or not rows:
         rank_zero_warn(f'Trainer(strategy="auto"): {found.reason}')
-        return
-    choice = found.choice if found.choice in rows else max(rows, key=lambda one: one.rate)
-    rank_zero_info(f'Trainer(strategy="auto") takes {found.reason} ({readable(memory)} a device)')
-    plain = choice.candidate.kind in ("single", "ddp") and not choice.candidate.recomputed
-    if plain and not choice.candidate.offload:
-        return
-    made = strategy_of(choice.candidate, "spawn" if strategy.launcher == "spawn" else "popen")
-    made.sync_batchnorm, made.checkpoint_io = strategy.sync_batchnorm, strategy.checkpoint_io
-    trainer.session.strategy = made
+        return None
+    if found.choice in rows:
+        best, why = found.choice, found.reason
+    else:
+        best = max(rows, key=lambda one: one.rate)
+        why = f"{best.candidate.name}: the fastest on {world.size} ranks, {readable(best.memory)} on each device."
+    rank_zero_info(f'Trainer(strategy="auto") takes {why}')
+    plain = Candidate("single" if world.size == 1 else "ddp", precision=best.candidate.precision)
+    return None if best.candidate == plain else best.candidate

@@ -72,11 +72,13 @@ class PredictionCheck(Callback):
     def _tell(self, trainer: Trainer) -> None:
         gaps = [b - a for a, b in zip(self._moments[WARM_UP:], self._moments[WARM_UP + 1 :], strict=False)]
         seconds, device = statistics.median(gaps), trainer.strategy.root_device
-        on_gpu = device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated(device) if on_gpu else trainer.memory().total
-        what = "at most" if on_gpu else "held, without what a backward makes in passing"
+        expected = readable(self.plan.memory)
+        if device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(device)
+            memory = f"at most {readable(most)} of memory, predicted {expected} ({self.plan.memory / most - 1:+.0%})"
+        else:  # nobody counts the peak of a CPU's allocator
+            memory = f"{readable(trainer.memory().total)} are held, {expected} predicted for the peak of a step"
         rank_zero_info(
             f"{self.where}: a batch takes {1000 * seconds:.3g} ms, predicted {1000 * self.plan.seconds:.3g} "
-            f"({self.plan.seconds / seconds - 1:+.0%}); memory {readable(memory)} {what}, predicted "
-            f"{readable(self.plan.memory)} ({self.plan.memory / memory - 1:+.0%})."
+            f"({self.plan.seconds / seconds - 1:+.0%}); {memory}."
         )

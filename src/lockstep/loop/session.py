@@ -123,6 +123,7 @@ class Session:
         activations: what a forward of this fit keeps, once the first one has been counted.
         used: what memory was used for when the last fit ended.
         built: the parameters that there were when a set-up ran out of memory.
+        chooses: a plan may put another strategy in the place of this one, when a fit begins.
         inner: the session of a trial that runs inside this one's call, so that Ctrl-C reaches it.
     """
 
@@ -153,6 +154,7 @@ class Session:
     activations: Activations | None = None
     used: MemoryUse | None = None
     built: list[Tensor] | None = None
+    chooses: bool = False
     inner: Session | None = None
 
     module: LightningModule = field(init=False)

@@ -149,8 +149,8 @@ def bucket_plan(profile: ModelProfile, bucket_mb: float, *, at_first: bool = Fal
     trained = [p for p in profile.parameters if p.trainable]
     infos = [ParameterInfo(p.name, p.size, torch.uint8, device) for p in trained]
     caps = [min(1.0, bucket_mb) * MIB, bucket_mb * MIB]
-    came = sorted((p.arrival, -index, p.name) for index, p in enumerate(trained) if p.arrival >= 0)
-    return plan_buckets(infos if at_first else in_order_of_arrival(infos, [name for _, _, name in came]), caps)
+    came = sorted((p.arrival, p.name) for p in trained if p.arrival >= 0)
+    return plan_buckets(infos if at_first else in_order_of_arrival(infos, [name for _, name in came]), caps)
 
 
 def is_laid_out_anew(profile: ModelProfile, bucket_mb: float) -> bool:
@@ -385,7 +385,7 @@ def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
         gathers = 1 if candidate.kind == "fsdp_grads" else 2
         groups = sum(1 for block in profile.blocks if block.repeated) + 1
         total = gathers * ring(size, ranks, hardware, 1) + ring(trained, ranks, hardware, 1)
-        _, latency = hardware.slowest_link()
+        latency = hardware.slowest_link()[1]
         total += (gathers + 1) * (groups - 1) * (ranks - 1) * latency
         copied = (gathers + 1) * 2 * size / hardware.moved  # between flat tensors and parameters or gradients
         if not hardware.overlaps:
@@ -430,6 +430,9 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
         parts |= dict.fromkeys(leaves, 0.0)
     memory = sum(parts.values())
     compute, sent, update = _seconds(profile, candidate, hardware, ranks)
+    if ranks > 1 and hardware.kind == "cpu":  # ranks of a host share its memory, and perhaps its cores
+        busy = 1 + (hardware.contention - 1) * (hardware.devices - 1)
+        compute, update = busy * compute, busy * update
     samples = profile.samples * (1 if candidate.kind in ("single", "dp") else ranks)
     found = Prediction(candidate, ranks, parts, memory, compute, sent, update, samples, host)
     if host > hardware.host_memory:

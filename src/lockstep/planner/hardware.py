@@ -66,6 +66,7 @@ class Hardware:
         latency: seconds of a message there.
         shared, shared_latency: bytes of gradients a second, and seconds at least, of an all-reduce in memory that two
             ranks on one host share; 0 where there is none.
+        contention: how many times as long a rank computes while another one of this host does, too.
         node_link, node_latency: the same between nodes.
         host_memory: bytes of a node's host, for all its devices.
         host_link: bytes a second between a device and the host.
@@ -86,6 +87,7 @@ class Hardware:
     latency: float = 1e-5
     shared: float = 0.0
     shared_latency: float = 0.0
+    contention: float = 1.0
     node_link: float = 25 * GB
     node_latency: float = 2e-5
     host_memory: float = 512 * GB
@@ -238,6 +240,15 @@ def _host_memory() -> float:
         return 16 * GB
 
 
+def _work() -> None:
+    """Some milliseconds of what models do: a product, and passes over memory."""
+    a = torch.ones(384, 384)
+    b = a @ a
+    wide = torch.ones(2**20)
+    (wide * 2 + 1).sum()
+    b.tanh_().sum()
+
+
 def probe(rank: int, folder: str) -> None:
     """One of two processes that measure how ranks of this host talk; rank 0 leaves what it found in ``folder``.
 
@@ -271,9 +282,20 @@ def probe(rank: int, folder: str) -> None:
             seconds.append(_median(step, cpu, 9))
         extra.append(max(seconds[1] - seconds[0], 1e-6))
     size = 4.0 * 1448 * 1448
+    alone = _median(_work, cpu, 9) if rank == 0 else 0.0
+    dist.barrier()
+    together = _median(_work, cpu, 9)
+    tiny = torch.zeros(1)
+
+    def work_and_meet() -> None:
+        _work()
+        dist.all_reduce(tiny)
+
+    meeting = _median(work_and_meet, cpu, 9) - together  # ranks that compute do not come at the same time
     found = {
+        "contention": max(together / alone, 1.0) if rank == 0 else 1.0,
         "link": 4 * 2**21 / max(sent[1] - sent[0], 1e-9),  # between two ranks a ring sends each byte once over a link
-        "latency": sent[0] / 2,
+        "latency": max(sent[0], meeting) / 2,
         "shared": size / max(extra[1] - extra[0], 1e-9),
         "shared_latency": extra[0],
     }

@@ -46,7 +46,8 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
         ways += [Candidate("deepspeed", stage=stage, offload=True) for stage in (2, 3)]
     for way in ways:
         yield replace(way, precision=profile.precision)
-        again = way.kind != "dp" and way.bucket_mb == 25.0 and not way.hook
+        # under stage 3 a second forward keeps other tensors than the first, which torch's checkpointing refuses
+        again = way.kind != "dp" and way.stage < 3 and way.bucket_mb == 25.0 and not way.hook
         if again and "recomputed" in profile.steps:
             yield replace(way, precision=profile.precision, recomputed=True)
     if several and len(profile.blocks) > 1:
@@ -218,9 +219,10 @@ def _fastest(found: Sequence[Prediction], near: float) -> Prediction:
 
 
 def _smallest(found: Sequence[Prediction]) -> Prediction:
+    found = [one for one in found if one.candidate.kind != "dp"] or found  # it cuts the batch, which others could, too
     least = min(one.memory for one in found)
     near = [one for one in found if one.memory <= least * (1 + NEAR_COMPUTED)]
-    return min(near, key=lambda one: (one.candidate.kind != "deepspeed", _place(one)))
+    return min(near, key=lambda one: (not one.candidate.offload, one.candidate.kind != "deepspeed", _place(one)))
 
 
 def _reason(choice: Prediction, rows: Sequence[Row], hardware: Hardware, goal: Goal, near: float) -> str:

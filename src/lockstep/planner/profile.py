@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class ParameterProfile:
         unit: the number of the block that has it; REST.
         like: bytes for each element of optimizer states of its shape.
         fixed: bytes of the other optimizer states: counts of steps.
-        arrival: when its gradient comes in the backward, as a number that rises; -1: never.
+        arrival: the place of its gradient in the order in which they come; -1: it gets none.
     """
 
     name: str
@@ -319,53 +319,62 @@ def profile_step(
         step = Step(model, lambda: model(x).sum(), lambda: [torch.optim.Adam(model.parameters())], nullcontext)
         profile = profile_step(step, samples=16)
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     units = find_units(step.module, named)
     repeated = {id(block) for block in find_blocks(step.module)}
-    steps: dict[str, StepProfile] = {}
-    traces = []
-    states = random_states()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for name in ("kept", "recomputed") if recomputed and repeated else ("kept",):
-            restore = fake(step.module, step.dtype)
-            end = recompute(step.module) if name == "recomputed" else (lambda: None)
-            try:
-                trace, optimizers = trace_step(step, list(units.values()), batch)
-                if name == "kept":
-                    parameters = _parameters(step.module, units, optimizers, trace)
-                    kinds = {type(optimizer).__name__ for optimizer in optimizers}
-            finally:
-                end()
-                restore()
-            steps[name] = StepProfile(spans_of(trace))
-            traces.append(trace)
-    set_random_states(states)
-    kept = _kept(traces[0])
-    order = list(dict.fromkeys(span.unit for span in traces[0].spans if span.unit != REST))
+    kept = _traced(step, units, batch, again=False)
+    steps = {"kept": StepProfile(spans_of(kept.trace))}
+    if recomputed and repeated:
+        steps["recomputed"] = StepProfile(spans_of(_traced(step, units, batch, again=True).trace))
+    order = list(dict.fromkeys(span.unit for span in kept.trace.spans if span.unit != REST))
     place = {unit: number for number, unit in enumerate(order)}
-    names = list(units)
-    blocks = tuple(
-        BlockProfile(
-            names[unit],
-            _kind(units[names[unit]]),
-            id(units[names[unit]]) in repeated,
-            kept.get(unit, 0),
-            traces[0].sends.get(unit, 0),
-        )
-        for unit in order
-    )
+    buffers = {id(buffer): buffer for buffer in step.module.buffers()}
     return ModelProfile(
         type(step.module).__name__,
         samples,
         precision,
-        tuple(replace(p, unit=place.get(p.unit, REST)) for p in parameters),
-        sum(b.numel() * b.element_size() for b in {id(b): b for b in step.module.buffers()}.values()),
+        tuple(replace(p, unit=place.get(p.unit, REST)) for p in kept.parameters),
+        sum(b.numel() * b.element_size() for b in buffers.values()),
         sum(t.numel() * t.element_size() for t in tensors_in(batch, 6)),
-        blocks,
+        tuple(_blocks(kept.trace, units, order, repeated)),
         {name: _renumbered(found, place) for name, found in steps.items()},
-        elementwise=not kinds & set(NOT_ELEMENTWISE),
+        elementwise=not set(kept.optimizers) & set(NOT_ELEMENTWISE),
     )
+
+
+class _Traced(NamedTuple):
+    """A trace, what it told of the parameters, and the names of the optimizers' classes."""
+
+    trace: StepTrace
+    parameters: list[ParameterProfile]
+    optimizers: list[str]
+
+
+def _traced(step: Step, units: dict[str, nn.Module], batch: object, again: bool) -> _Traced:
+    """Trace a step on fake tensors; its module is as before afterwards."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    states = random_states()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as after:
+            after.callback(fake(step.module, step.dtype))
+            if again:
+                after.callback(recompute(step.module))
+            trace, optimizers = trace_step(step, list(units.values()), batch)
+            parameters = _parameters(step.module, units, optimizers, trace)
+    finally:
+        set_random_states(states)
+    return _Traced(trace, parameters, [type(optimizer).__name__ for optimizer in optimizers])
+
+
+def _blocks(
+    trace: StepTrace, units: dict[str, nn.Module], order: Sequence[int], repeated: set[int]
+) -> Iterator[BlockProfile]:
+    """The blocks in the order in which they run."""
+    kept, names = _kept(trace), list(units)
+    for unit in order:
+        layer = units[names[unit]]
+        sends = trace.sends.get(unit, 0)
+        yield BlockProfile(names[unit], _kind(layer), id(layer) in repeated, kept.get(unit, 0), sends)
 
 
 def _renumbered(step: StepProfile, place: dict[int, int]) -> StepProfile:

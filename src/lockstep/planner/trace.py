@@ -198,7 +198,7 @@ class StepTrace(TorchDispatchMode):
         spans: in the order in which they ran.
         allocations: all pieces of memory that operations have made.
         sends: bytes of each block's output, by its number.
-        arrivals: the count of operations at which the node that made a parameter's gradient began, by its id.
+        arrivals: the place of each parameter's gradient in the order in which they came, by its id.
         nodes: autograd's number of the node that ran, by the count of operations; -1 outside of a backward.
     """
 
@@ -312,16 +312,9 @@ class StepTrace(TorchDispatchMode):
         made.died = self._time
         self._live.pop(key, None)
 
-    def take_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Note which pieces of memory are gradients of parameters, and when they came."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self.mark([parameter.grad], "gradient")
-                made = self._live.get(parameter.grad.untyped_storage()._cdata)
-                begun = made.born if made is not None else 0
-                while begun and made is not None and self.nodes[begun - 1] == made.node:
-                    begun -= 1
-                self.arrivals[id(parameter)] = begun
+    def arrived(self, parameter: Tensor) -> None:
+        """The gradient of a parameter has come; a hook of theirs."""
+        self.arrivals.setdefault(id(parameter), len(self.arrivals))
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say of what is there now that it stays: gradients, states of optimizers."""
@@ -416,6 +409,9 @@ def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) ->
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(trace.enter).remove)
             hooks.callback(block.register_forward_hook(trace.leave).remove)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(trace.arrived).remove)
         with trace:
             with trace.phase(FORWARD), step.context():
                 loss = step.loss()
@@ -424,7 +420,7 @@ def trace_step(step: Step, blocks: Sequence[nn.Module], batch: object = None) ->
             with trace.phase(BACKWARD):
                 loss.backward()
             del loss
-            trace.take_gradients(module.parameters())
+            trace.mark((p.grad for p in module.parameters() if p.grad is not None), "gradient")
             with trace.phase(UPDATE):
                 for optimizer in optimizers:
                     optimizer.step()
