@@ -162,19 +162,29 @@ class Nothing(LightningModule):
 
 
 class Listens(Callback):
-    """Has steps measured, and does nothing with it."""
+    """Has steps measured, as `StragglerMonitor` does, and does nothing with it; or as shares need it, without parts."""
 
     _hears_step_times = True
 
+    def __init__(self, parts: bool) -> None:
+        self.parts = parts
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.parts:
+            trainer.fit_loop.balance._listeners = []
+
 
 def measured(steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the CPU in a step that is measured and in one that is not, by round, on one rank by itself."""
+    """Seconds of the CPU in a step that is not measured, that is measured for shares, and for `StragglerMonitor`.
+
+    By round, on one rank by itself.
+    """
     begin()
-    found: dict[str, list[float]] = {"measured": [], "plain": []}
+    found: dict[str, list[float]] = {"plain": [], "shares": [], "monitor": []}
     for number in range(rounds):
         for name in sorted(found, reverse=number % 2 == 0):
             times = Times(time.thread_time)
-            callbacks: list[Callback] = [times, Listens()] if name == "measured" else [times]
+            callbacks: list[Callback] = [times] if name == "plain" else [times, Listens(name == "monitor")]
             trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **OFF)
             trainer.fit(Nothing(), DataLoader(TensorDataset(torch.zeros(steps)), 1))
             took = sorted(after - at for at, after in zip(times.at[100:], times.at[101:], strict=False))
