@@ -23,6 +23,8 @@ PROMISED = {1.0: 0.98, 2.0: 1.3, 4.0: 1.8}
 """Throughput of balanced shares over that of equal ones, at least."""
 WITHIN = 50
 """Steps within which shares settle after a slowdown has moved to the other rank."""
+PART, GLOBAL_BATCH = 0.1, 32
+"""Shares have settled when none changes by this part of a global batch any more; and the samples of one."""
 A_LOOK = 8
 """Steps from one look to the next."""
 
@@ -53,8 +55,8 @@ def settles(kind: str, slow: float, args: argparse.Namespace) -> list[str]:
     for _ in range(args.runs):
         samples = ranks.run("shares:moved", 2, {"kind": kind, "slow": slow, "at": at, "steps": steps})["samples"]
         changed = [step for step in range(at, steps) if samples[step] != samples[step - 1]]
-        # small changes later on follow the machine's load
-        large = [step for step in changed if abs(samples[step] - samples[step - 1]) > 0.2 * samples[step - 1]]
+        # smaller changes later on follow the machine's load
+        large = [step for step in changed if abs(samples[step] - samples[step - 1]) > PART * GLOBAL_BATCH]
         found.append((max(large, default=at) - at, samples[at], samples[-1]))
     return [kind, f"{slow:g} x", ", ".join(f"{steps}" for steps, _, _ in found), *map(str, found[-1][1:])]
 
@@ -62,15 +64,14 @@ def settles(kind: str, slow: float, args: argparse.Namespace) -> list[str]:
 def costs(args: argparse.Namespace) -> str:
     """A sentence."""
     found = ranks.run("shares:measured", 1, {"steps": 20 * args.steps, "rounds": 4 * args.rounds})
-    each = interval(m - p for m, p in zip(found["measured"], found["plain"], strict=True))
+    plain = found.pop("plain")
+    each = {name: interval(1e6 * (m - p) for m, p in zip(took, plain, strict=True)) for name, took in found.items()}
     looks = ranks.run("shares:looks", 2, {"rounds": 20 * args.steps})
-    look = {name: median(values) * 1e6 for name, values in looks.items()}
-    total = each.median * 1e6 + look["odd"] / A_LOOK
-    low, high = (bound * 1e6 for bound in each[1:])
+    settled, odd = (median(looks[name]) * 1e6 for name in ("settled", "odd"))
     return (
-        f"Measuring adds {each.median * 1e6:.1f} us to a step ({low:.1f} to {high:.1f}). Every {A_LOOK}th step has a "
-        f"look of {look['settled']:.0f} us, or of {look['odd']:.0f} us where a change is weighed. "
-        f"In all {total:.1f} us a step."
+        f"CPU time, in us: measuring adds {each['shares']:.1f} to a step, {each['monitor']:.1f} for StragglerMonitor. "
+        f"A look, every {A_LOOK}th step, takes {settled:.0f}, or {odd:.0f} where a change is weighed. With balance=True "
+        f"that is {each['shares'].median + settled / A_LOOK:.1f} a step in all."
     )
 
 

@@ -78,12 +78,13 @@ KINDS = {"computes": Slowed, "sleeps": Asleep}
 class Times(Callback):
     """When each step began, and this rank's samples of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.at: list[float] = []
         self.samples: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.at.append(time.perf_counter())
+        self.at.append(self.clock())
         self.samples.append(len(batch[0]))
 
 
@@ -161,19 +162,29 @@ class Nothing(LightningModule):
 
 
 class Listens(Callback):
-    """Has steps measured, and does nothing with it."""
+    """Has steps measured, as `StragglerMonitor` does, and does nothing with it; or as shares need it, without parts."""
 
     _hears_step_times = True
 
+    def __init__(self, parts: bool) -> None:
+        self.parts = parts
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.parts:
+            trainer.fit_loop.balance._listeners = []
+
 
 def measured(steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step that is measured and of one that is not, by round, on one rank by itself."""
+    """Seconds of the CPU in a step that is not measured, that is measured for shares, and for `StragglerMonitor`.
+
+    By round, on one rank by itself.
+    """
     begin()
-    found: dict[str, list[float]] = {"measured": [], "plain": []}
+    found: dict[str, list[float]] = {"plain": [], "shares": [], "monitor": []}
     for number in range(rounds):
         for name in sorted(found, reverse=number % 2 == 0):
-            times = Times()
-            callbacks: list[Callback] = [times, Listens()] if name == "measured" else [times]
+            times = Times(time.thread_time)
+            callbacks: list[Callback] = [times] if name == "plain" else [times, Listens(name == "monitor")]
             trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **OFF)
             trainer.fit(Nothing(), DataLoader(TensorDataset(torch.zeros(steps)), 1))
             took = sorted(after - at for at, after in zip(times.at[100:], times.at[101:], strict=False))

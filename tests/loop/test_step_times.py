@@ -77,7 +77,7 @@ def test_an_error_inside_leaves_the_measure_right() -> None:
 def test_what_other_threads_do_is_no_part_of_a_step() -> None:
     clock = Clock()
     times = StepTimes(clock)
-    call = times.timed(FORWARD, lambda: setattr(clock, "now", clock.now + 1))
+    call = times.timed(WAITING, lambda: setattr(clock, "now", clock.now + 1))
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()

@@ -143,11 +143,14 @@ class ShareControl:
         """
         parts, total = tuple(parts), sum(parts)
         self._learn(seconds, parts)
+        now = max(seconds)
+        if min(seconds) > (1 - SMALL) * now:  # no cut brings the slowest below the fastest of now
+            self._votes = 0
+            return None
         costs = [
             Cost(part, time, time * free / (free + part), max(part, room))
             for time, part, free, room in zip(seconds, parts, self._free, most or [2**62] * self.size, strict=True)
         ]
-        now = max(seconds)
         if _bound(costs, total) > (1 - SMALL) * now:
             self._votes = 0
             return None

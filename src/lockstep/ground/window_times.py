@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 PARTS = ("data", "forward", "backward", "waiting", "other")
@@ -36,5 +35,6 @@ class WindowTimes(NamedTuple):
 
 
 def typical(windows: Sequence[WindowTimes]) -> WindowTimes:
-    """The median of each part over some windows, at least one."""
-    return WindowTimes(*map(median, zip(*windows, strict=True)))
+    """The upper median of each part over some windows, at least one; `statistics` takes three times as long."""
+    half = len(windows) // 2
+    return WindowTimes(*[sorted(column)[half] for column in zip(*windows, strict=True)])

@@ -33,6 +33,8 @@ WARM_UP = 2
 """Windows at the start of a fit that no look takes in: memory is being allocated."""
 ROW = 3 + len(WindowTimes._fields)
 """Numbers that a rank tells: seconds of a window, micro-batches drawn, samples that it has room for, and its times."""
+UNTOLD = WindowTimes(*[math.nan] * len(WindowTimes._fields))
+"""In the place of times that nobody listens for, or that a device is not through with."""
 LOOKS_AT_MEMORY = 32
 """Looks from one at the free memory to the next: it takes half a millisecond."""
 ROOM = 0.8
@@ -130,6 +132,8 @@ class Balance:
         self._parts: tuple[int, ...] = ()  # of what is shared out at once, by the newest shares
         self._expected: list[int] = []  # and of a full window
         self._largest = 0.0  # micro-batch of this rank so far
+        self._index = session.strategy.replicas.index
+        self._counts: Sequence[float] = []  # the ranks' samples of a window that was found to be as expected
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -159,36 +163,40 @@ class Balance:
     def _expect(self, parts: Sequence[int]) -> None:
         expected = [part * self._often for part in parts]
         self._cut += expected != self._expected
-        self._parts, self._expected = tuple(parts), expected
+        self._parts, self._expected, self._counts = tuple(parts), expected, []
 
     def window_ended(self, window: Window) -> None:
         """At a boundary."""
-        samples = window.of_rank[self._session.strategy.replicas.index]
-        counts = list(window.of_rank) == self._expected
+        of_rank = window.of_rank
+        samples = of_rank[self._index]
+        counts = of_rank is self._counts or list(of_rank) == self._expected  # full windows share a list
         self._times.end_window(samples, self._cut if counts else -1)
         self._windows += 1
-        if self._windows <= 0:
-            self._times.take(-1)
-            return
-        if counts:
-            self._largest = max(self._largest, samples / self._micro)
+        if counts and of_rank is not self._counts:
+            self._counts, self._largest = of_rank, max(self._largest, samples / self._micro)
         if self._rows.is_told:
             self._hear(self._session.fit.loaded)
         elif self._windows % PERIOD == 0:
+            self._look()
+
+    def _look(self) -> None:
+        """After every few windows, those of the start of a fit left out."""
+        if self._windows > 0:
             self._tell()
+        else:
+            self._times.take(-1)
 
     def _tell(self) -> None:
         """Begin a look: this rank's medians, how far it has drawn, and how many samples it has room for."""
         windows, busy = self._times.take(self._cut)
-        parts = typical(windows) if windows else WindowTimes(*[math.nan] * len(WindowTimes._fields))
+        parts = typical(windows) if windows and self._listeners else UNTOLD
         mine = median(busy) if len(busy) >= LEAST else math.nan
         self._rows.tell([mine, float(self._session.fit.loaded.drawn), self._room(), *parts])
 
     def _hear(self, feed: Feed, between_epochs: bool = False) -> None:
         rows = self._rows.hear()
-        by_rank = [WindowTimes(*row[3:]) for row in rows]
         for listener in self._listeners:
-            listener._on_step_times(self._session.trainer, by_rank)
+            listener._on_step_times(self._session.trainer, [WindowTimes(*row[3:]) for row in rows])
         move = self._decide(rows) if self._changes else None
         if move is None:
             return
