@@ -70,8 +70,8 @@ def costs(args: argparse.Namespace) -> str:
     settled, odd = (median(looks[name]) * 1e6 for name in ("settled", "odd"))
     return (
         f"CPU time, in us: measuring adds {each['shares']:.1f} to a step, {each['monitor']:.1f} for StragglerMonitor. "
-        f"A look, every {A_LOOK}th step, takes {settled:.0f}, or {odd:.0f} where a change is weighed. With balance=True "
-        f"that is {each['shares'].median + settled / A_LOOK:.1f} a step in all."
+        f"A look, every {A_LOOK}th step, takes {settled:.0f}, or {odd:.0f} where a change is weighed. With "
+        f"balance=True that is {each['shares'].median + settled / A_LOOK:.1f} a step in all."
     )
 
 
