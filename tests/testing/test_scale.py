@@ -26,7 +26,7 @@ def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) 
         assert f"rank {late} is in its own code, /home/me/train.py:88" in said
         assert f"ranks 0-{late - 1}, {late + 1}-{8 * nodes - 1} wait in all_reduce #41" in said
         assert wait.most <= wait.seconds  # one message a second, there and back
-        assert wait.messages <= wait.most * (nodes - 1)
+        assert wait.messages <= (wait.most + 2) * (nodes - 1)  # one each way may be under way as they are counted
         failure = run.fail(5)
         assert set(run.decided) == {run.decided[0]}
         assert "rank 5 on " in run.decided[0]

@@ -1,4 +1,4 @@
-"""Parameters: the norms of their gradients, clipping by value, and the names under which a module has one."""
+"""Parameters: the norms of their gradients, clipping by value, the names under which a module has and takes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def grad_norm(
@@ -105,3 +106,23 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     """The shape of a parameter when it is whole; DeepSpeed's stage 3 leaves the module with an empty one."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+def takes_names_as_they_are(module: nn.Module) -> bool:
+    """Whether loading a state dict compares names and shapes and nothing else.
+
+    Then a difference is known before values change, and each tensor goes to the parameter of its name.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    for layer in module.modules():
+        by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
+            return False
+        hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
+            return False
+        tensors = (*layer._parameters.values(), *layer._buffers.values())
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
+            return False
+    return True

@@ -11,8 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
@@ -24,7 +22,7 @@ from lockstep.data.source import of_all_ranks
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 from lockstep.ground.hyperparameters import plain_hyperparameters
-from lockstep.ground.parameters import whole_shape
+from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.types import TrainerFn, TrainerStatus
@@ -73,7 +71,7 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
     module = session.module
     strict = module.strict_loading
     cause: RuntimeError | None = None
-    difference = _first_difference(module, saved, certain=True) if _takes_names_as_they_are(module) else None
+    difference = _first_difference(module, saved, certain=True) if takes_names_as_they_are(module) else None
     if difference is None:
         try:
             if session.strategy.places_first:
@@ -89,23 +87,6 @@ def load_weights(session: Session, saved: dict[str, Any]) -> None:
         f"trainer.{session.state.fn}(ckpt_path={str(session.ckpt_path)!r}): the checkpoint is of another model "
         f"than this {type(module).__name__}: {difference}."
     ) from cause
-
-
-def _takes_names_as_they_are(module: nn.Module) -> bool:
-    """Whether loading compares names and shapes and nothing else, so that it can be known before values change."""
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return False
-    for layer in module.modules():
-        by_torch = type(layer)._load_from_state_dict is nn.Module._load_from_state_dict
-        if not by_torch and not isinstance(layer, nn.modules.batchnorm._NormBase):
-            return False
-        hooks = [getattr(hook, "hook", hook) for hook in layer._load_state_dict_pre_hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks):
-            return False
-        tensors = (*layer._parameters.values(), *layer._buffers.values())
-        if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
-            return False
-    return True
 
 
 def _first_difference(module: LightningModule, saved: dict[str, Any], certain: bool = False) -> str | None:

@@ -551,11 +551,16 @@ def cut_like(own: object, value: Any) -> Any:
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
-def place_like(module: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
     """What makes, for a tensor of a checkpoint in parts, the tensor into which it is read.
 
     A tensor of the state dict (``model.NAME``) is cut as the module's; another one as a parameter of its shape; and
     what has no like is cut along its first dimension.
+
+    Args:
+        module: that is sharded.
+        in_place: read its shards into its own memory, so that a rank needs no second one beside it. The module has
+            changed before anybody sees what was read.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -564,13 +569,15 @@ def place_like(module: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Te
     by_shape = {value.shape: value for value in reversed(cut)}
 
     def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        like = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
-        if not isinstance(like, Tensor) or like.shape != shape:
-            like = by_shape.get(shape)
+        mine = own.get(name.removeprefix("model.")) if name.startswith("model.") else None
+        is_own = isinstance(mine, Tensor) and mine.shape == shape
+        like = mine if is_own else by_shape.get(shape)
         if like is None and cut and len(shape):
             mesh = cut[0].device_mesh
             return _empty_part(shape, dtype, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)], cut[0])
         if isinstance(like, DTensor):
+            if is_own and in_place and like.dtype == dtype:
+                return like
             return _empty_part(shape, dtype, like.device_mesh, like.placements, like)
         return torch.empty(shape, dtype=dtype)
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.io import CheckpointIO, snapshot
 from lockstep.ground import comm
 from lockstep.ground.device import refuse_older_torch
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import clip_by_value
+from lockstep.ground.parameters import clip_by_value, takes_names_as_they_are
 from lockstep.ground.rank import does
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
@@ -429,7 +429,11 @@ class FSDPStrategy(ShardedStrategy):
     def _reads_into(self) -> sharded.Place:
         from lockstep.parallel.fully_shard import place_like
 
-        return place_like(self.module)
+        # its own hook may look at what was read, leave it out or change it, and other names may be other parameters
+        hook = getattr(self.module.on_load_checkpoint, "__func__", None)
+        looks = hook is not LightningModule.on_load_checkpoint
+        in_place = not looks and self.module.strict_loading and takes_names_as_they_are(self.module)
+        return place_like(self.module, in_place)
 
     def load(self, state: EngineState) -> None:
         """Take this rank's shards of whole tensors, or of those that were read in shards."""
