@@ -111,6 +111,32 @@ def test_bfloat16_trains_within_its_rounding(ranks: RankPool, how: str) -> None:
         assert report, report
 
 
+class Recomputed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3))
+
+    def losses(self, x: Tensor) -> Tensor:
+        inner = self.net[:4](x)
+        for block in self.blocks:
+            inner = inner + block(inner)
+        losses: Tensor = (self.net[4](inner).squeeze(1) - 3 * x[:, 0]).square()
+        return losses
+
+
+def recomputed(stage: int) -> EquivalenceReport:
+    strategy = DeepSpeedStrategy(stage=stage, activation_checkpointing={nn.Sequential})
+    return check_equivalence(
+        Recomputed, rows(23), strategy=strategy, devices=2, precision="32-true", tolerance=1e-6, steps=4
+    )
+
+
+def test_stage_3_computes_layers_again(ranks: RankPool) -> None:
+    """A linear layer kept other tensors in the forward than in the backward's, which torch refused."""
+    for report in ranks(2).run(recomputed, 3, timeout=200):
+        assert report, report
+
+
 class Looked(Deep):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.losses(batch[0]).mean(), on_epoch=True)

@@ -160,7 +160,7 @@ DEEPSPEED_WARNINGS = Installation(
 DEEPSPEED_LINEAR = Installation(
     "torch.nn.functional.linear",
     ("parallel/deepspeed/partition.py",),
-    "in a forward of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
+    "in forwards and backwards of stage 3, a linear layer keeps no view of a parameter that would hold its memory",
     stays=False,
 )
 FORK_GARBAGE = Installation(

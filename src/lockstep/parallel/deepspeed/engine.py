@@ -182,10 +182,11 @@ class ZeroEngine:
         self.engine.set_gradient_accumulation_boundary(last)
         handles = [p.register_hook(torch.zeros_like) for p in self.parameters.values() if p.requires_grad and drops]
         try:
-            if own is None:
-                self.engine.backward(loss, scale_wrt_gas=False)
-            else:
-                own(self.engine.scale(loss))
+            with lean_linear() if self.stage == 3 else nullcontext():  # layers are recomputed as they were computed
+                if own is None:
+                    self.engine.backward(loss, scale_wrt_gas=False)
+                else:
+                    own(self.engine.scale(loss))
         finally:
             for handle in handles:
                 handle.remove()

@@ -103,7 +103,10 @@ def put(parameter: Any, value: Tensor) -> None:
 
 @contextmanager
 def lean_linear() -> Iterator[None]:
-    """Inside, linear layers keep the parameter for their backward, and not a view that would hold its memory."""
+    """Inside, linear layers keep the parameter for their backward, and not a view that would hold its memory.
+
+    A backward that computes layers again has to be inside as well: each keeps as many tensors as the first time.
+    """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
     own = nn.functional.linear
