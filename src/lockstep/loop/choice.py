@@ -20,7 +20,7 @@ from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.launch.environment import cores
 from lockstep.loop.hooks import Transfer
-from lockstep.loop.planning import built, profile_module
+from lockstep.loop.planning import profile_module
 from lockstep.parallel.memory import readable
 from lockstep.planner.cost import Candidate
 from lockstep.planner.hardware import Hardware, described, hardware_of
@@ -166,13 +166,8 @@ def reconsider(session: Session) -> None:
     world, device = strategy.world, strategy.root_device
     if not session.chooses or not session.fitting:
         return
-    whole = session.module
-    if not any(True for _ in whole.parameters()):
-        try:
-            whole = built(whole, trainer)
-        except Exception:  # layers that cannot be made without memory
-            return
-    if clearly_fits(whole, device, world.local_size):
+    # what configure_model will build is not looked at: the hook may do anything, and is called once
+    if clearly_fits(session.module, device, world.local_size):
         return
     strategy.setup_environment()
     candidate = strategy.broadcast(_chosen(trainer) if world.is_zero else None)
