@@ -74,6 +74,21 @@ def test_new_shares_hold_from_the_next_window_that_nobody_has_drawn() -> None:
     assert found == [[4, 4]] * 2 + [[6, 2]] * 3 + [[4, 4]] * 2 + [[2, 2]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_without_a_part_of_the_last_window_may_get_one(workers: int) -> None:
+    """Its sampler had ended, and the loader was asked for one more micro-batch."""
+
+    def made() -> Any:
+        return DataLoader(numbers(50), 4, num_workers=workers)
+
+    feeds = of(made)
+    found = play(feeds, 1, [(4, (1, 1, 2))])
+    for feed in feeds:
+        feed.close()
+    assert samples_of(found) == [list(range(i, min(i + 12, 50))) for i in range(0, 50, 12)]
+    assert parts_of(found)[4] == [1, 1, 0] if workers else [1, 0, 1]
+
+
 def test_new_shares_hold_behind_what_loader_workers_have_drawn() -> None:
     """One rank prefetches six micro-batches, the other none: the cut is the same on both."""
     makes = [lambda: DataLoader(numbers(96), 4, num_workers=2, prefetch_factor=3), lambda: loader(96, 4, shuffle=False)]

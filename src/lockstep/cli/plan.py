@@ -17,6 +17,7 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 
 from lockstep.cli.run import CommandParser, check_script, split
 from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
 from lockstep.loop import choice
 from lockstep.planner.hardware import Hardware, bytes_said, described
@@ -165,12 +166,15 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
             return parameter
         return Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 
-    hook: Any = place  # torch's annotation knows no hook that replaces a parameter
-    handle = register_module_parameter_registration_hook(hook) if elsewhere else None
-    try:
+    if not elsewhere:
         yield
-    finally:
-        if handle is not None:
+        return
+    hook: Any = place  # torch's annotation knows no hook that replaces a parameter
+    with PLANNED_PARAMETERS.inside():
+        handle = register_module_parameter_registration_hook(hook)
+        try:
+            yield
+        finally:
             handle.remove()
 
 

@@ -445,11 +445,12 @@ class Ordered(Indexed):
             of_each = self._indices([(first, last) for _, first, last in found])
             for (at, first, _), indices in zip(found, of_each, strict=True):
                 if len(self._cuts) > known and at >= self._cuts[known].number:
-                    end = self._cuts[known].number
                     break
                 self.drawn = at + 1
                 yield self._seeds(indices, first)
-            number = end
+            # a cut may have come behind this rank's last part, before micro-batches in which it had none
+            number = min(end, self._cuts[known].number) if len(self._cuts) > known else end
+            self.drawn = max(self.drawn, number)  # none of this rank's are left before it
 
 
 class _Lists:
