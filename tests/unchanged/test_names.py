@@ -513,6 +513,7 @@ def test_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 COST = """
 import time
 import lockstep
+from lockstep import LightningModule, Trainer, seed_everything  # which the script would import anyway
 from lockstep.callbacks import ModelCheckpoint
 start = time.process_time()
 from lockstep.lightning import enter
