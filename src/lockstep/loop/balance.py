@@ -202,8 +202,9 @@ class Balance:
             return
         progress, number = self._session.fit.progress, None
         if not between_epochs:
-            # what was told is of one window before; in that, each rank has drawn as many more
-            number = max(int(row[1]) for row in rows) + self._micro
+            # what was told is of one window before; in that, each rank has drawn as many more, and may have gone past
+            # the last window, where it has no part of that
+            number = max(int(row[1]) for row in rows) + 2 * self._micro
         held = feed.reshare(move.after, number)
         self._expect(move.after)
         where = "now" if between_epochs else "the next epoch" if held is None else f"batch {held}"
