@@ -152,9 +152,10 @@ def test_a_trial_that_nears_its_time_limit_goes_on_in_its_next_one(slurm: Lab, t
 def test_preempted_trials_of_a_cluster_that_cancels_are_submitted_anew(slurm: Lab, tmp_path: Path) -> None:
     """PreemptMode=CANCEL, where no job may be requeued: they go on from their checkpoints, as other jobs."""
     two = ["--strategy", "random_search", "--nb_trials", "2"]
-    slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=20")
+    slurm.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=15")
     try:
-        search = submit(slurm, tmp_path, *two, "--pause", "0.5", "--option", "no-requeue")
+        # saved at the signal, a trial goes on until it is cancelled: 32 steps are more than the grace time
+        search = submit(slurm, tmp_path, *two, "--pause", "1", "--option", "no-requeue")
         await_steps(search.trials(), 8)
         urgent = tmp_path / "urgent.sh"
         urgent.write_text(f"#!/bin/bash\n#SBATCH -p high -N4 --exclusive -o {tmp_path}/urgent\nsleep 3\n")
