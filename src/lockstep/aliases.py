@@ -349,7 +349,10 @@ UTILITIES: dict[str, Rows | Refused] = {
     "utilities.consolidate_checkpoint": CONSOLIDATE,
     "utilities.data": _all("BType extract_batch_size has_len_all_ranks", BATCH_SIZE)
     | {"suggested_max_num_workers": "data.workers"},
-    "utilities.deepspeed": CONSOLIDATE,
+    "utilities.deepspeed": {
+        "convert_zero_checkpoint_to_fp32_state_dict": "checkpoint.sharded",
+        **_all("CPU_DEVICE ds_checkpoint_dir", CONSOLIDATE),
+    },
     "utilities.enums": {"GradClipAlgorithmType": ENUM},
     "utilities.exceptions": {"SIGTERMException": SIGTERM},
     "utilities.grads": {},

@@ -145,7 +145,18 @@ def look(folder: str, number: int) -> list[str]:
     assert checkpoint(["convert", "--to", "deepspeed", parts, back]) == 0
     assert checkpoint(["diff", "--pickled", parts, back]) == 0
     saved = load(parts)
+    from lockstep.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
     wrong = []
+    for path in (first, parts):
+        one = convert_zero_checkpoint_to_fp32_state_dict(path, f"{folder}/{number}.pt")["state_dict"]
+        read = load(f"{folder}/{number}.pt")["state_dict"]
+        wrong += [f"{path} has {name}" for name in set(one) ^ set(saved["state_dict"])]
+        wrong += [
+            f"{path}: {name}" for name, value in saved["state_dict"].items() if not torch.equal(read[name], value)
+        ]
+    with pytest.raises(MisconfigurationException, match=r"tag='other'.*latest checkpoint is"):
+        convert_zero_checkpoint_to_fp32_state_dict(first, f"{folder}/{number}.pt", tag="other")
     for path in (first, back):
         made = get_fp32_state_dict_from_zero_checkpoint(path)
         wrong += [f"{path} has {name}" for name in set(made) ^ set(saved["state_dict"])]

@@ -530,6 +530,43 @@ def load(
     return made.whole(tensors, range(made.ranks))
 
 
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: PathLike, output_file: PathLike, tag: str | None = None
+) -> dict[str, Any]:
+    """Write a folder of DeepSpeed's engine, or any folder of parts, as one file, by Lightning's name for it.
+
+    Files of the engine are unpickled, so that they have to come from somebody you trust.
+
+    Args:
+        checkpoint_dir: the folder.
+        output_file: is written with `format.save`; it is replaced, if it is there.
+        tag: of the checkpoint in an engine's folder; None: the latest one, and no other is read.
+
+    Returns:
+        The checkpoint: whole weights in float32 under ``state_dict``, and the rest of the run.
+
+    Raises:
+        MisconfigurationException: the folder is none of parts, or has another tag.
+        CorruptCheckpoint: as of `load`.
+    """
+    folder = storage.local(checkpoint_dir)
+    if not is_sharded(folder):
+        raise MisconfigurationException(
+            f"convert_zero_checkpoint_to_fp32_state_dict({str(folder)!r}): there is no checkpoint in parts; give the "
+            "folder that was saved."
+        )
+    engines = deepspeed.is_engines(folder)
+    latest = (folder / deepspeed.LATEST).read_text().strip() if engines else None
+    if tag is not None and tag != latest:
+        raise MisconfigurationException(
+            f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): the folder's latest checkpoint is {latest!r}; "
+            "leave tag out, or write its name into the file 'latest'."
+        )
+    found = load(folder, "cpu", False if engines else None)
+    format.save(found, output_file)
+    return found
+
+
 def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
     """A checkpoint whose tensors need no values, after checking that it is whole; arguments and errors as of `load`."""
     if not is_sharded(path):
