@@ -27,6 +27,14 @@ MODES = ("FULL_SHARD", "SHARD_GRAD_OP")
 ENGINES = ("ddp, sharded optimizer", "ddp, sharded optimizer, TCP", "SHARD_GRAD_OP")
 STAGES = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 PROMISED, PROMISED_OF_DEEPSPEED = 1.03, 1.05
+DECISION = """\
+Both stay, since neither replaces the other:
+
+- `DDPStrategy(shard_optimizer=True)` is for models whose parameters and gradients fit a device and whose optimizer
+  states do not. It reduces whole buckets, in shared memory within a host, and works with communication hooks.
+- FSDP is for models whose parameters do not fit. On CPUs `fully_shard` copies each block's parameters and gradients
+  between flat tensors and their own, and talks by block, which is what the table shows. On GPUs, where those copies
+  overlap with computation, nothing has been measured yet."""
 
 
 def rows(model: str, strategy: str, other: str, args: argparse.Namespace) -> list[str]:
@@ -100,6 +108,8 @@ Parameters are whole in all of these. `ddp, sharded optimizer` is `DDPStrategy(s
 memory that the ranks of a host share; "TCP" is without that.
 
 {tables["engines"]}
+
+{DECISION}
 
 Load average before and after: {load[0]:.1f} and {load[1]:.1f}.
 """
