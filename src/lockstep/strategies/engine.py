@@ -54,15 +54,16 @@ class MicroBatch:
 
     Attributes:
         args: of the step method.
-        enter: to be called before the step method, so that what it logs counts for this micro-batch.
-        loss: what backward begins from, given the step's output: the loss by its share of the window; None: the
-            micro-batch is skipped.
+        enter: to be called before the step method, so that what it logs counts for this micro-batch. An engine that
+            runs it several times, each time on a part of the samples, says how large the part is.
+        loss: what backward begins from, given the step's output, and the part again: the loss by its share of the
+            window; None: the micro-batch is skipped.
         empty: this rank has no samples of it, and ``args`` are not there; others do.
     """
 
     args: tuple[Any, ...]
-    enter: Callable[[], None]
-    loss: Callable[[Any], Tensor | None]
+    enter: Callable[..., None]
+    loss: Callable[..., Tensor | None]
     empty: bool = False
 
 
