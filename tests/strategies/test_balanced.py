@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lockstep import LightningModule
+from lockstep.callbacks import Callback
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Blocks, Idle, Plain, Sometimes, Weighted, rows
+from tests.loop.pieces import quiet
 
 CASES: dict[str, tuple[type[LightningModule], int, dict[str, Any]]] = {
     "even": (Plain, 72, {}),
@@ -35,3 +43,198 @@ def equivalence(case: str, options: dict[str, Any]) -> EquivalenceReport:
 def test_a_pipeline_trains_as_one_process(ranks: RankPool, case: str, world: int, options: dict[str, Any]) -> None:
     for report in ranks(world).run(equivalence, case, options, timeout=60):
         assert report, report
+
+
+# -- random cases --------------------------------------------------------------------------------------------
+
+
+class Tied(LightningModule):
+    """The first and the last block share a matrix; a table before the chain, a scale before and after it."""
+
+    def __init__(self, blocks: int = 5, width: int = 6) -> None:
+        super().__init__()
+        self.table = nn.Linear(6, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+        self.layers[-1].weight = self.layers[0].weight
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = y = self.table(batch[0]) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        loss = ((x - self.scale * y).square().sum(1) - batch[1]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def random_case(seed: int) -> EquivalenceReport:
+    draw, world = random.Random(seed), dist.get_world_size()
+    sizes = [n for n in range(2, world + 1) if world % n == 0]
+    stages, blocks = draw.choice(sizes), draw.randint(world, 7)
+    strategy = BalancedStrategy(
+        stages, draw.choice([None, 1, 2, 3, 5]), draw.choice(["1f1b", "gpipe"]), draw_split(draw, blocks, stages)
+    )
+    return check_equivalence(
+        partial(Tied, blocks, draw.randint(2, 9)),
+        rows(draw.randint(10, 40)),
+        strategy=strategy,
+        devices=world,
+        accumulate=draw.randint(1, 3),
+        batch_size=draw.randint(1, 7),
+        gradient_clip_val=draw.choice([None, 0.1]),
+    )
+
+
+def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:
+    cuts = [0, *sorted(draw.sample(range(1, blocks), stages - 1)), blocks]
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
+@pytest.mark.parametrize(
+    ("world", "seed"),
+    [
+        (world, seed) if seed < 2 else pytest.param(world, seed, marks=pytest.mark.slow)
+        for world in (2, 3, 4)
+        for seed in range(20)
+    ],
+)
+def test_random_pipelines_with_tied_blocks_train_as_one_process(ranks: RankPool, world: int, seed: int) -> None:
+    for report in ranks(world).run(random_case, seed, timeout=60):
+        assert report, report
+
+
+# -- evaluation, prediction, logging -------------------------------------------------------------------------
+
+
+class Looks(Tied):
+    """Logs in all steps; predicts one number a sample."""
+
+    def forward_all(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.forward_all(batch[0]).square().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.forward_all(batch[0]).sum(1)
+
+
+def seen(strategy: Any, devices: int, batch_size: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    module = Looks().double()
+    trainer = quiet(strategy=strategy, devices=devices, max_epochs=1, precision="64-true", log_every_n_steps=1)
+    train = rows(13, shuffle=False)(batch_size)
+    trainer.fit(module, train, rows(9, shuffle=False)(2))
+    fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    predictions = trainer.predict(module, rows(9, shuffle=False)(3))
+    validated = trainer.validate(module, rows(9, shuffle=False)(2), verbose=False)
+    return {"fitted": fitted, "weights": weights, "predictions": predictions, "validated": validated}
+
+
+def test_what_is_logged_and_predicted_is_that_of_one_process(ranks: RankPool) -> None:
+    expected = seen("auto", 1, 6)
+    for found in ranks(2).run(seen, BalancedStrategy(micro_batches=4), 2, 6, timeout=60):
+        assert found["fitted"] == pytest.approx(expected["fitted"], rel=1e-12)
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=1e-11, atol=1e-13)
+        assert found["validated"][0]["val"] == pytest.approx(expected["validated"][0]["val"], rel=1e-11)
+
+
+def test_replicas_log_each_sample_once(ranks: RankPool) -> None:
+    expected = seen("auto", 1, 6)["fitted"]
+    for found in ranks(4).run(seen, BalancedStrategy(stages=2), 4, 3, timeout=60):
+        assert found["fitted"]["loss_epoch"] == pytest.approx(expected["loss_epoch"], rel=1e-12)
+        assert found["fitted"]["val"] == pytest.approx(expected["val"], rel=1e-12)
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+class Adam(Tied):
+    """Its optimizer keeps states; notes what this rank holds in the middle of a fit."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=4, width=64)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        sizes = {id(p): p.untyped_storage().nbytes() for p in self.layers.parameters()}
+        self.held = sum(sizes.values())
+        self.states = len(self.trainer.optimizers[0].state)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def held() -> tuple[int, int, int, bool]:
+    module = Adam()
+    quiet(strategy=BalancedStrategy(split=[2, 2]), devices=2, max_epochs=1, precision="64-true").fit(module, rows(8)(4))
+    whole = sum(p.nbytes for p in module.layers.parameters())
+    return module.held, whole, module.states, all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_a_rank_holds_the_weights_and_states_of_its_own_blocks(ranks: RankPool) -> None:
+    of_one = 64 * 8 * 65  # a block's bytes
+    for mine, whole, states, is_whole_again in ranks(2).run(held):
+        assert whole == 3 * 64 * 64 * 8 + 4 * 64 * 8
+        assert 2 * of_one <= mine < 2 * of_one + 64  # and one number for each block of the other's
+        assert states == 3 + 4
+        assert is_whole_again
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class WithAdam(Tied):
+    """Under Adam, whose states are in the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3, eps=1e-3)
+
+
+def fit(path: Path, strategy: Any, devices: int, batch_size: int, resume: bool) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module = WithAdam()
+    trainer = quiet(
+        strategy=strategy,
+        devices=devices,
+        max_epochs=2,
+        precision="64-true",
+        callbacks=[] if resume else [SaveAt(2, path)],
+    )
+    trainer.fit(module, rows(23, shuffle=False)(batch_size), ckpt_path=path if resume else None)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_a_checkpoint_in_mid_epoch_goes_on_with_other_stages_and_on_one_process(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "two.ckpt"
+    whole = ranks(2).run(fit, path, BalancedStrategy(split=[4, 1]), 2, 6, False, timeout=60)[0]
+    saved = torch.load(path, weights_only=True)
+    assert len(saved["optimizer_states"][0]["state"]) == 3 + 4 + 5
+    same = ranks(2).run(fit, path, BalancedStrategy(split=[4, 1]), 2, 6, True, timeout=60)
+    torch.testing.assert_close(same[0], whole, rtol=0, atol=0)
+    other = ranks(3).run(fit, path, BalancedStrategy(), 3, 6, True, timeout=60)
+    alone = fit(path, "auto", 1, 6, True)
+    for found in (*same, *other, alone):
+        torch.testing.assert_close(found, whole, rtol=1e-11, atol=1e-13)
+    back = tmp_path / "one.ckpt"
+    one = fit(back, "auto", 1, 6, False)
+    for found in ranks(2).run(fit, back, BalancedStrategy(), 2, 6, True, timeout=60):
+        torch.testing.assert_close(found, one, rtol=1e-11, atol=1e-13)
