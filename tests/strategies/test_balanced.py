@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.parallel.pipeline.pieces import cut
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing.pool import RankFailure
 from tests.equivalence.models import Blocks, Idle, Plain, Sometimes, Weighted, rows
 from tests.loop.pieces import quiet
 
@@ -238,3 +241,161 @@ def test_a_checkpoint_in_mid_epoch_goes_on_with_other_stages_and_on_one_process(
     one = fit(back, "auto", 1, 6, False)
     for found in ranks(2).run(fit, back, BalancedStrategy(), 2, 6, True, timeout=60):
         torch.testing.assert_close(found, one, rtol=1e-11, atol=1e-13)
+
+
+# -- what cannot be ------------------------------------------------------------------------------------------
+
+
+class Between(Tied):
+    """Adds something between two blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.table(batch[0])
+        for layer in self.layers:
+            x = layer(x) + 1.0
+        return x.mean()
+
+
+class Twice(Tied):
+    """Calls the chain for two inputs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + super().training_step(batch, batch_idx)
+
+
+class EndsEarly(Tied):
+    """Leaves out the last block where the data is so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.table(batch[0])
+        for layer in self.layers[:4]:
+            x = layer(x)
+        return x.mean()
+
+
+class CallsNothing(Tied):
+    """Does without the chain."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.table(batch[0]).mean()
+
+
+class CallsOutside(Tied):
+    """Calls a block in a hook."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[0](self.table(batch[0]))
+
+
+class OtherShapes(Tied):
+    """What goes through the chain depends on the values of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.table(batch[0][: 1 + batch_idx])
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class Manual(Tied):
+    """Steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Statistics(Tied):
+    """Has a BatchNorm in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.BatchNorm1d(6)
+
+
+class TwoChains(Tied):
+    """Has two lists of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+class Fails(Tied):
+    """Raises in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        raise KeyError("of the user's")
+
+
+REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
+    "between": (Between, {}, "Block 1 of the chain 'layers' was given another tensor than the output of block 0"),
+    "twice": (Twice, {}, "The chain 'layers' was called twice in one step"),
+    "ends early": (EndsEarly, {}, "A step ended after 4 of the 5 blocks of the chain 'layers'"),
+    "calls nothing": (CallsNothing, {}, "`training_step` did not call the chain 'layers'"),
+    "outside": (CallsOutside, {}, "The chain 'layers' was called outside of a step"),
+    "shape by values": (OtherShapes, {"micro_batches": 1}, "(1, 6) before: between the stages goes what the shapes"),
+    "manual": (Manual, {}, "Manual has automatic_optimization=False"),
+    "BatchNorm": (Statistics, {}, "'layers.2' (BatchNorm1d) would take its statistics from parts of a batch"),
+    "two chains": (TwoChains, {}, "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList"),
+    "no such chain": (Tied, {"chain": "net"}, "BalancedStrategy(chain='net'): there is none of this name"),
+    "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "equal", or the number of blocks'),
+    "few blocks": (partial(Tied, 1), {}, "it has 1 block(s)"),  # type: ignore[dict-item]
+    "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
+    "the user's error": (Fails, {}, "of the user's"),
+}
+
+
+def said(case: str) -> str:
+    module, options, _ = REFUSED[case]
+    trainer = quiet(strategy=BalancedStrategy(**options), devices=2, max_epochs=1, precision="64-true")
+    trainer.fit(module(), rows(16)(4))
+    return ""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks: RankPool, case: str) -> None:
+    with pytest.raises(RankFailure) as raised:
+        ranks(2).run(said, case, timeout=40)
+    assert REFUSED[case][2] in str(raised.value)
+    assert "failed to run forward" not in str(raised.value)  # torch's wrapper, with whole tensors
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stages": 1}, r"stages=1\): give a number of ranks above 1"),
+        ({"micro_batches": 0}, r"micro_batches=0\): give a number above 0"),
+        ({"schedule": "2f2b"}, r"schedule='2f2b'\): choose '1f1b' or 'gpipe'"),
+        ({"split": "even"}, r"split='even'\): give \"equal\""),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(MisconfigurationException, match=text):
+        BalancedStrategy(**options)
+
+
+def test_one_device_has_nothing_to_split() -> None:
+    with pytest.raises(MisconfigurationException, match="this run has one: give devices=2 or more"):
+        quiet(strategy="balanced", devices=1).fit(Tied(), rows(4)(2))
+
+
+def test_a_batch_is_cut_by_samples() -> None:
+    batch = {"x": torch.arange(10), "names": list("abcdefghij"), "scale": 2.0, "zero": torch.tensor(3.0)}
+    pieces = cut(batch, 4)
+    assert [(p.samples, p.rows, p.part) for p in pieces] == [(3, 3, 0.3), (3, 3, 0.3), (3, 3, 0.3), (1, 3, 0.1)]
+    assert pieces[3].batch["x"].tolist() == [9]
+    assert pieces[3].batch["names"] == ["j"]
+    assert pieces[3].filled["x"].tolist() == [9, 9, 9]
+    assert pieces[3].filled["names"] == ["j", "j", "j"]
+    assert all(p.batch["scale"] == 2.0 and p.batch["zero"] == 3.0 for p in pieces)
+    with pytest.raises(MisconfigurationException, match=r"its tensors have \[2, 3\] samples"):
+        cut((torch.zeros(2), torch.zeros(3)), 2)
+
+
+def test_a_module_that_a_failed_fit_left_in_parts_is_refused() -> None:
+    module = Tied()
+    module.layers[1].weight.data = torch.tensor(float("nan")).expand(6, 6)
+    with pytest.raises(MisconfigurationException, match='strategy="balanced" that did not end well'):
+        quiet(max_epochs=1).fit(module, rows(4)(4))

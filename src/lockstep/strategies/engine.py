@@ -21,12 +21,14 @@ from lockstep.parallel.deepspeed.partition import is_partitioned
 from lockstep.parallel.fully_shard import Policy, is_split
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.offload import OffloadedStates
+from lockstep.parallel.pipeline.weights import is_freed
 from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
 
 LEFT_IN_PARTS = {
     "fsdp": ('a fit with strategy="fsdp", or its `configure_model`,', 'strategy="fsdp" or ModelParallelStrategy(...)'),
     "deepspeed": ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
+    "balanced": ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
 }
 """By the engine that has cut a module: what has left it so, and what goes on with it."""
 
@@ -153,6 +155,7 @@ class Engine:
         """Refuse a module that an engine has left in parts, unless it is the one that this one goes on with."""
         of_deepspeed = any(is_partitioned(parameter) for parameter in module.parameters())
         engine = "fsdp" if is_split(module) else "deepspeed" if of_deepspeed else goes_on
+        engine = "balanced" if is_freed(module) else engine
         if engine != goes_on:
             (left, way), name = LEFT_IN_PARTS[engine], type(module).__name__
             raise MisconfigurationException(

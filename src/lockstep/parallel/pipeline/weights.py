@@ -159,6 +159,14 @@ class WholeModule:
         optimizer.load_state_dict({**state, "state": own})
 
 
+def is_freed(module: nn.Module) -> bool:
+    """Whether a pipeline has let go of weights of this module, and has not brought them back."""
+    parameters = module.parameters()
+    return any(
+        p.numel() > 1 and not any(p.stride()) and p.layout is torch.strided and not p.is_meta for p in parameters
+    )
+
+
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
