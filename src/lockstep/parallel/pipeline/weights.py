@@ -159,12 +159,15 @@ class WholeModule:
         optimizer.load_state_dict({**state, "state": own})
 
 
+def stands_in(parameter: Tensor) -> bool:
+    """Whether a parameter has no values here, but on another rank of its pipeline."""
+    strided = parameter.layout is torch.strided and not parameter.is_meta
+    return strided and parameter.numel() > 1 and not any(parameter.stride())
+
+
 def is_freed(module: nn.Module) -> bool:
     """Whether a pipeline has let go of weights of this module, and has not brought them back."""
-    parameters = module.parameters()
-    return any(
-        p.numel() > 1 and not any(p.stride()) and p.layout is torch.strided and not p.is_meta for p in parameters
-    )
+    return any(stands_in(parameter) for parameter in module.parameters())
 
 
 def _on_cpu(value: Any) -> Any:
