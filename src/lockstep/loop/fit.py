@@ -27,8 +27,8 @@ from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
-from lockstep.loop.step import Stepfrom lockstep.parallel.pipeline.weights import stands_in
-
+from lockstep.loop.step import Step
+from lockstep.parallel.pipeline.weights import stands_in
 
 if TYPE_CHECKING:
     from lockstep.loop.balance import Balance
