@@ -110,6 +110,58 @@ def test_random_pipelines_with_tied_blocks_train_as_one_process(ranks: RankPool,
         assert report, report
 
 
+class Frozen(Plain):
+    """Its first blocks, all of the first stage, take no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:3].requires_grad_(False)
+
+
+class FrozenEnd(Plain):
+    """Its last blocks, all of the last stage, take no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3:].requires_grad_(False)
+
+
+class Turned(nn.Module):
+    """Gives a tensor that does not lie in memory as it is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+
+class InPlace(Plain):
+    """The second stage begins with a block that changes its input; the first one gives a strided tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), Turned(), nn.LeakyReLU(0.1, inplace=True), Turned(), nn.Linear(8, 1)
+        )
+
+
+class Unfreezes(Frozen):
+    """Lets all take gradients after its second step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.net.requires_grad_(True)
+
+
+def odd(kind: type[LightningModule]) -> EquivalenceReport:
+    strategy = BalancedStrategy(split=[3, len(kind().net) - 3])  # type: ignore[arg-type]
+    return check_equivalence(kind, rows(23), strategy=strategy, devices=2, batch_size=5)
+
+
+@pytest.mark.parametrize("kind", [Frozen, FrozenEnd, InPlace, Unfreezes])
+def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule]) -> None:
+    for report in ranks(2).run(odd, kind, timeout=40):
+        assert report, report
+
+
 # -- evaluation, prediction, logging -------------------------------------------------------------------------
 
 
@@ -329,6 +381,13 @@ class OneBlock(Tied):
         super().__init__(blocks=1)
 
 
+class NoLoss(Tied):
+    """Returns no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+
 class Fails(Tied):
     """Raises in its step."""
 
@@ -351,6 +410,7 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
     "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "equal", or'),
     "one block": (OneBlock, {"chain": "layers"}, "it has 1 block(s)"),
     "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
+    "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),
     "the user's error": (Fails, {}, "of the user's"),
 }
 

@@ -44,6 +44,10 @@ NOT_ROWS = (
     "(the last one of a batch is filled up): its first dimension has to be the samples. Or give sizes that "
     "micro_batches={count} divides, by drop_last=True."
 )
+NO_LOSS = (
+    "`training_step` returned None. The stages before the last one wait for a gradient of each micro-batch: return a "
+    "loss, if only `0.0 * loss`."
+)
 NEVER_CALLED = (
     "`training_step` did not call the chain {chain!r}: the strategy has nothing to split. Call it there once."
 )
@@ -57,7 +61,7 @@ class Turn:
         enter: called before the step runs.
         take: runs the step on the samples that fill a micro-batch; of it what comes before the chain counts.
         give: runs the step on the samples that count.
-        loss: what backward begins from, of what the step returned; None: nothing.
+        loss: what backward begins from, of what the step returned; None is refused.
         samples, rows: that count, and that fill it; None: the same.
         shape: equal where stages send equal shapes.
     """
@@ -222,10 +226,12 @@ class Stages:
             with self.context():
                 returned = self._returned[int(number)] = self.chain.with_output(turn.give, counted)
             loss = turn.loss(returned)
+            if loss is None:
+                raise MisconfigurationException(NO_LOSS)
         except BaseException as error:
             self._error = error
             raise
-        return output.sum() * 0 if loss is None else loss  # the stages before wait for a gradient
+        return loss
 
     # -- stages for a shape
 
