@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.feed import Share, share_of
 from lockstep.parallel.pipeline.pieces import cut
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
@@ -479,3 +480,13 @@ def quiet_fit() -> list[str]:
 def test_what_stands_for_the_weights_of_others_is_no_nan_of_training(ranks: RankPool) -> None:
     """A fit of a pipeline warned at its epoch's end of a NaN in the first block of another rank."""
     assert ranks(2).run(quiet_fit, timeout=40) == [[], []]
+
+
+def test_a_part_of_an_uneven_share_keeps_the_loaders_parts() -> None:
+    share = Share(0.5)
+    share.parts = (0.5, 0.25)
+    part = share_of(share, 0.5)
+    assert part == 0.25
+    assert isinstance(part, Share)
+    assert part.parts == (0.25, 0.125)
+    assert share_of(0.5, 0.5) == 0.25

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.loop.feed import Share, Window
+from lockstep.loop.feed import Share, Window, share_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure, refuse_loss, takes_closure
 from lockstep.loop.padding import padding
@@ -356,7 +356,7 @@ class Step:
         self, weight: float, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
     ) -> Tensor | None:
         """What backward begins from, of what ``training_step`` returned for (a part of) micro-batch ``number``."""
-        loss, factor = self._read(output, weight, share if part == 1.0 else share * part)
+        loss, factor = self._read(output, weight, share_of(share, part))
         if loss is None:
             return None
         loss = loss * factor
