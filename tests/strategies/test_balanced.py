@@ -43,9 +43,20 @@ def equivalence(case: str, options: dict[str, Any]) -> EquivalenceReport:
     return check_equivalence(module, rows(length), strategy=strategy, devices=dist.get_world_size(), **given)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {"schedule": "gpipe"}), (4, {"stages": 2})])
-def test_a_pipeline_trains_as_one_process(ranks: RankPool, case: str, world: int, options: dict[str, Any]) -> None:
+RUNS: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {"schedule": "gpipe"}), (4, {"stages": 2})]
+QUICK = [(2, case) for case in CASES if "accumulation" in case or "weights" in case]
+QUICK += [(3, "outside the chain"), (4, "empty shares"), (4, "unused in some steps")]
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "case"),
+    [
+        pytest.param(*run, case, id=f"{case}, {run[0]}", marks=[] if (run[0], case) in QUICK else [pytest.mark.slow])
+        for run in RUNS
+        for case in CASES
+    ],
+)
+def test_a_pipeline_trains_as_one_process(ranks: RankPool, world: int, options: dict[str, Any], case: str) -> None:
     for report in ranks(world).run(equivalence, case, options, timeout=60):
         assert report, report
 
@@ -98,14 +109,8 @@ def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:
     return [stop - start for start, stop in pairwise(cuts)]
 
 
-@pytest.mark.parametrize(
-    ("world", "seed"),
-    [
-        (world, seed) if seed < 2 else pytest.param(world, seed, marks=pytest.mark.slow)
-        for world in (2, 3, 4)
-        for seed in range(20)
-    ],
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_pipelines_with_tied_blocks_train_as_one_process(ranks: RankPool, world: int, seed: int) -> None:
     for report in ranks(world).run(random_case, seed, timeout=60):
         assert report, report
