@@ -18,7 +18,7 @@ from lockstep import LightningModule
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Share, share_of
-from lockstep.parallel.pipeline.pieces import cut
+from lockstep.parallel.pipeline.micro_batches import cut
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.pipeline import gradients
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
-from lockstep.parallel.pipeline.pieces import Piece, cut
+from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
 from lockstep.parallel.pipeline.stages import SCHEDULES, Stages, Turn
 from lockstep.parallel.pipeline.weights import WholeModule
 from lockstep.precision.base import Precision
@@ -244,10 +244,11 @@ class BalancedStrategy(RankedStrategy):
         if self.replicas.count > 1 or owned.outside_buffers:
             self._parts.align_buffers(self.peers if self.replicas.count > 1 else None)
         count = self._micro_batches or 2 * stages.layout.stages
+        needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
         for number, each in enumerate(micro_batches):
             if not each.empty and each.args[0] is not None:
-                turns += [(number, self._turn(step, each, piece)) for piece in cut(each.args[0], count)]
+                turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
         outputs: list[list[Any]] = [[] for _ in micro_batches]
         for run in _alike(turns):
             for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
@@ -256,17 +257,16 @@ class BalancedStrategy(RankedStrategy):
         self.rounds += 1
         return [_put_together(each) for each in outputs]
 
-    def _turn(self, step: Callable[..., Any], micro_batch: MicroBatch, piece: Piece) -> Turn:
+    def _turn(self, step: Callable[..., Any], micro_batch: MicroBatch, part: BatchPart, needed: Hashable) -> Turn:
         others = micro_batch.args[1:]
-        needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         return Turn(
-            partial(micro_batch.enter, piece.part),
-            partial(step, piece.filled, *others),
-            partial(step, piece.batch, *others),
-            partial(micro_batch.loss, part=piece.part),
-            piece.samples,
-            piece.rows,
-            (gradients.shapes_of(piece.filled), needed),
+            partial(micro_batch.enter, part.part),
+            partial(step, part.filled, *others),
+            partial(step, part.batch, *others),
+            partial(micro_batch.loss, part=part.part),
+            part.samples,
+            part.rows,
+            (gradients.shapes_of(part.filled), needed),
         )
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:

@@ -56,7 +56,7 @@ class _Mode(Enum):
     GIVES = "gives"
 
 
-class _Gate:
+class _BlockForward:
     """Stands in the place of a block's ``forward``."""
 
     def __init__(self, chain: Chain, place: int, own: Callable[..., Any]) -> None:
@@ -111,18 +111,18 @@ class Chain:
             raise MisconfigurationException(NOT_A_CHAIN.format(name=None, what=what, known=_known(module)))
         return found[0]
 
-    # -- the gates
+    # -- in the place of the blocks' forward
 
     def attach(self) -> None:
         """Let calls of the blocks come here."""
         for place, block in enumerate(self.blocks):
-            vars(block)["forward"] = _Gate(self, place, block.forward)
+            vars(block)["forward"] = _BlockForward(self, place, block.forward)
 
     def detach(self) -> None:
         """Let the blocks be what they were."""
         for block in self.blocks:
-            gate = vars(block).pop("forward", None)
-            own = getattr(gate, "own", None)
+            patched = vars(block).pop("forward", None)
+            own = getattr(patched, "own", None)
             if own is not None and getattr(own, "__func__", None) is not type(block).forward:
                 vars(block)["forward"] = own  # somebody else's, which was there before
 

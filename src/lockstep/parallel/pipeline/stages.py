@@ -87,7 +87,7 @@ class _Blocks(nn.Module):
 
 
 @dataclass
-class _Made:
+class _Plan:
     """Of a shape: torch's schedule, and the shape of what the stage sends."""
 
     schedule: PipelineScheduleSingle
@@ -124,7 +124,7 @@ class Stages:
         self._in_place = not self.is_first and any(
             getattr(m, "inplace", False) for b in self.own[:1] for m in b.modules()
         )
-        self._made: dict[Hashable, _Made] = {}
+        self._plans: dict[Hashable, _Plan] = {}
         self._turns: Sequence[Turn] = ()
         self._returned: list[Any] = []
         self._error: BaseException | None = None
@@ -141,15 +141,15 @@ class Stages:
         """
         self._turns, self._returned = turns, [None] * len(turns)
         key = (len(turns), turns[0].shape)
-        made = self._made.get(key)
-        if made is None:
-            made = self._make(len(turns))
-            while len(self._made) >= KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[key] = made
-        self._expected = made.sends
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(len(turns))
+            while len(self._plans) >= KEPT:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = plan
+        self._expected = plan.sends
         try:
-            self._play(made.schedule, torch.arange(len(turns), device=self.device))
+            self._play(plan.schedule, torch.arange(len(turns), device=self.device))
         except Exception:
             if self._error is not None:  # torch wraps it into one that shows whole tensors
                 raise self._error from None
@@ -235,7 +235,7 @@ class Stages:
 
     # -- stages for a shape
 
-    def _make(self, count: int) -> _Made:
+    def _make(self, count: int) -> _Plan:
         """torch's stage and schedule for micro-batches like the first of these."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -253,7 +253,7 @@ class Stages:
         stage.stage_index_to_group_rank = {s: self.layout.place_of(s) for s in range(self.layout.stages)}
         kind = Schedule1F1B if self.schedule == "1f1b" and count >= self.layout.stages else ScheduleGPipe
         # losses are weighed by their shares, and so added up
-        return _Made(kind(stage, count, loss_fn=self._loss, scale_grads=False), sent.shape)
+        return _Plan(kind(stage, count, loss_fn=self._loss, scale_grads=False), sent.shape)
 
     def _shapes(self) -> tuple[Tensor, Tensor]:
         """What this stage gets and gives: tensors without values, of one micro-batch that goes through all stages."""
@@ -328,7 +328,7 @@ class Stages:
     def close(self) -> None:
         """Wait for what is under way, and let go of all buffers."""
         self._wait()
-        self._made.clear()
+        self._plans.clear()
 
 
 def _valueless(tensor: Tensor) -> Tensor:

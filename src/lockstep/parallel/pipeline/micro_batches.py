@@ -21,7 +21,7 @@ CANNOT_BE_CUT = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class BatchPart:
     """A micro-batch of a pipeline.
 
     Attributes:
@@ -39,7 +39,7 @@ class Piece:
     part: float
 
 
-def cut(batch: Any, count: int) -> list[Piece]:
+def cut(batch: Any, count: int) -> list[BatchPart]:
     """``count`` micro-batches of a batch, or fewer where it has fewer samples.
 
     Args:
@@ -51,11 +51,11 @@ def cut(batch: Any, count: int) -> list[Piece]:
         MisconfigurationException: tensors differ in their first dimension, or there are none.
 
     Example:
-        >>> [(piece.samples, piece.rows) for piece in cut(torch.arange(10), 4)]
+        >>> [(part.samples, part.rows) for part in cut(torch.arange(10), 4)]
         [(3, 3), (3, 3), (3, 3), (1, 3)]
     """
     if count == 1:
-        return [Piece(batch, batch, None, None, 1.0)]
+        return [BatchPart(batch, batch, None, None, 1.0)]
     sizes = {each.shape[0] for each in tree_leaves(batch, Tensor) if each.ndim}
     if len(sizes) != 1:
         why = f"its tensors have {sorted(sizes)} samples" if sizes else "it has no tensor"
@@ -64,13 +64,13 @@ def cut(batch: Any, count: int) -> list[Piece]:
     if not size:
         raise MisconfigurationException(CANNOT_BE_CUT.format(count=count, why="it has no samples"))
     rows = -(-size // count)
-    pieces = []
+    parts = []
     for start in range(0, size, rows):
         stop = min(start + rows, size)
         part = _slice(batch, size, itemgetter(slice(start, stop)))
         filled = part if stop - start == rows else _slice(part, stop - start, partial(_fill, rows=rows))
-        pieces.append(Piece(part, filled, stop - start, rows, (stop - start) / size))
-    return pieces
+        parts.append(BatchPart(part, filled, stop - start, rows, (stop - start) / size))
+    return parts
 
 
 def _slice(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
