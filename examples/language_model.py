@@ -5,6 +5,7 @@
     python examples/language_model.py --devices 2 --strategy fsdp:SHARD_GRAD_OP
     python examples/language_model.py --devices 2 --strategy deepspeed_stage_3_offload
     python examples/language_model.py --devices 4 --strategy model_parallel
+    python examples/language_model.py --devices 2 --strategy balanced:1,3
     python examples/language_model.py --devices 2 --balance --slow-rank 1:3
 
 The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minute on one core.
@@ -22,7 +23,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lockstep.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 
 class ByteCorpus(Dataset[tuple[Tensor, Tensor]]):
@@ -215,10 +216,12 @@ class PrintSpeed(Callback):
 
 
 def strategy_named(name: str, devices: int) -> str | Strategy:
-    """A strategy by its name, with the mode of FSDP behind a colon; "model_parallel" has rows of two."""
+    """A strategy by its name, behind a colon the mode of FSDP or blocks by stage; "model_parallel" has rows of two."""
     kind, _, mode = name.partition(":")
     if kind == "model_parallel":
         return ModelParallelStrategy(data_parallel_size=devices // 2, tensor_parallel_size=2)
+    if kind == "balanced" and mode:
+        return BalancedStrategy(split=[int(blocks) for blocks in mode.split(",")])
     return FSDPStrategy(sharding_strategy=mode) if mode else name
 
 
@@ -227,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source of the standard library.")
     parser.add_argument("--devices", type=int, default=1, help="how many processes, or GPUs")
     parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, deepspeed_stage_2, model_parallel, ...")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, fsdp, deepspeed_stage_2, balanced, ...")
     parser.add_argument("--precision", default="32-true", help="32-true, 64-true, bf16-mixed or 16-mixed")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16, help="pieces in a batch of one device")

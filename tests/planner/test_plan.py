@@ -68,7 +68,7 @@ def test_other_numbers_and_missing_packages_are_shown_and_not_chosen() -> None:
         if candidate.kind == "deepspeed":
             assert row.obstacle == "needs the package deepspeed"
         if candidate.kind == "pipeline":
-            assert "no pipelines" in row.obstacle
+            assert "needs a chain of blocks" in row.obstacle
     assert plan.choice is not None
     assert plan.choice.candidate.kind not in ("deepspeed", "pipeline")
     with pytest.raises(MisconfigurationException, match=r'goal=.* give "speed" or "memory"'):

@@ -48,6 +48,15 @@ class Share(float):
     parts: tuple[float, ...]
 
 
+def share_of(share: float, part: float) -> float:
+    """Of a micro-batch's share that of a part of its samples, which is the same part of each loader's."""
+    if type(share) is not Share:
+        return share * part
+    made = Share(share * part)
+    made.parts = tuple(each * part for each in share.parts)
+    return made
+
+
 def weigh_parts(
     weighed: Sequence[Part], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
 ) -> list[Part]:

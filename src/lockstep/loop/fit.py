@@ -28,6 +28,7 @@ from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.step import Step
+from lockstep.parallel.pipeline.weights import stands_in
 
 if TYPE_CHECKING:
     from lockstep.loop.balance import Balance
@@ -368,7 +369,8 @@ class FitLoop:
         if self._nan_is_told:
             return
         module = self.session.module
-        weights = [p for p in module.parameters() if p.is_floating_point() and p.numel() and p.layout is torch.strided]
+        own = [p for p in module.parameters() if not stands_in(p)]
+        weights = [p for p in own if p.is_floating_point() and p.numel() and p.layout is torch.strided]
         if weights and any(norm.isnan() for norm in _norms_by_kind(weights)):
             named = module.named_parameters()
             found = [name for name, p in named if any(p is weight for weight in weights) and p.isnan().any()]

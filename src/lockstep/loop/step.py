@@ -17,10 +17,11 @@ from torch.utils._pytree import TreeSpec
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.loop.feed import Share, Window
+from lockstep.loop.feed import Share, Window, share_of
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure, refuse_loss, takes_closure
 from lockstep.loop.padding import padding
+from lockstep.loop.parts import StepParts
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
@@ -311,7 +312,7 @@ class Step:
                 return
             begun.append((batch, weight, results.micro_batch, self._absent))
             arguments = (batch, batch_idx + i) if self.takes_idx else (batch,)
-            enter = partial(self._enter, weight, results.micro_batch)
+            enter = partial(self._enter_part, weight, results.micro_batch)
             loss = partial(self._scaled_loss, weight, share, losses, results.micro_batch)
             micro_batches.append(MicroBatch(arguments, enter, loss, empty=weight == 0.0))
         if self.strategy.optimizers != self._optimizers:
@@ -320,7 +321,9 @@ class Step:
         if self.shared:
             self._publish()
         self._absent = ()
+        self._parts = StepParts(results)
         outputs = self._play_window(self.training_step, micro_batches)
+        self._parts.keep()
         if self.hooks.on_after_backward is not None:
             self.hooks.call("on_after_backward")
         self._prepare_update()
@@ -331,12 +334,17 @@ class Step:
         progress.total_batches += last
         for i, (output, (batch, weight, number, absent)) in enumerate(zip(outputs, begun, strict=True)):
             self._enter(weight, number)
+            self._parts.show()
             self._absent = absent
             shown = {} if output is None or isinstance(output, Tensor) else _detached(output)
             if number in losses:
                 shown["loss"] = losses[number]
             self._end(shown, batch, batch_idx + i, counts=i == 0)
             yield
+
+    def _enter_part(self, weight: float, number: int, part: float = 1.0) -> None:
+        self._parts.keep()
+        self._enter(weight * part, number)
 
     def _enter(self, weight: float, number: int) -> None:
         """What is logged from here on is of this micro-batch."""
@@ -345,14 +353,14 @@ class Step:
         results.table = self.table
 
     def _scaled_loss(
-        self, weight: float, share: float, losses: dict[int, Tensor], number: int, output: object
+        self, weight: float, share: float, losses: dict[int, Tensor], number: int, output: object, part: float = 1.0
     ) -> Tensor | None:
-        """What backward begins from, of what ``training_step`` returned for micro-batch ``number``."""
-        loss, factor = self._read(output, weight, share)
+        """What backward begins from, of what ``training_step`` returned for (a part of) micro-batch ``number``."""
+        loss, factor = self._read(output, weight, share_of(share, part))
         if loss is None:
             return None
         loss = loss * factor
-        losses[number] = loss.detach()
+        losses[number] = loss.detach() if number not in losses else losses[number] + loss.detach()
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _manual(self, window: Window, batch_idx: int) -> Iterator[None]:

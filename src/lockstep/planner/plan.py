@@ -68,7 +68,7 @@ def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, pa
         packages: optional ones that are there.
     """
     if candidate.kind == "pipeline":
-        return "predicted only: this release has no pipelines"
+        return 'predicted, not chosen: the module needs a chain of blocks; give strategy="balanced"'
     if candidate.kind == "deepspeed" and "deepspeed" not in packages:
         return "needs the package deepspeed"
     if candidate.kind in ("sharded", "deepspeed") and not profile.elementwise:

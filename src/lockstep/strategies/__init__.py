@@ -1,5 +1,6 @@
 """The strategies, by the names that users import."""
 
+from lockstep.strategies.balanced import BalancedStrategy
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.deepspeed import DeepSpeedStrategy
@@ -7,6 +8,7 @@ from lockstep.strategies.fsdp import FSDPStrategy
 from lockstep.strategies.model_parallel import ModelParallelStrategy
 
 __all__ = [
+    "BalancedStrategy",
     "DDPStrategy",
     "DeepSpeedStrategy",
     "FSDPStrategy",

@@ -21,12 +21,14 @@ from lockstep.parallel.deepspeed.partition import is_partitioned
 from lockstep.parallel.fully_shard import Policy, is_split
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.offload import OffloadedStates
+from lockstep.parallel.pipeline.weights import is_freed
 from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
 
 LEFT_IN_PARTS = {
     "fsdp": ('a fit with strategy="fsdp", or its `configure_model`,', 'strategy="fsdp" or ModelParallelStrategy(...)'),
     "deepspeed": ("a fit with DeepSpeed's stage 3", 'strategy="deepspeed_stage_3"'),
+    "balanced": ('a fit with strategy="balanced" that did not end well', "that fit's last checkpoint as `ckpt_path`"),
 }
 """By the engine that has cut a module: what has left it so, and what goes on with it."""
 
@@ -54,15 +56,16 @@ class MicroBatch:
 
     Attributes:
         args: of the step method.
-        enter: to be called before the step method, so that what it logs counts for this micro-batch.
-        loss: what backward begins from, given the step's output: the loss by its share of the window; None: the
-            micro-batch is skipped.
+        enter: to be called before the step method, so that what it logs counts for this micro-batch. An engine that
+            runs it several times, each time on a part of the samples, says how large the part is.
+        loss: what backward begins from, given the step's output, and the part again: the loss by its share of the
+            window; None: the micro-batch is skipped.
         empty: this rank has no samples of it, and ``args`` are not there; others do.
     """
 
     args: tuple[Any, ...]
-    enter: Callable[[], None]
-    loss: Callable[[Any], Tensor | None]
+    enter: Callable[..., None]
+    loss: Callable[..., Tensor | None]
     empty: bool = False
 
 
@@ -152,6 +155,7 @@ class Engine:
         """Refuse a module that an engine has left in parts, unless it is the one that this one goes on with."""
         of_deepspeed = any(is_partitioned(parameter) for parameter in module.parameters())
         engine = "fsdp" if is_split(module) else "deepspeed" if of_deepspeed else goes_on
+        engine = "balanced" if is_freed(module) else engine
         if engine != goes_on:
             (left, way), name = LEFT_IN_PARTS[engine], type(module).__name__
             raise MisconfigurationException(

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.planner.plan import SavedPlan
+from lockstep.strategies.balanced import BalancedStrategy
 from lockstep.strategies.base import SingleDeviceStrategy, Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.deepspeed import DeepSpeedStrategy
@@ -38,6 +39,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "fsdp": (FSDPStrategy, {}),
     "fsdp_cpu_offload": (FSDPStrategy, {"cpu_offload": True}),
     "model_parallel": (ModelParallelStrategy, {}),
+    "balanced": (BalancedStrategy, {}),
     "deepspeed": (DeepSpeedStrategy, {}),
     "deepspeed_stage_1": (DeepSpeedStrategy, {"stage": 1}),
     "deepspeed_stage_2": (DeepSpeedStrategy, {"stage": 2}),
@@ -48,7 +50,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 }
 """Name to class and arguments. A name that is here is no longer looked for among the refused ones."""
 
-WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel")
+WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
 """Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
 
 _XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'

@@ -1,0 +1,203 @@
+"""The chain of blocks inside a module: a step's code before it and after it runs on different ranks.
+
+A step is the user's own method, ``training_step`` say, which calls the chain once. :meth:`Chain.input_of` runs it up to
+that call; :meth:`Chain.with_output` runs it all, with an output that was computed elsewhere in the place of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.ground.errors import MisconfigurationException
+
+CONTAINERS = (nn.Sequential, nn.ModuleList)
+CONTRACT = "each block of the chain takes one tensor, the output of the block before it, and gives one tensor"
+NOT_A_CHAIN = (
+    "BalancedStrategy(chain={name!r}): {what}. Give the name of an nn.Sequential or nn.ModuleList of the module with "
+    "two or more blocks{known}."
+)
+OUTSIDE = (
+    "The chain {chain!r} was called outside of a step. Its blocks are split over the ranks while the Trainer runs: "
+    "call it in `training_step`, `validation_step`, `test_step` or `predict_step`, or after the call of the Trainer."
+)
+BETWEEN = (
+    "Block {place} of the chain {chain!r} was given another tensor than the output of block {before}: "
+    f"{CONTRACT}. Move what happens between them into one of them."
+)
+ARGUMENTS = "Block {place} of the chain {chain!r} was called with {given}: " + CONTRACT + "."
+TWICE = (
+    "The chain {chain!r} was called twice in one step: its blocks are split over the ranks, and pass each micro-batch "
+    "once. Put both inputs into one batch."
+)
+ENDED_EARLY = (
+    "A step ended after {count} of the {blocks} blocks of the chain {chain!r}: every step that calls the chain has to "
+    "call all blocks, in their order, whatever the data is."
+)
+NOT_FIRST = "A step began the chain {chain!r} with block {place}: it has to begin with its first block."
+
+
+class _Reached(BaseException):
+    """The step has come to the chain; no code of the user's shall catch it."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _Mode(Enum):
+    REFUSES = "refuses"
+    RUNS = "runs"
+    TAKES = "takes"
+    GIVES = "gives"
+
+
+class _BlockForward:
+    """Stands in the place of a block's ``forward``."""
+
+    def __init__(self, chain: Chain, place: int, own: Callable[..., Any]) -> None:
+        self.chain, self.place, self.own = chain, place, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.chain.mode is _Mode.RUNS:
+            return self.own(*args, **kwargs)
+        return self.chain.called(self.place, args, kwargs)
+
+
+class Chain:
+    """The blocks of a module that are split over ranks.
+
+    Args:
+        module: the user's.
+        name: of the container in it; None: it has only one that is not inside of another.
+
+    Raises:
+        MisconfigurationException: there is no such container, or several.
+
+    Attributes:
+        name: of the container.
+        blocks: in their order.
+        names: of the blocks, as the module's state dict has them.
+    """
+
+    def __init__(self, module: nn.Module, name: str | None = None) -> None:
+        self.name = self._find(module) if name is None else name
+        found = dict(module.named_modules()).get(self.name)
+        if not isinstance(found, CONTAINERS) or len(found) < 2:
+            what = "there is none of this name" if found is None else f"it is of class {type(found).__name__}"
+            if isinstance(found, CONTAINERS):
+                what = f"it has {len(found)} block(s)"
+            raise MisconfigurationException(NOT_A_CHAIN.format(name=name, what=what, known=_known(module)))
+        self.blocks: list[nn.Module] = list(found)
+        self.names = [f"{self.name}.{key}" for key, _ in found.named_children()]
+        if len({id(block) for block in self.blocks}) < len(self.blocks) or len(self.names) < len(self.blocks):
+            raise MisconfigurationException(
+                f"The chain {self.name!r} has one block in several places: make a block for each place; they may share "
+                "parameters."
+            )
+        self.mode = _Mode.REFUSES
+        self._output: Tensor | None = None
+        self._count = 0
+
+    @staticmethod
+    def _find(module: nn.Module) -> str:
+        found = _candidates(module)
+        if len(found) != 1:
+            what = "the module has several chains" if found else "the module has no chain of blocks"
+            raise MisconfigurationException(NOT_A_CHAIN.format(name=None, what=what, known=_known(module)))
+        return found[0]
+
+    # -- in the place of the blocks' forward
+
+    def attach(self) -> None:
+        """Let calls of the blocks come here."""
+        for place, block in enumerate(self.blocks):
+            vars(block)["forward"] = _BlockForward(self, place, block.forward)
+
+    def detach(self) -> None:
+        """Let the blocks be what they were."""
+        for block in self.blocks:
+            patched = vars(block).pop("forward", None)
+            own = getattr(patched, "own", None)
+            if own is not None and getattr(own, "__func__", None) is not type(block).forward:
+                vars(block)["forward"] = own  # somebody else's, which was there before
+
+    @contextmanager
+    def _in(self, mode: _Mode) -> Iterator[None]:
+        before, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
+    def running(self) -> Any:
+        """A context in which blocks compute."""
+        return self._in(_Mode.RUNS)
+
+    def called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """A step of the user's has called a block."""
+        if self.mode is _Mode.REFUSES:
+            raise MisconfigurationException(OUTSIDE.format(chain=self.name))
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            given = ", ".join([*(type(each).__name__ for each in args), *(f"{key}=" for key in kwargs)])
+            raise MisconfigurationException(ARGUMENTS.format(place=place, chain=self.name, given=given or "nothing"))
+        value: Tensor = args[0]
+        if self._count == 0 and place != 0:
+            raise MisconfigurationException(NOT_FIRST.format(chain=self.name, place=place))
+        if self.mode is _Mode.TAKES:
+            raise _Reached(value)
+        if place == 0 and self._count:
+            raise MisconfigurationException(TWICE.format(chain=self.name))
+        if place != self._count or (place and value is not self._output):
+            before = self._count - 1
+            raise MisconfigurationException(BETWEEN.format(place=place, chain=self.name, before=before))
+        self._count += 1
+        assert self._output is not None
+        return self._output
+
+    # -- a step in two parts
+
+    def input_of(self, step: Callable[[], Any]) -> tuple[Tensor | None, Any]:
+        """What a step calls the chain with, and nothing of it after that; (None, its output) where it calls none."""
+        self._count = 0
+        try:
+            with self._in(_Mode.TAKES):
+                return None, step()
+        except _Reached as reached:
+            return reached.value, None
+
+    def with_output(self, step: Callable[[], Any], output: Tensor) -> Any:
+        """What a step returns whose call of the chain gives ``output``.
+
+        Raises:
+            MisconfigurationException: the step keeps not to the contract.
+        """
+        self._count, self._output = 0, output
+        try:
+            with self._in(_Mode.GIVES):
+                returned = step()
+        finally:
+            self._output = None
+        if self._count != len(self.blocks):
+            raise MisconfigurationException(
+                ENDED_EARLY.format(count=self._count, blocks=len(self.blocks), chain=self.name)
+            )
+        return returned
+
+
+def _candidates(module: nn.Module) -> list[str]:
+    found: list[str] = []
+    for name, part in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and isinstance(part, CONTAINERS) and len(part) >= 2 and not inside:
+            found.append(name)
+    return found
+
+
+def _known(module: nn.Module) -> str:
+    names = _candidates(module)
+    return f": it has {', '.join(map(repr, names))}" if names else "; this module has none"

@@ -1,0 +1,110 @@
+"""Which rank of a pipeline has which blocks, and with them which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import Parameter
+
+from lockstep.parallel.pipeline.chain import Chain
+
+
+def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, as even as can be.
+
+    Example:
+        >>> equal_split(8, 3)
+        (3, 3, 2)
+    """
+    least, more = divmod(blocks, stages)
+    return tuple(least + (stage < more) for stage in range(stages))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The blocks of each stage, and the rank of each stage among the ranks of its pipeline.
+
+    The last stage is on the first rank: there the losses are, and with them what is logged.
+
+    Attributes:
+        counts: blocks of each stage.
+    """
+
+    counts: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """Their number, which is that of the ranks."""
+        return len(self.counts)
+
+    def place_of(self, stage: int) -> int:
+        """The rank of a stage in its pipeline; and the stage of a rank."""
+        return self.stages - 1 - stage
+
+    def blocks_of(self, stage: int) -> range:
+        """The places of a stage's blocks in the chain."""
+        start = sum(self.counts[:stage])
+        return range(start, start + self.counts[stage])
+
+    def stage_of(self, block: int) -> int:
+        """The stage that has a block."""
+        return next(stage for stage in range(self.stages) if block in self.blocks_of(stage))
+
+
+class Ownership:
+    """Who holds and who answers for each tensor of a module whose chain is laid out over the ranks of a pipeline.
+
+    What is inside blocks is held by the ranks that have them. What is outside is held by all: the code before the chain
+    may use it, and the code after it, whose gradients are added up. So are those of a parameter that blocks of several
+    stages share. Of the ranks that hold something, the first answers for it.
+
+    Args:
+        module: whole or not, with parameters of the same names on each rank.
+        chain: in it.
+        layout: of its blocks.
+        place: this rank in the pipeline.
+
+    Attributes:
+        held: this rank's parameters.
+        freed: those of the blocks of others.
+        shared: parameters that several ranks hold, in an order that is the same on all.
+        outside_buffers: names of buffers outside of the chain.
+    """
+
+    def __init__(self, module: nn.Module, chain: Chain, layout: Layout, place: int) -> None:
+        self._prefixes = {
+            f"{name}.": layout.place_of(layout.stage_of(number)) for number, name in enumerate(chain.names)
+        }
+        self.place, self._ranks = place, layout.stages
+        holders: dict[int, set[int]] = {}
+        parameters: dict[int, Parameter] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            parameters[id(parameter)] = parameter
+            holders.setdefault(id(parameter), set()).update(self.holders_of(name))
+        self._holders = holders
+        self.held = [p for key, p in parameters.items() if place in holders[key]]
+        self.freed = [p for key, p in parameters.items() if place not in holders[key]]
+        self.shared = [p for key, p in parameters.items() if len(holders[key]) > 1]
+        self.outside_buffers = [name for name, _ in module.named_buffers() if self._of_block(name) is None]
+
+    def holders_of(self, name: str) -> range:
+        """The ranks that hold what has this name in the module's state dict."""
+        owner = self._of_block(name)
+        return range(self._ranks) if owner is None else range(owner, owner + 1)
+
+    def owner_of(self, name: str) -> int:
+        """The rank that answers for what has this name in the module's state dict."""
+        return self._of_block(name) or 0
+
+    def owner(self, parameter: Parameter) -> int:
+        """The rank that answers for a parameter."""
+        return min(self._holders[id(parameter)])
+
+    def _of_block(self, name: str) -> int | None:
+        return next((place for prefix, place in self._prefixes.items() if name.startswith(prefix)), None)
+
+    def mine(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Of these, the ones for which this rank answers."""
+        return [parameter for parameter in parameters if self.owner(parameter) == self.place]

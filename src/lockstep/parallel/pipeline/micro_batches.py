@@ -1,0 +1,95 @@
+"""A batch cut into micro-batches of one size; the last one is filled up with samples that do not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.tree import tree_leaves, tree_map
+
+CANNOT_BE_CUT = (
+    "BalancedStrategy(micro_batches={count}): the batch cannot be cut into micro-batches: {why}. Let each tensor's "
+    "first dimension be the samples, or give micro_batches=1 and accumulate_grad_batches=N."
+)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A micro-batch of a pipeline.
+
+    Attributes:
+        batch: its samples.
+        filled: the same with the last sample repeated, up to the size of the others.
+        samples: their number; None: the batch is whole, and nobody has counted.
+        rows: the samples of ``filled``.
+        part: its samples as a part of the batch.
+    """
+
+    batch: Any
+    filled: Any
+    samples: int | None
+    rows: int | None
+    part: float
+
+
+def cut(batch: Any, count: int) -> list[BatchPart]:
+    """``count`` micro-batches of a batch, or fewer where it has fewer samples.
+
+    Args:
+        batch: tensors, and lists and tuples beside them, whose first dimension is the samples; numbers, texts and
+            tensors of no dimension go into each micro-batch.
+        count: above 0; 1: the batch as it is, whatever it consists of.
+
+    Raises:
+        MisconfigurationException: tensors differ in their first dimension, or there are none.
+
+    Example:
+        >>> [(part.samples, part.rows) for part in cut(torch.arange(10), 4)]
+        [(3, 3), (3, 3), (3, 3), (1, 3)]
+    """
+    if count == 1:
+        return [BatchPart(batch, batch, None, None, 1.0)]
+    sizes = {each.shape[0] for each in tree_leaves(batch, Tensor) if each.ndim}
+    if len(sizes) != 1:
+        why = f"its tensors have {sorted(sizes)} samples" if sizes else "it has no tensor"
+        raise MisconfigurationException(CANNOT_BE_CUT.format(count=count, why=why))
+    size = sizes.pop()
+    if not size:
+        raise MisconfigurationException(CANNOT_BE_CUT.format(count=count, why="it has no samples"))
+    rows = -(-size // count)
+    parts = []
+    for start in range(0, size, rows):
+        stop = min(start + rows, size)
+        part = _slice(batch, size, itemgetter(slice(start, stop)))
+        filled = part if stop - start == rows else _slice(part, stop - start, partial(_fill, rows=rows))
+        parts.append(BatchPart(part, filled, stop - start, rows, (stop - start) / size))
+    return parts
+
+
+def _slice(batch: Any, size: int, take: Callable[[Any], Any]) -> Any:
+    """The batch with ``take`` of whatever has an entry for each of ``size`` samples."""
+
+    def of_leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return take(value) if value.ndim else value
+        if not any(True for _ in tree_leaves(value, Tensor)):
+            return take(value) if len(value) == size and not hasattr(value, "_fields") else value
+        items = [tree_map(of_leaf, item, (Tensor, list, tuple)) for item in value]
+        kind: Any = type(value)
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+
+    return tree_map(of_leaf, batch, (Tensor, list, tuple))
+
+
+def _fill(value: Any, rows: int) -> Any:
+    missing = rows - len(value)
+    if isinstance(value, Tensor):
+        return torch.cat([value, value[-1:].expand(missing, *value.shape[1:])])
+    return type(value)([*value, *[value[-1]] * missing])

@@ -1,0 +1,367 @@
+"""A model in stages: each rank has some of the blocks of a chain, and micro-batches go from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.world import World
+from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import clip_by_value
+from lockstep.ground.rank import does
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.module import LightningModule
+from lockstep.parallel.consistency import check_same_module
+from lockstep.parallel.late_parameters import beside
+from lockstep.parallel.pipeline import gradients
+from lockstep.parallel.pipeline.chain import Chain
+from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
+from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
+from lockstep.parallel.pipeline.stages import SCHEDULES, Stages, Turn
+from lockstep.parallel.pipeline.weights import WholeModule
+from lockstep.precision.base import Precision
+from lockstep.strategies.collectives import ReplicaMap
+from lockstep.strategies.engine import EngineState, MicroBatch
+from lockstep.strategies.ranks import HALF_AN_HOUR, RankedStrategy
+
+ONE_DEVICE = (
+    "BalancedStrategy splits a model over devices, and this run has one: give devices=2 or more, or leave the strategy "
+    "out."
+)
+STAGES = (
+    "BalancedStrategy(stages={stages!r}): the run has {world} ranks, {why}: give a number above 1 that divides {world}."
+)
+SPLIT = (
+    'BalancedStrategy(split={split!r:.100}): give "equal", or the number of blocks of each stage: {stages} numbers, '
+    "whose sum is {blocks}, the blocks of the chain {chain!r}."
+)
+FEW_BLOCKS = (
+    "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: give stages={blocks} or fewer, or "
+    "cut its blocks into smaller ones."
+)
+NO_MANUAL = (
+    "BalancedStrategy plays the micro-batches of a window by a schedule, and {module} has "
+    'automatic_optimization=False: use automatic optimization, or strategy="ddp".'
+)
+BATCH_NORM = (
+    "BalancedStrategy: {name!r} ({kind}) would take its statistics from parts of a batch, and from samples that only "
+    'fill up the last part: use GroupNorm or LayerNorm, call its eval(), or use strategy="ddp" and sync_batchnorm=True.'
+)
+SCALED = (
+    'Trainer(precision="16-mixed") with BalancedStrategy: its stages would have to agree on what overflows; use '
+    'precision="bf16-mixed" or "32-true".'
+)
+STRANGE = (
+    "{optimizer} holds a parameter of shape {shape} that the module does not have, so that nobody knows its stage: "
+    "make it an attribute of the module."
+)
+OWN_BACKWARD = "BalancedStrategy calls no `backward` of the module's own: change the loss in `training_step`."
+ALONE = (
+    "rank {rank} cannot save by itself: each rank has the weights of its own blocks, and the others are not asked when "
+    "one has failed. Save while all are well, by ModelCheckpoint(every_n_train_steps=...)."
+)
+
+
+class BalancedStrategy(RankedStrategy):
+    """A pipeline: the blocks of a chain are split over ``stages`` ranks, each of which holds its blocks' weights alone.
+
+    The chain is an ``nn.Sequential`` or ``nn.ModuleList`` of the module, whose blocks each take the output of the one
+    before. ``training_step`` stays as it is: it calls the chain once. What stands in it before that call runs on the
+    first stage, and all of it on the last one, with the chain's output in the place of the call; so do
+    ``validation_step``, ``test_step`` and ``predict_step``. The ranks are stages x replicas; the last stage of a
+    replica is on its first rank.
+
+    Args:
+        stages: ranks of a pipeline; "all": one pipeline of all ranks.
+        micro_batches: parts into which each batch of a loader is cut; those of all batches of a window go through the
+            stages one after another. Default: twice the stages.
+        schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it) or "gpipe" (of all).
+        split: "equal" (numbers of blocks), or the number of blocks of each stage, [3, 5] say.
+        chain: its name in the module, "model.layers" say; None: the only one that the module has.
+        others: as of `lockstep.strategies.ranks.RankedStrategy`.
+
+    Raises:
+        MisconfigurationException: for arguments that do not go together; when a call begins, for a module that cannot
+            be split.
+
+    Example::
+
+        trainer = Trainer(devices=4, strategy=BalancedStrategy(stages=2, micro_batches=8))
+    """
+
+    def __init__(
+        self,
+        stages: int | Literal["all"] = "all",
+        micro_batches: int | None = None,
+        schedule: str = "1f1b",
+        split: str | Sequence[int] = "equal",
+        chain: str | None = None,
+        *,
+        cluster_environment: object = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: object = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = HALF_AN_HOUR,
+        start_method: str = "popen",
+        nccl: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
+        )
+        _check_arguments(stages, micro_batches, schedule, split)
+        self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
+        self._micro_batches, self._schedule = micro_batches, schedule
+        self._pipeline: comm.Group = None  # the ranks of this replica
+        self._chain: Chain | None = None
+        self._stages: Stages | None = None
+        self._owned: Ownership | None = None
+        self._whole: WholeModule | None = None
+
+    # -- set up
+
+    def connect(self, world: World, device: torch.device, precision: Precision) -> None:
+        """As of any ranks, of which those of a pipeline see the same samples."""
+        super().connect(world, device, precision)
+        if precision.scaler is not None:
+            raise MisconfigurationException(SCALED)
+        size = self._size(world)
+        of_rank = tuple(rank // size for rank in range(world.size))
+        self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
+
+    def _size(self, world: World) -> int:
+        if world.size == 1:
+            raise MisconfigurationException(ONE_DEVICE)
+        stages = world.size if self._asked_stages == "all" else int(self._asked_stages)
+        if world.size % stages:
+            why = f"which {stages} does not divide"
+            raise MisconfigurationException(STAGES.format(stages=self._asked_stages, world=world.size, why=why))
+        return stages
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and make a group of those of each pipeline."""
+        super().setup_environment()
+        if self._pipeline is not None:
+            return
+        size = self._size(self.world)
+        for first in range(0, self.world.size, size):  # all ranks make all groups
+            ranks = list(range(first, first + size))
+            made = dist.new_group(ranks, timeout=self._timeout)
+            if self.world.rank in ranks:
+                self._pipeline = made
+
+    @does("splitting the module into stages")
+    def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
+        """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
+        self._refuse_parts(module)
+        if own_backward is not None:
+            raise MisconfigurationException(OWN_BACKWARD)
+        self.module = self.precision.convert_module(module)  # type: ignore[assignment]  # the same object
+        check_same_module(module)
+        comm.broadcast_tensors([t.detach() for t in (*module.parameters(), *module.buffers())], 0, None)
+        self._begin_recomputation()
+        self._close()
+        self._chain = Chain(module, self._chain_name)
+        layout = Layout(self._counts(self._chain))
+        place = comm.rank(self._pipeline)
+        self._owned = Ownership(module, self._chain, layout, place)
+        self._whole = WholeModule(module, self._owned, self._pipeline, self.root_device)
+        self._whole.place()
+        self._stages = Stages(
+            self._chain, layout, self._pipeline, self.root_device, self._schedule, self.precision.context
+        )
+        self._chain.attach()
+
+    def _counts(self, chain: Chain) -> tuple[int, ...]:
+        stages, blocks, split = self._size(self.world), len(chain.blocks), self._asked_split
+        if blocks < stages:
+            raise MisconfigurationException(FEW_BLOCKS.format(chain=chain.name, blocks=blocks, stages=stages))
+        if isinstance(split, str):
+            return equal_split(blocks, stages)
+        if len(split) != stages or sum(split) != blocks:
+            raise MisconfigurationException(SPLIT.format(split=split, stages=stages, blocks=blocks, chain=chain.name))
+        return tuple(split)
+
+    def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
+        """Take the optimizers, and let go of the weights of other ranks' blocks."""
+        module = self.module
+        if not module.automatic_optimization:
+            raise MisconfigurationException(NO_MANUAL.format(module=type(module).__name__))
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+                raise MisconfigurationException(BATCH_NORM.format(name=name, kind=type(layer).__name__))
+        for optimizer in optimizers:
+            for parameter in beside(module, [optimizer]).values():
+                shape, name = tuple(parameter.shape), type(optimizer).__name__
+                raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
+        super().setup_optimizers(optimizers, configs)
+        self._parts.free(optimizers)
+
+    @property
+    def _parts(self) -> WholeModule:
+        assert self._whole is not None  # a call has begun
+        return self._whole
+
+    def end_training(self) -> None:
+        """Leave every rank with the whole model, as it came, those of others' blocks on the CPU. Collective."""
+        self._parts.gather()
+
+    def _close(self) -> None:
+        if self._stages is not None:
+            self._stages.close()
+        if self._chain is not None:
+            self._chain.detach()
+        self._chain = self._stages = None
+
+    def teardown(self) -> None:
+        """Let the module's blocks be called by anybody again."""
+        self._close()
+        super().teardown()
+
+    # -- one window
+
+    def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        """A step of an evaluation, through all stages; what a ``predict_step`` returns is there on each of them."""
+        assert self._stages is not None
+        output = self._stages.evaluate(partial(fn, *args))
+        if getattr(fn, "__name__", "") == "predict_step":
+            output = comm.broadcast_object(output, 0, self._pipeline)
+        return output
+
+    def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """Forwards and backwards of a window by the schedule; then gradients are those of the whole batch."""
+        stages, owned = self._stages, self._owned
+        assert stages is not None
+        assert owned is not None
+        if self.replicas.count > 1 or owned.outside_buffers:
+            self._parts.align_buffers(self.peers if self.replicas.count > 1 else None)
+        count = self._micro_batches or 2 * stages.layout.stages
+        needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        turns: list[tuple[int, Turn]] = []
+        for number, each in enumerate(micro_batches):
+            if not each.empty and each.args[0] is not None:
+                turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
+        outputs: list[list[Any]] = [[] for _ in micro_batches]
+        for run in _alike(turns):
+            for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
+                outputs[number].append(returned)
+        gradients.reduce(owned, self._pipeline, self.peers, self.replicas.count)
+        self.rounds += 1
+        return [_put_together(each) for each in outputs]
+
+    def _turn(self, step: Callable[..., Any], micro_batch: MicroBatch, part: BatchPart, needed: Hashable) -> Turn:
+        others = micro_batch.args[1:]
+        return Turn(
+            partial(micro_batch.enter, part.part),
+            partial(step, part.filled, *others),
+            partial(step, part.batch, *others),
+            partial(micro_batch.loss, part=part.part),
+            part.samples,
+            part.rows,
+            (gradients.shapes_of(part.filled), needed),
+        )
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
+        """Clip the whole gradient, of which each rank has a part. Collective."""
+        assert self._owned is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if algorithm == "norm":
+            gradients.clip_by_norm(parameters, self._owned, value, self._pipeline, self.root_device)
+        else:
+            clip_by_value(parameters, value)
+
+    def divide_gradients(self, weight: float | Tensor) -> float:
+        """As the base does it; of a replica one rank has weights, and ranks average over replicas."""
+        mine = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device)
+        total = self.collectives.reduce(mine, reduce_op="sum").item()
+        factor = self.replicas.count / total if total else 0.0
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return factor
+
+    # -- what it holds
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """As the base does it, without what stands for the blocks of others."""
+        kinds = super().held()
+        if self._whole is not None and self._whole.is_freed and self._owned is not None:
+            kinds["parameters"] = list(self._owned.held)
+        return kinds
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Each parameter and gradient, from a rank that has it."""
+        return self._parts.whole_parameters()
+
+    def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
+        """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
+        if alone:
+            raise MisconfigurationException(ALONE.format(rank=self.world.rank))
+        sends = self.replicas.index == 0
+        module = self._parts.state_dict(sends, self.collectives.gather_on_zero)
+        if weights_only:
+            return EngineState(module)
+        states: list[dict[str, Any] | None] = [
+            self._parts.optimizer_state(o, sends, self.collectives.gather_on_zero) for o in self.optimizers
+        ]
+        return EngineState(module, states, {})
+
+    def load(self, state: EngineState) -> None:
+        """Take what this rank holds of a whole state."""
+        if state.module is not None:
+            self._parts.load_state_dict(state.module, self.module.strict_loading)
+        for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
+            if saved is not None:
+                self._parts.load_optimizer(optimizer, saved)
+
+
+def _check_arguments(stages: object, micro_batches: object, schedule: object, split: object) -> None:
+    def is_number(value: object, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    if stages != "all" and not is_number(stages, 2):
+        raise MisconfigurationException(
+            f'BalancedStrategy(stages={stages!r:.100}): give a number of ranks above 1, or "all".'
+        )
+    if micro_batches is not None and not is_number(micro_batches, 1):
+        raise MisconfigurationException(
+            f"BalancedStrategy(micro_batches={micro_batches!r:.100}): give a number above 0, or None for twice the "
+            "stages."
+        )
+    if schedule not in SCHEDULES:
+        raise MisconfigurationException(
+            f"BalancedStrategy(schedule={schedule!r:.100}): choose {' or '.join(map(repr, SCHEDULES))}."
+        )
+    numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(is_number(n, 1) for n in split)
+    if split != "equal" and not numbers:
+        raise MisconfigurationException(
+            f'BalancedStrategy(split={split!r:.100}): give "equal", or the number of blocks of each stage, [3, 5] say.'
+        )
+
+
+def _alike(turns: list[tuple[int, Turn]]) -> list[list[tuple[int, Turn]]]:
+    """Turns in runs of one shape, in their order."""
+    runs: list[list[tuple[int, Turn]]] = []
+    for each in turns:
+        if runs and runs[-1][-1][1].shape == each[1].shape:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+def _put_together(returned: list[Any]) -> Any:
+    """What ``on_train_batch_end`` is shown of the parts of a batch: of a dict a list of values for each key."""
+    if len(returned) == 1:
+        return returned[0]
+    if returned and all(isinstance(each, dict) for each in returned):
+        return {key: [each.get(key) for each in returned] for key in returned[0]}
+    return None
