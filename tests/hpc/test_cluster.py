@@ -517,7 +517,8 @@ def test_a_snapshot_runs_what_was_submitted(tmp_path: Path, slurm: FakeSlurm) ->
         "cluster.optimize_parallel_cluster_cpu(lambda hparams: part.VALUE, nb_trials=1, job_name='copied')\n"
     )
     git(home, "init")
-    environ = {**os.environ, "PYTHONPATH": f"{home / 'lib'}{os.pathsep}{PROJECT / 'src'}"}
+    path = f"{home / 'lib'}{os.pathsep}{PROJECT / 'src'}"
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}  # git would track what is written
     words = [sys.executable, "script.py", "--name", "a b"]
     refused = subprocess.run(words, cwd=home, env=environ, capture_output=True, text=True)
     assert "git does not track" in refused.stderr
