@@ -111,6 +111,31 @@ def test_bfloat16_trains_within_its_rounding(ranks: RankPool, how: str) -> None:
         assert report, report
 
 
+class Elsewhere(torch.optim.SGD):
+    """Of a package that is not torch: its step may be given a closure, and does not need one."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class SteppedElsewhere(Plain):
+    def configure_optimizers(self) -> Any:
+        return Elsewhere(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def stepped_elsewhere(stage: int) -> EquivalenceReport:
+    strategy = DeepSpeedStrategy(stage=stage)
+    return check_equivalence(
+        SteppedElsewhere, rows(23), strategy=strategy, devices=2, precision="32-true", tolerance=1e-6, steps=4
+    )
+
+
+def test_an_optimizer_that_may_have_a_closure_gets_none(ranks: RankPool) -> None:
+    """DeepSpeedCPUAdam and others that are not torch's were refused for the closure that the loop had given them."""
+    for report in ranks(2).run(stepped_elsewhere, 2, timeout=200):
+        assert report, report
+
+
 class Recomputed(Plain):
     def __init__(self) -> None:
         super().__init__()

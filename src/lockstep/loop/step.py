@@ -114,7 +114,8 @@ class Step:
         automatic = self.module.automatic_optimization
         self._use_optimizers()
         by_engine = self.strategy.window
-        wants = by_engine is None and any(takes_closure(optimizer) for optimizer in self._optimizers)
+        may = by_engine is None and self.strategy.takes_closure
+        wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
         self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"] or wants)
         self._losses: list[Tensor] = []
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand

@@ -104,6 +104,7 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     keeps_gradients = False
     engine = "DeepSpeed"
+    takes_closure = False
 
     def __init__(
         self,

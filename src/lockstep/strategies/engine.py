@@ -106,6 +106,7 @@ class Engine:
         keeps_gradients: after a step, gradients are there until the next window drops them.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         balances: its ranks can take unequal shares, which change while a fit runs.
+        takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
     """
 
@@ -117,6 +118,7 @@ class Engine:
     keeps_gradients: bool = True
     shares: Sequence[float] | None = None
     balances: bool = False
+    takes_closure: bool = True
     init_device: torch.device | None = None
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ that call; :meth:`Chain.with_output` runs it all, with an output that was comput
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -134,7 +134,7 @@ class Chain:
         finally:
             self.mode = before
 
-    def running(self) -> Any:
+    def running(self) -> AbstractContextManager[None]:
         """A context in which blocks compute."""
         return self._in(_Mode.RUNS)
 
