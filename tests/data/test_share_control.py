@@ -113,3 +113,9 @@ def test_a_large_change_is_made_at_once_and_a_small_one_on_the_second_look() -> 
     assert small[0] is None
     assert small[1] is not None
     assert ShareControl(2).look([1.0, 2.0], (32, 32)) is not None
+
+
+@pytest.mark.parametrize("seconds", [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+def test_a_clock_that_stood_still_changes_no_shares(seconds: list[float]) -> None:
+    """It divided by zero, in the middle of a fit."""
+    assert ShareControl(2).look(seconds, (16, 16)) is None

@@ -111,7 +111,7 @@ def _agreed(store: dist.Store, world: World, patience: timedelta) -> int:
     The agents of several nodes count their restarts each for itself, so that TORCHELASTIC_RESTART_COUNT does not tell
     the attempts apart. Each rank leaves a name of its own, in the place of whoever was this rank before; rank 0 calls
     every name by a new number, and says that it counts when those who have the places now have all heard it. Nobody
-    polls: a rank makes about seven requests, and rank 0 five for each of the others.
+    polls: a rank makes about six requests, and rank 0 four for each of the others.
     """
     until = time.monotonic() + patience.total_seconds()
     seconds = f"{patience.total_seconds():g} s"

@@ -141,6 +141,8 @@ class ShareControl:
             parts: of a window's samples, what each rank had then.
             most: the samples that each rank's memory allows; what it had is allowed in any case.
         """
+        if min(seconds) <= 0:  # a clock too coarse for such windows tells nothing of speeds
+            return None
         parts, total = tuple(parts), sum(parts)
         self._learn(seconds, parts)
         now = max(seconds)
