@@ -120,6 +120,23 @@ def test_a_rank_that_keeps_others_waiting_is_told_once(
     assert "the run goes on, and ends after hang_kill=1800 s of waiting" in said
 
 
+def test_ranks_that_join_a_wait_are_no_news_until_nobody_is_late(
+    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of many nodes the message of one comes a second later; its ranks made the same wait one more telling."""
+    played = scene()
+    played.ranks.append(Rank(2, 3.0, 1800.0))
+    played.ranks[0].enter()
+    assert played.look(4.0) is None
+    assert capsys.readouterr().err.count("lockstep: ") == 1
+    played.ranks[2].enter()
+    assert played.look(8.0) is None  # rank 2 waits too, and rank 1 is late as before
+    assert capsys.readouterr().err == ""
+    played.ranks[1].enter()
+    assert played.look(12.0) is None
+    assert "ranks 0-2 wait in all_reduce #1" in capsys.readouterr().err
+
+
 def test_ranks_whose_stacks_alone_wait_are_told(
     scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,7 +126,7 @@ class HangMonitor:
         self._asked_for: frozenset[int] = frozenset()
         self._ask_again = self._prove_at = self._tell_at = 0.0
         self._waits: dict[int, tuple[float, RankSnapshot]] = {}  # ranks whose stacks waited, since when that is known
-        self._said: set[tuple[Any, ...]] = set()
+        self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
         self._hub = hub
         self._lock = threading.Lock()
         self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
@@ -328,11 +328,9 @@ class HangMonitor:
         # what is known of another node may be so much older, or not have come yet
         behind = 0.0 if self._hub is None else STEADY
         long = max((snapshot.waited for snapshot in snapshots), default=0.0) >= limit + behind
-        key = tuple((snapshot.rank, snapshot.location) for snapshot in snapshots if snapshot.waited >= limit)
         halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
         has_stacks = any(snapshot.stack is not None or snapshot.worker is not None for snapshot in snapshots)
-        if long and has_stacks and not halted and key not in self._said:
-            self._said.add(key)
+        if long and has_stacks and not halted and self._is_new(snapshots, limit):
             late = overdue(snapshots, limit)
             assert late is not None
             _say(late, kill)
@@ -343,6 +341,18 @@ class HangMonitor:
         asked = [self._asked(snapshot, now) if snapshot.rank in self._stands else snapshot for snapshot in snapshots]
         final = overdue(asked, min(limit, kill))
         return None if final is None else replace(final, text=f"{final}; hang_kill={kill:g} s are over")
+
+    def _is_new(self, snapshots: list[RankSnapshot], limit: float) -> bool:
+        """Whether this wait has not been told: ranks wait in another place, or for a rank that had not been late.
+
+        Ranks that join those that wait, or whose message came later, are not news; that nobody is late any more, is.
+        """
+        waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
+        late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
+        if any(waiting <= places and late <= ranks and bool(late) == bool(ranks) for places, ranks in self._said):
+            return False
+        self._said.append((waiting, late))
+        return True
 
     # -- other nodes
 

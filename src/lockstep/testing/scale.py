@@ -208,7 +208,7 @@ class SimulatedRun:
         self._late: int | None = None
         self._since = 0.0
         self._notes: tuple[Note, ...] = ()
-        self._heard = 0
+        self._heard, self._counts = 0, threading.Lock()
         self._gone: set[int] = set()
         self._nodes: list[_Node] = []
         self._patches = contextlib.ExitStack()
@@ -272,6 +272,7 @@ class SimulatedRun:
                     self._look(node)
                 self._settle()
                 self._look(self._nodes[0])
+                self._settle()
         self._late = None
         return found[0]
 
@@ -321,14 +322,15 @@ class SimulatedRun:
             nodes = Nodes(number, self._count, put, lambda first: None)
         assert isinstance(nodes.hub, CountingHub)
         found = _Node(nodes, nodes.hub, SimulatedMonitor(nodes.hub, self._rank))
-        if number == 0:
-            hear = nodes.hub._listeners["snapshots"]
+        topic = "snapshots" if number == 0 else "wanted"
+        hear = nodes.hub._listeners[topic]
 
-            def count(node: int, body: Any) -> None:
-                hear(node, body)
+        def count(node: int, body: Any) -> None:
+            hear(node, body)
+            with self._counts:
                 self._heard += 1
 
-            nodes.hub.listen("snapshots", count)
+        nodes.hub.listen(topic, count)
         return found
 
     def _join(self, node: _Node, port: int, token: str) -> bool:
@@ -364,8 +366,8 @@ class SimulatedRun:
             raise RuntimeError(f"a healthy run was to be ended: {found}")
 
     def _settle(self) -> None:
-        """Until what the nodes have sent lies at node 0."""
-        sent = [node for node in self._nodes[1:] if any(c.waits for c in node.hub._every())]
+        """Until what the nodes have sent is taken in."""
+        sent = [node for node in self._nodes if any(c.waits for c in node.hub._every())]
         self._until(lambda: not any(c.waits for node in sent for c in node.hub._every()), "what nodes send")
         heard = -1
         while heard != self._heard:
