@@ -426,7 +426,6 @@ def writes_wrongly(folder: str) -> list[str]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
 
-    save("memory://somewhere/a.ckpt")
     os.makedirs(f"{folder}/results", exist_ok=True)
     Path(f"{folder}/results/thesis.txt").write_text("mine")
     dist.barrier()
@@ -440,10 +439,9 @@ def writes_wrongly(folder: str) -> list[str]:
 def test_what_cannot_be_written_is_an_error_on_all_ranks_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks(2).run(writes_wrongly, str(tmp_path), timeout=60)
     for said in found:
-        assert "not to a URL" in said[0]
-        assert "is a folder that is no checkpoint" in said[1]
-    assert "rank 1: OSError" in found[0][2]
-    assert "no space left" in found[1][2]
+        assert "is a folder that is no checkpoint" in said[0]
+    assert "rank 1: OSError" in found[0][1]
+    assert "no space left" in found[1][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results"]
     assert (tmp_path / "results" / "thesis.txt").read_text() == "mine"
 
@@ -471,8 +469,7 @@ def test_a_system_that_cannot_exchange_names_renames_twice(
     monkeypatch.setattr(storage, "_renameat2", lambda: None)
     path = written(ranks, tmp_path)
     new = storage.NewFolder(path)
-    (new.path / "index.json").write_text("new")
-    new.commit()
+    new.commit(b"new")
     assert Path(path, "index.json").read_text() == "new"
     assert os.listdir(tmp_path) == ["one.ckpt"]
 
@@ -481,11 +478,9 @@ def test_two_writers_of_one_folder_are_kept_apart(ranks: RankPool, tmp_path: Pat
     path = written(ranks, tmp_path)
     one, two = storage.NewFolder(path), storage.NewFolder(path)
     assert one.path != two.path
-    for folder, text in ((one, "one"), (two, "two")):
-        (folder.path / "index.json").write_text(text)
-    one.commit()
+    one.commit(b"one")
     assert two.path.is_dir()  # it is locked by its writer, and no leftover
-    two.commit()
+    two.commit(b"two")
     assert Path(path, "index.json").read_text() == "two"
     assert os.listdir(tmp_path) == ["one.ckpt"]
 

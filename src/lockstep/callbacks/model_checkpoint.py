@@ -437,10 +437,9 @@ class ModelCheckpoint(Checkpoint):
         """Deletes a checkpoint of this run, unless it is the `latest` or the one that the run was resumed from."""
         if not path or path == latest or not trainer.is_global_zero or not self._is_ours(path):
             return
-        if not storage.is_remote(path):
-            resumed = getattr(trainer, "ckpt_path", None)
-            if resumed and os.path.realpath(path) == os.path.realpath(resumed):
-                return
+        resumed = getattr(trainer, "ckpt_path", None)
+        if resumed and storage.absolute(path) == storage.absolute(resumed):
+            return
         trainer.strategy.remove_checkpoint(path)
 
     def _is_ours(self, path: str) -> bool:

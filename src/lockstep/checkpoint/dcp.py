@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.storage import PathLike
 
 PIECE = 1 << 22
 """Bytes that are hashed while they are written, at a time."""
@@ -50,12 +52,12 @@ class HashedFile(io.RawIOBase):
     waits for the disk.
 
     Args:
-        path: of the file.
+        path: of the file, which may be a URL.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: PathLike) -> None:
         super().__init__()
-        self._file = open(path, "wb")  # noqa: SIM115, closed by close()
+        self._file, self._is_remote = storage.create(path), storage.is_remote(path)
         self._hash = hashlib.sha256()
         self._threads = ThreadPoolExecutor(2, "lockstep-write")
         self._length = self._synced = 0
@@ -78,6 +80,8 @@ class HashedFile(io.RawIOBase):
                 self._hash.update(piece)
         finally:
             written.result()  # torch takes the memory back when this returns
+        if self._is_remote:
+            return len(view)
         if self._length - self._synced >= SYNCED and (self._sync is None or self._sync.done()):
             self._synced, self._sync = self._length, self._threads.submit(os.fsync, self._file.fileno())
         return len(view)
@@ -94,8 +98,9 @@ class HashedFile(io.RawIOBase):
             try:
                 if self._sync is not None:
                     self._sync.result()
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                if not self._is_remote:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
             finally:
                 self._threads.shutdown()
                 self._file.close()
@@ -107,20 +112,36 @@ class HashedFile(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """Files whose digests are kept by name."""
+    """Files on this machine or at URLs; of those that are written, the digests are kept by name."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+    def create_stream(self, path: PathLike, mode: str) -> Iterator[Any]:
+        if mode == "rb":
+            with storage.opened(path) as stream:
+                yield stream
+            return
         with HashedFile(path) as file:
             yield file
-        self.digests[Path(path).name] = file.digest()
+        self.digests[os.path.basename(path)] = file.digest()
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+    def concat_path(self, path: PathLike, suffix: str) -> str:
+        return storage.inside(path, suffix)
+
+    def init_path(self, path: PathLike) -> str:
+        return os.fspath(path)
+
+    def rename(self, path: PathLike, new_path: PathLike) -> None:
+        storage.rename(path, new_path)
+        self.digests[os.path.basename(new_path)] = self.digests.pop(os.path.basename(path))
+
+    def exists(self, path: PathLike) -> bool:
+        return storage.exists(path)
+
+    def rm_file(self, path: PathLike) -> None:
+        storage.remove(path)
 
 
 class Writer(FileSystemWriter):
@@ -130,10 +151,10 @@ class Writer(FileSystemWriter):
         digests: of the files that this process has written, by name.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        super().__init__(folder, sync_files=False)  # each is synced when it is closed
-        self.fs = _Files()
-        self.digests = self.fs.digests
+    def __init__(self, folder: PathLike) -> None:
+        super().__init__("", sync_files=False)  # each is synced when it is closed
+        self.fs = files = _Files()
+        self.path, self.digests = files.init_path(folder), files.digests
 
     def storage_meta(self) -> StorageMeta:
         """Nothing: the folder has another name when it is whole."""
@@ -232,13 +253,13 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
 
 
-def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
+def read_metadata(folder: PathLike) -> Metadata:
     """What a folder's files hold.
 
     Raises:
         pickle.UnpicklingError: and others, for a file that is no such thing.
     """
-    with open(Path(folder) / METADATA, "rb") as file:
+    with storage.opened(storage.inside(folder, METADATA)) as file:
         found = _Plain(file).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
@@ -259,7 +280,7 @@ def files_of(metadata: Metadata) -> dict[str, list[str]]:
     return {name: sorted(files) for name, files in found.items()}
 
 
-def read(folder: str | os.PathLike[str], metadata: Metadata, into: Mapping[str, Tensor]) -> None:
+def read(folder: PathLike, metadata: Metadata, into: Mapping[str, Tensor]) -> None:
     """Read tensors, or this rank's parts of DTensors. No other rank is asked.
 
     Args:
@@ -277,3 +298,8 @@ def read(folder: str | os.PathLike[str], metadata: Metadata, into: Mapping[str, 
 
 class _Reader(FileSystemReader):
     """DCP's files, of which nothing is unpickled but tensors."""
+
+    def __init__(self, folder: PathLike) -> None:
+        super().__init__("")
+        self.fs = files = _Files()
+        self.path = files.init_path(folder)

@@ -8,6 +8,7 @@ In the folder are
     ``index.json``                    every file with its size and SHA-256, every tensor with its shape and dtype
 
 so that `torch.distributed.checkpoint.load({"model": module.state_dict()}, checkpoint_id=folder)` reads the weights.
+At a URL, where no folder can be renamed, all but the index lie in a folder within, whose name the index has.
 A tensor of the state dict is ``model.NAME`` there, and one of an optimizer ``optimizer_I.state.NUMBER.NAME``.
 """
 
@@ -55,10 +56,9 @@ Place = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 def is_sharded(path: PathLike | IO[bytes]) -> bool:
     """Whether there is a checkpoint in parts at `path`: lockstep's, Lightning's or DeepSpeed's, whole or damaged."""
-    if not isinstance(path, (str, os.PathLike)) or storage.is_remote(path):
+    if not isinstance(path, (str, os.PathLike)) or storage.is_file(path):
         return False
-    folder = storage.local(path)
-    return any((folder / name).is_file() for name in (INDEX, METADATA, deepspeed.LATEST))
+    return any(storage.is_file(storage.inside(path, name)) for name in (INDEX, METADATA, deepspeed.LATEST))
 
 
 # -- from a dict to parts, and back --------------------------------------------------------------------------
@@ -215,18 +215,19 @@ class Index:
         return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: PathLike) -> Index:
         """That of a folder.
 
         Raises:
             CorruptCheckpoint: it is not there, or not as it was written, or of a later lockstep.
         """
-        name = str(folder / INDEX)
+        name = storage.inside(folder, INDEX)
         try:
-            content: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+            with storage.opened(name) as file:
+                content: dict[str, Any] = json.loads(file.read())
             said = content.pop("sha256")
         except FileNotFoundError:
-            raise CorruptCheckpoint(f"The checkpoint {str(folder)!r} has lost its {INDEX}: {WAY_OUT}.") from None
+            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} has lost its {INDEX}: {WAY_OUT}.") from None
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CorruptCheckpoint(f"{name!r} is damaged ({format.first_line(error)}): {WAY_OUT}.") from error
         if said != _hash_of(content):
@@ -240,12 +241,17 @@ class Index:
             )
         return cls(content["files"], content["tensors"], content["about"])
 
+    def within(self, folder: PathLike) -> str:
+        """Where the files of torch's distributed checkpoint are: in the folder, or at a URL in one within."""
+        prefix = next((os.path.dirname(name) for name in self.files if os.path.basename(name) == METADATA), "")
+        return storage.inside(folder, prefix) if prefix else os.fspath(folder)
+
 
 def _hash_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_files(folder: Path, index: Index, names: list[str] | None = None) -> None:
+def check_files(folder: PathLike, index: Index, names: list[str] | None = None) -> None:
     """Compare files with the index, those that are too short first.
 
     Args:
@@ -255,29 +261,30 @@ def check_files(folder: Path, index: Index, names: list[str] | None = None) -> N
         CorruptCheckpoint: with the file.
     """
     for name, known in index.files.items():
-        file = folder / name
-        if not file.is_file():
-            raise CorruptCheckpoint(f"The checkpoint {str(folder)!r} lacks its file {name}: {WAY_OUT}.")
-        size = file.stat().st_size
+        file = storage.inside(folder, name)
+        try:
+            size = storage.size(file)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} lacks its file {name}: {WAY_OUT}.") from None
         if size != known["bytes"]:
             raise CorruptCheckpoint(
-                f"{str(file)!r} is {'cut short' if size < known['bytes'] else 'too long'}: it has {size} bytes of "
+                f"{file!r} is {'cut short' if size < known['bytes'] else 'too long'}: it has {size} bytes of "
                 f"{known['bytes']}: {WAY_OUT}."
             )
     for name in index.files if names is None else names:
-        if sha256_of(folder / name) != index.files[name]["sha256"]:
+        file = storage.inside(folder, name)
+        if sha256_of(file) != index.files[name]["sha256"]:
             raise CorruptCheckpoint(
-                f"{str(folder / name)!r} is not as it was written (its bytes do not match the hash in {INDEX}): "
-                f"{WAY_OUT}."
+                f"{file!r} is not as it was written (its bytes do not match the hash in {INDEX}): {WAY_OUT}."
             )
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: PathLike) -> str:
     """The SHA-256 of a file."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 22))
-    with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(buffer):
-            digest.update(buffer[:got])
+    digest = hashlib.sha256()
+    with storage.opened(path) as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -339,22 +346,21 @@ def write(parts: Parts, planner: Planner, path: PathLike, group: comm.Group = No
     Args:
         parts: this rank's; of its tensors only names and shapes are looked at.
         planner: with the values.
-        path: of the folder, which all ranks see; an earlier checkpoint there stays until this one is whole.
+        path: of the folder, or its URL, which all ranks see; an earlier checkpoint there stays until this one is whole.
         group: by which the ranks agree.
 
     Raises:
-        MisconfigurationException: for a URL, or for what no checkpoint can hold.
+        MisconfigurationException: for what no checkpoint can hold.
         OSError: the folder cannot be written.
         OnRank: another rank failed.
     """
     from lockstep.checkpoint import dcp
 
-    _local_only(path)
     writing = _Writing(parts, planner, path, comm.rank(group))
     try:
         folder, mine = _together(writing.prepare, writing.begin, group)
         with dcp.without_crc32():
-            _together(lambda: writing.put(Path(folder), mine), writing.finish, group)
+            _together(lambda: writing.put(folder, mine), writing.finish, group)
     except OnRank as error:
         raise OnRank(f"the checkpoint {os.fspath(path)!r} could not be written: {error}") from None
     finally:
@@ -368,7 +374,7 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
     Args:
         save: writes into the folder, on all ranks.
         about: for the index.
-        path, group: as of `write`; errors, too.
+        path, group: as of `write`; errors, too, and a URL is refused.
     """
     made: list[storage.NewFolder] = []
     rank, world = comm.rank(group), comm.world_size(group)
@@ -392,9 +398,7 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 
     def finish(each: list[dict[str, dict[str, Any]]]) -> list[None]:
         files = {name: entry for found in each for name, entry in found.items()}
-        with storage.replacing(made[0].path / INDEX) as file:
-            file.write(Index(dict(sorted(files.items())), {}, about).dump())
-        made[0].commit()
+        made[0].commit(Index(dict(sorted(files.items())), {}, about).dump())
         return [None] * world
 
     try:
@@ -411,9 +415,8 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 def _local_only(path: PathLike) -> None:
     if storage.is_remote(path):
         raise MisconfigurationException(
-            f"{os.fspath(path)!r}: a checkpoint in parts is written to a folder that all ranks see, not to a URL. Save "
-            "to such a folder, or have one file written, which rank 0 can write there: "
-            'FSDPStrategy(state_dict_type="full"), DeepSpeedStrategy(checkpoint_format="full").'
+            f'{os.fspath(path)!r}: DeepSpeedStrategy(checkpoint_format="deepspeed") writes to a folder that all ranks '
+            'see, not to a URL. Save to such a folder, or choose checkpoint_format="sharded" or "full".'
         )
 
 
@@ -422,7 +425,7 @@ class _Writing:
 
     def __init__(self, parts: Parts, planner: Planner, path: PathLike, rank: int) -> None:
         self.parts, self.planner, self.path, self.rank = parts, planner, path, rank
-        self.folder: storage.NewFolder | None = None
+        self.folder: storage.NewFolder | storage.NewRemoteFolder | None = None
 
     def prepare(self) -> Any:
         """On each rank: refuse what cannot be read back, and say what is here."""
@@ -436,32 +439,32 @@ class _Writing:
         from lockstep.checkpoint.dcp import Writer
 
         plans, self.metadata = self.planner.create_global_plan(plans)
-        self.folder = storage.NewFolder(self.path)
+        self.folder = storage.new_folder(self.path)
         self.writer = Writer(self.folder.path)
         return [(str(self.folder.path), each) for each in self.writer.prepare_global_plan(plans)]
 
-    def put(self, folder: Path, mine: Any) -> tuple[Any, dict[str, Digest]]:
+    def put(self, folder: str, mine: Any) -> tuple[Any, dict[str, Digest]]:
         """On each rank: write what is its part."""
         from lockstep.checkpoint.dcp import Writer
 
-        if not folder.is_dir():
+        if not storage.is_remote(folder) and not storage.exists(folder):
             raise FileNotFoundError(
-                errno.ENOENT, f"rank 0 has made {str(folder)!r}, which is not here: save to a folder that all nodes see"
+                errno.ENOENT, f"rank 0 has made {folder!r}, which is not here: save to a folder that all nodes see"
             )
         writer = Writer(folder)
         written = writer.write_data(self.planner.finish_plan(mine), self.planner)
         written.wait()
         for rank, part in self.parts.ranks.items():
-            self._write(folder / f"rank_{rank}.pt", part, writer.digests)
+            self._write(storage.inside(folder, f"rank_{rank}.pt"), part, writer.digests)
         return written.value(), writer.digests
 
     @staticmethod
-    def _write(path: Path, content: dict[str, Any], digests: dict[str, Digest]) -> None:
+    def _write(path: str, content: dict[str, Any], digests: dict[str, Digest]) -> None:
         from lockstep.checkpoint.dcp import HashedFile
 
         with HashedFile(path) as file:
             format.write(content, cast("IO[bytes]", file))
-        digests[path.name] = file.digest()
+        digests[os.path.basename(path)] = file.digest()
 
     def finish(self, results: list[tuple[Any, dict[str, Digest]]]) -> list[None]:
         """On rank 0: write what is of all ranks, and give the folder its name."""
@@ -472,23 +475,38 @@ class _Writing:
         for _, each in results:
             digests.update(each)
         self.writer.finish(self.metadata, [written for written, _ in results])
-        self._write(self.folder.path / META, self.parts.meta, digests)
-        lies_in = dcp.files_of(self.metadata)
+        self._write(storage.inside(self.folder.path, META), self.parts.meta, digests)
+        lies_in, prefix = dcp.files_of(self.metadata), self.folder.prefix
         tensors = {
             name: {
                 "shape": list(entry.size),
                 "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "files": lies_in[name],
+                "files": [prefix + file for file in lies_in[name]],
             }
             for name, entry in dcp.tensors_in(self.metadata).items()
         }
         meta = self.parts.meta
         about = {**meta[OWN].get("writer", {}), "epoch": meta.get("epoch"), "global_step": meta.get("global_step")}
-        index = Index({name: asdict(digests[name]) for name in sorted(digests)}, tensors, about)
-        with storage.replacing(self.folder.path / INDEX) as file:
-            file.write(index.dump())
-        self.folder.commit()
+        index = Index({prefix + name: asdict(digests[name]) for name in sorted(digests)}, tensors, about)
+        if storage.is_remote(self.path):
+            self._check_arrival(index)
+        self.folder.commit(index.dump())
         return [None] * len(results)
+
+    def _check_arrival(self, index: Index) -> None:
+        """Refuse a URL at which rank 0 does not see what other ranks have written, or somebody has removed it."""
+        for name, known in index.files.items():
+            file = storage.inside(self.path, name)
+            try:
+                size = storage.size(file)
+            except FileNotFoundError:
+                size = 0
+            if size != known["bytes"]:
+                raise OSError(
+                    errno.EIO,
+                    f"rank 0 sees {size} of the {known['bytes']} bytes that were written to {file!r}: save to a URL "
+                    "that all ranks see, and that no other run writes to",
+                )
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -500,7 +518,7 @@ def load(
     """Read a checkpoint of lockstep, or of Lightning 2.x, whole: a file, or a folder of parts.
 
     Args:
-        path: a file, a folder, a URL of a file, or a file that is open.
+        path: a file or a folder, or its URL, or a file that is open.
         map_location: where its tensors go, as in ``torch.load``. Tensors of a folder come to the CPU unless it is a
             device.
         weights_only: as of `lockstep.checkpoint.format.load`; nothing in a folder's tensors can be code.
@@ -512,10 +530,8 @@ def load(
     """
     if not is_sharded(path):
         return format.load(path, map_location, weights_only)
-    folder = storage.local(cast("PathLike", path))
-    index = _index(folder)
-    if index is not None:
-        check_files(folder, index)
+    folder = cast("PathLike", path)
+    index = _checked(folder)
     if deepspeed.is_engines(folder):
         return deepspeed.read(folder, None, weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
@@ -523,7 +539,7 @@ def load(
     def place(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    made = _Reading(folder, weights_only, map_location)
+    made = _Reading(_within(folder, index), weights_only, map_location)
     tensors = made.tensors(place)
     if device is not None:
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -549,14 +565,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         MisconfigurationException: the folder is none of parts, or has another tag.
         CorruptCheckpoint: as of `load`.
     """
-    folder = storage.local(checkpoint_dir)
+    folder = checkpoint_dir
     if not is_sharded(folder):
         raise MisconfigurationException(
-            f"convert_zero_checkpoint_to_fp32_state_dict({str(folder)!r}): there is no checkpoint in parts; give the "
-            "folder that was saved."
+            f"convert_zero_checkpoint_to_fp32_state_dict({os.fspath(folder)!r}): there is no checkpoint in parts; give "
+            "the folder that was saved."
         )
     engines = deepspeed.is_engines(folder)
-    latest = (folder / deepspeed.LATEST).read_text().strip() if engines else None
+    latest = (storage.local(folder) / deepspeed.LATEST).read_text().strip() if engines else None
     if tag is not None and tag != latest:
         raise MisconfigurationException(
             f"convert_zero_checkpoint_to_fp32_state_dict(tag={tag!r}): the folder's latest checkpoint is {latest!r}; "
@@ -571,13 +587,10 @@ def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
     """A checkpoint whose tensors need no values, after checking that it is whole; arguments and errors as of `load`."""
     if not is_sharded(path):
         return format.load(path, "meta")
-    folder = storage.local(path)
-    index = _index(folder)
-    if index is not None:
-        check_files(folder, index)
-    if deepspeed.is_engines(folder):
-        return deepspeed.read(folder, None, weights_only)
-    made = _Reading(folder, None, "cpu")
+    index = _checked(path)
+    if deepspeed.is_engines(path):
+        return deepspeed.read(path, None, weights_only)
+    made = _Reading(_within(path, index), None, "cpu")
     tensors = made.shapes()
     return made.whole(tensors, range(made.ranks))
 
@@ -600,30 +613,43 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
         CorruptCheckpoint: it is truncated or altered.
         OnRank: another rank has found that.
     """
-    folder, rank, world = storage.local(path), comm.rank(), comm.world_size()
+    rank, world = comm.rank(), comm.world_size()
 
     def check() -> None:
-        index = _index(folder)
+        index = _index(path)
         if index is not None:
-            check_files(folder, index, _share(index.files, rank, world))
+            check_files(path, index, _share(index.files, rank, world))
 
     try:
         _together(check, lambda given: [None] * len(given), None)
     except OnRank as error:
         raise CorruptCheckpoint(str(error)) from None
-    if deepspeed.is_engines(folder):
-        return deepspeed.read(folder, place, weights_only)
-    made = _Reading(folder, weights_only, "cpu")
+    if deepspeed.is_engines(path):
+        return deepspeed.read(path, place, weights_only)
+    made = _Reading(_within(path, _index(path)), weights_only, "cpu")
     mine = [rank] if made.ranks == world else sorted({0, *range(rank, made.ranks, world)})
     return made.whole(made.tensors(place), mine)
 
 
-def _index(folder: Path) -> Index | None:
+def _index(folder: PathLike) -> Index | None:
     """The index; None for a folder that lockstep has not written."""
-    if (folder / INDEX).is_file():
+    if storage.is_file(storage.inside(folder, INDEX)):
         return Index.read(folder)
-    known = format.load(folder / META, "cpu").get(OWN) if (folder / META).is_file() else None
+    meta = storage.inside(folder, META)
+    known = format.load(meta, "cpu").get(OWN) if storage.is_file(meta) else None
     return Index.read(folder) if isinstance(known, dict) and "format" in known else None
+
+
+def _checked(folder: PathLike) -> Index | None:
+    """The index, after the files were compared with it."""
+    index = _index(folder)
+    if index is not None:
+        check_files(folder, index)
+    return index
+
+
+def _within(folder: PathLike, index: Index | None) -> str:
+    return os.fspath(folder) if index is None else index.within(folder)
 
 
 class _Reading:
@@ -633,7 +659,7 @@ class _Reading:
         ranks: how many have left something of their own.
     """
 
-    def __init__(self, folder: Path, weights_only: bool | None, map_location: MAP_LOCATION) -> None:
+    def __init__(self, folder: str, weights_only: bool | None, map_location: MAP_LOCATION) -> None:
         from lockstep.checkpoint import dcp
 
         self.folder, self.map_location = folder, map_location
@@ -641,10 +667,11 @@ class _Reading:
             self.metadata = dcp.read_metadata(folder)
         except Exception as error:  # what a damaged pickle makes of pickle has no one kind
             raise CorruptCheckpoint(
-                f"{str(folder / METADATA)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
+                f"{storage.inside(folder, METADATA)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
             ) from error
-        has_meta = (folder / META).is_file()  # else somebody has called torch.distributed.checkpoint.save
-        self.meta = format.load(folder / META, map_location, weights_only) if has_meta else {}
+        meta = storage.inside(folder, META)
+        has_meta = storage.is_file(meta)  # else somebody has called torch.distributed.checkpoint.save
+        self.meta = format.load(meta, map_location, weights_only) if has_meta else {}
         kept = self.meta.get(OWN, {}).get("ranks", 0)
         self.ranks = kept if isinstance(kept, int) else 0
         self._has_ranks = "ranks" in self.meta.get(OWN, {})
@@ -661,7 +688,7 @@ class _Reading:
             raise
         except Exception as error:  # torch's, of files that no hash guards
             raise CorruptCheckpoint(
-                f"The checkpoint {str(self.folder)!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
+                f"The checkpoint {self.folder!r} is damaged ({format.first_line(error)}): {WAY_OUT}."
             ) from error
         return made
 
@@ -676,12 +703,12 @@ class _Reading:
         """The checkpoint's dict, with what these ranks have left; others are empty."""
         ranks: list[Any] = [{} for _ in range(self.ranks)]
         for rank in mine:
-            part = format.load(self.folder / f"rank_{rank}.pt", "cpu")
+            part = format.load(storage.inside(self.folder, f"rank_{rank}.pt"), "cpu")
             part.pop(OWN, None)
             ranks[rank] = part
         try:
             return join(self.meta, tensors, ranks if self._has_ranks else None)
         except KeyError as error:
             raise CorruptCheckpoint(
-                f"The checkpoint {str(self.folder)!r} has no tensor {error.args[0]!r}, which {META} names: {WAY_OUT}."
+                f"The checkpoint {self.folder!r} has no tensor {error.args[0]!r}, which {META} names: {WAY_OUT}."
             ) from error

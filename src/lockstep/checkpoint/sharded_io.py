@@ -28,7 +28,7 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
         Raises:
             TypeError: ``storage_options`` are given: here is nothing that they could choose.
-            MisconfigurationException: ``path`` is a URL, or a checkpoint cannot hold something.
+            MisconfigurationException: a checkpoint cannot hold something.
             OSError: the folder could not be written; the earlier one is whole.
         """
         self._check_options(storage_options)
@@ -49,7 +49,7 @@ class EngineCheckpointIO(TorchCheckpointIO):
     save: Callable[[Path, dict[str, Any]], None]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
-        """Write a folder. Collective; errors as of `ShardedCheckpointIO`."""
+        """Write a folder. Collective; errors as of `ShardedCheckpointIO`, and a URL is refused."""
         self._check_options(storage_options)
         own = dict(checkpoint.get(format.KEY, {}))
         if "ranks" in own:

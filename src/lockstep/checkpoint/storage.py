@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written beside, flushed to the disk, renamed; files also by URL."""
+"""Files and folders that are whole or not there, on this machine and at URLs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ PathLike = str | os.PathLike[str]
 UNFINISHED = ".part"
 #: the file that a folder has which is written, replaced and removed as one thing
 INDEX = "index.json"
+#: what the name of a folder of files begins with, within a folder at a URL
+WITHIN = "parts-"
 
 
 def is_remote(path: PathLike) -> bool:
@@ -39,12 +41,18 @@ def _remote(path: PathLike) -> tuple[Any, str]:
     """The file system of a URL, and the path on it."""
     core = importlib.import_module("fsspec.core")  # late: it comes with torch, but costs at import
     system, name = core.url_to_fs(os.fspath(path))
-    return system, name
+    system.invalidate_cache()  # other ranks write, too
+    return system, name.rstrip("/")
 
 
 def absolute(path: PathLike) -> str:
     """`path` from the root of the file system, without links in it; URLs as they are."""
     return os.fspath(path) if is_remote(path) else os.path.realpath(local(path))
+
+
+def inside(folder: PathLike, name: str) -> str:
+    """The path of a file in a folder."""
+    return f"{os.fspath(folder).rstrip('/')}/{name}" if is_remote(folder) else str(local(folder) / name)
 
 
 def _stem(target: Path) -> str:
@@ -109,6 +117,8 @@ def _replacing_remote(path: PathLike) -> Iterator[IO[bytes]]:
     try:
         with system.open(beside, "wb") as file:
             yield file
+        if system.isdir(name):
+            remove(path)
         system.mv(beside, name)
     except BaseException:
         with contextlib.suppress(Exception):
@@ -127,7 +137,10 @@ class NewFolder:
 
     Attributes:
         path: where to write.
+        prefix: the names of the files, as the index has them, begin with it.
     """
+
+    prefix = ""
 
     def __init__(self, target: PathLike) -> None:
         self._target = local(target)
@@ -146,8 +159,10 @@ class NewFolder:
         self._descriptor = os.open(self.path, os.O_RDONLY)
         _lock(self._descriptor)
 
-    def commit(self) -> None:
-        """Give the folder its name. Its files are on the disk already."""
+    def commit(self, index: bytes) -> None:
+        """Write the index, and give the folder its name. Its other files are on the disk already."""
+        with replacing(self.path / INDEX) as file:
+            file.write(index)
         _sync_folder(self.path)
         try:
             _take_place(self.path, self._target)
@@ -168,9 +183,70 @@ class NewFolder:
         self._descriptor = -1
 
 
+class NewRemoteFolder:
+    """As `NewFolder`, at a URL, where nothing can be renamed as one thing.
+
+    The files lie in a folder of their own within the target, and the index names them: it is written last, in one step,
+    and what it replaces is removed then.
+    """
+
+    def __init__(self, target: PathLike) -> None:
+        self._target = os.fspath(target).rstrip("/")
+        self.prefix = f"{WITHIN}{secrets.token_hex(4)}/"
+        self.path = f"{self._target}/{self.prefix[:-1]}"
+        system, name = _remote(target)
+        if system.isfile(name):
+            raise FileExistsError(errno.EEXIST, f"{self._target!r} is a file: choose another name, or move it away")
+        is_other = not is_index_folder(target) and not _is_unfinished(system, name) if system.isdir(name) else False
+        if is_other and _names(system, name):
+            raise IsADirectoryError(
+                errno.EISDIR,
+                f"{self._target!r} is a folder that is no checkpoint: choose another name, or move it away",
+            )
+        self._is_there = False
+        system.makedirs(f"{name}/{self.prefix[:-1]}", exist_ok=True)
+
+    def commit(self, index: bytes) -> None:
+        """Write the index, after which the folder is the new one, and remove the files of the earlier one."""
+        with replacing(inside(self._target, INDEX)) as file:
+            file.write(index)
+        self._is_there = True
+        system, name = _remote(self._target)
+        for found in _names(system, name):
+            if found.startswith(WITHIN) and f"{found}/" != self.prefix:
+                with contextlib.suppress(Exception):  # left there, it is no part of the checkpoint
+                    system.rm(f"{name}/{found}", recursive=True)
+
+    def discard(self) -> None:
+        """Remove what was written, unless an index names it."""
+        if not self._is_there:
+            with contextlib.suppress(Exception):
+                system, name = _remote(self.path)
+                system.rm(name, recursive=True)
+
+
+def new_folder(target: PathLike) -> NewFolder | NewRemoteFolder:
+    """A folder to fill, on this machine or at a URL."""
+    return NewRemoteFolder(target) if is_remote(target) else NewFolder(target)
+
+
 def is_index_folder(path: PathLike) -> bool:
-    """Whether `path` is a local folder that is written, replaced and removed as one thing: it has an index."""
-    return not is_remote(path) and (local(path) / INDEX).is_file()
+    """Whether `path` is a folder that is written, replaced and removed as one thing: it has an index."""
+    if is_remote(path):
+        system, name = _remote(path)
+        return not system.isfile(name) and bool(system.isfile(f"{name}/{INDEX}"))
+    return (local(path) / INDEX).is_file()
+
+
+def _names(system: Any, folder: str) -> list[str]:
+    """Names of what is in a folder of a URL's file system."""
+    return [os.path.basename(entry.rstrip("/")) for entry in system.ls(folder, detail=False)]
+
+
+def _is_unfinished(system: Any, folder: str) -> bool:
+    """Whether a folder of a URL's file system has files of a checkpoint, and no index yet."""
+    found = _names(system, folder)
+    return INDEX not in found and any(name.startswith(WITHIN) for name in found)
 
 
 _RACES = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
@@ -314,11 +390,44 @@ def reading(path: PathLike | IO[bytes]) -> Iterator[IO[bytes]]:
         yield copy
 
 
-def exists(path: PathLike) -> bool:
-    """Whether there is a file or folder at `path`; a link that leads nowhere counts as nothing."""
+@contextlib.contextmanager
+def opened(path: PathLike) -> Iterator[IO[bytes]]:
+    """A binary file to read a piece of, at whose positions one may jump; nothing of it is copied to this machine.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     if is_remote(path):
         system, name = _remote(path)
-        return bool(system.exists(name))
+        with system.open(name, "rb") as file:
+            yield file
+    else:
+        with open(local(path), "rb") as file:
+            yield file
+
+
+def create(path: PathLike) -> IO[bytes]:
+    """A new binary file in a folder that is there; whoever asks for it closes it."""
+    if is_remote(path):
+        system, name = _remote(path)
+        file: IO[bytes] = system.open(name, "wb")
+        return file
+    return open(local(path), "wb")
+
+
+def is_file(path: PathLike) -> bool:
+    """Whether there is a file at `path`."""
+    if is_remote(path):
+        system, name = _remote(path)
+        return bool(system.isfile(name))
+    return local(path).is_file()
+
+
+def exists(path: PathLike) -> bool:
+    """Whether there is a file or folder at `path`; a link that leads nowhere, or a folder under way, is nothing."""
+    if is_remote(path):
+        system, name = _remote(path)
+        return bool(system.isfile(name) or (system.isdir(name) and not _is_unfinished(system, name)))
     return local(path).exists()
 
 
@@ -330,20 +439,31 @@ def size(path: PathLike) -> int:
     return local(path).stat().st_size
 
 
+def sizes(folder: PathLike) -> list[int]:
+    """Bytes of each file in `folder` and in folders within it."""
+    if is_remote(folder):
+        system, name = _remote(folder)
+        return [int(each["size"]) for each in system.find(name, detail=True).values()]
+    return [each.stat().st_size for each in local(folder).rglob("*") if each.is_file()]
+
+
 def modified(path: PathLike) -> float:
     """When the file was written, in seconds since 1970."""
     if is_remote(path):
-        system, inside = _remote(path)
-        return float(system.modified(inside).timestamp())
+        if is_index_folder(path):
+            return modified(inside(path, INDEX))
+        system, name = _remote(path)
+        return float(system.modified(name).timestamp())
     return local(path).stat().st_mtime
 
 
 def names(folder: PathLike) -> list[str]:
-    """Sorted names of what is in `folder`, but for files being written; none if there is no folder."""
+    """Sorted names of what is in `folder`, but for what is being written; none if there is no folder."""
     if is_remote(folder):
         system, name = _remote(folder)
-        entries = system.ls(name, detail=False) if system.isdir(name) else []
-        found = [os.path.basename(entry.rstrip("/")) for entry in entries]
+        entries = system.ls(name, detail=True) if system.isdir(name) else []
+        whole = [each for each in entries if each["type"] != "directory" or not _is_unfinished(system, each["name"])]
+        found = [os.path.basename(each["name"].rstrip("/")) for each in whole]
     else:
         found = os.listdir(local(folder)) if local(folder).is_dir() else []
     return sorted(name for name in found if not name.endswith(UNFINISHED))
@@ -354,7 +474,10 @@ def remove(path: PathLike) -> None:
     with contextlib.suppress(FileNotFoundError):
         if is_remote(path):
             system, name = _remote(path)
-            system.rm(name)
+            has_index = is_index_folder(path)
+            if has_index:
+                system.rm(f"{name}/{INDEX}")  # so that a killed process leaves nothing that could be taken for whole
+            system.rm(name, recursive=has_index or (system.isdir(name) and _is_unfinished(system, name)))
             return
         here = local(path)
         if not here.is_symlink() and is_index_folder(here):
@@ -364,6 +487,15 @@ def remove(path: PathLike) -> None:
             _remove_tree(hidden)
         else:
             here.unlink()
+
+
+def rename(path: PathLike, new: PathLike) -> None:
+    """Gives a file another name; what had that is replaced on this machine."""
+    if is_remote(path):
+        system, name = _remote(path)
+        system.mv(name, _remote(new)[1])
+    else:
+        os.replace(local(path), local(new))
 
 
 def lies_in(path: PathLike, folder: PathLike) -> bool:

@@ -149,8 +149,8 @@ def _kind(path: str) -> str:
     if not sharded.is_sharded(path):
         return f"one file, {_size(storage.size(path))}"
     of = " of DeepSpeed's" if deepspeed.is_engines(path) else ""
-    files = [each for each in storage.local(path).rglob("*") if each.is_file()]
-    return f"folder of {len(files)} files{of}, {_size(sum(each.stat().st_size for each in files))}"
+    sizes = storage.sizes(path)
+    return f"folder of {len(sizes)} files{of}, {_size(sum(sizes))}"
 
 
 def _size(count: int) -> str:
