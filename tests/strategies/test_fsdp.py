@@ -591,6 +591,55 @@ def test_each_precision_is_that_of_one_process(ranks: RankPool, precision: Any, 
         assert found == pytest.approx(alone, rel=near)
 
 
+class Images(LightningModule):
+    """A convolution and a batch norm that belong to the module's own group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, targets = batch
+        loss = (self.net(images) - targets).square().mean()
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def images_in(dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Losses under ``mixed_precision=dtype``, and of a loop by hand that rounds weights and inputs, but no norm."""
+    data = [(torch.randn(6, 1, 4, 4), torch.randn(6, 1)) for _ in range(4)]
+    torch.manual_seed(3)
+    module, plain = Images(), Images()
+    plain.load_state_dict(module.state_dict())
+    optimizer = plain.configure_optimizers()
+    conv, norm, _, _, linear = plain.net
+    expected = []
+    for images, targets in data:
+        weights = [layer.weight.to(dtype) for layer in (conv, linear)], [b.bias.to(dtype) for b in (conv, linear)]
+        hidden = nn.functional.conv2d(images.to(dtype), weights[0][0], weights[1][0])
+        hidden = norm(hidden.float()).to(dtype).relu().flatten(1)
+        loss = (nn.functional.linear(hidden, weights[0][1], weights[1][1]) - targets.to(dtype)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    quiet(strategy=FSDPStrategy(mixed_precision=dtype), devices=1, max_steps=4).fit(module, data)
+    return module.losses, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_policys_dtype_is_that_of_the_steps_inputs_and_not_of_batch_norms(
+    ranks: RankPool, dtype: torch.dtype
+) -> None:
+    """Layers of the module's own group met inputs in float32; batch norms met weights unlike their statistics."""
+    (found,) = ranks(1).run(images_in, dtype, timeout=60)
+    assert found[0] == found[1]
+
+
 # -- what cannot be ------------------------------------------------------------------------------------------
 
 

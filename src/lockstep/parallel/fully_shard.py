@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
-from lockstep.ground.tree import tensors_in
+from lockstep.ground.tree import tensors_in, tree_map
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 
 if TYPE_CHECKING:
@@ -213,6 +214,30 @@ def find_odd(module: nn.Module, blocks: Iterable[nn.Module]) -> list[Parameter]:
     return odd
 
 
+def find_norms(module: nn.Module) -> list[nn.Module]:
+    """The layers that keep statistics in buffers, batch norms above all."""
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+
+
+def compute_in_own_dtype(norm: nn.Module) -> None:
+    """Cast a norm's input to the dtype of its statistics, and what it gives back to that of the input.
+
+    torch's kernels take 16-bit inputs with weights and statistics in float32, or all in one dtype; under a policy of
+    ``fully_shard`` only weights and inputs would be cast. Its first FSDP leaves batch norms out in the same way.
+    """
+    statistics, given = norm.get_buffer("running_mean"), list[torch.dtype]()
+
+    def cast(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given.append(args[0].dtype)
+        return tuple(each.to(statistics.dtype) for each in args)
+
+    def cast_back(layer: nn.Module, args: object, output: Tensor) -> Tensor:
+        return output.to(given.pop())
+
+    norm.register_forward_pre_hook(cast)
+    norm.register_forward_hook(cast_back)
+
+
 # -- while it trains -----------------------------------------------------------------------------------------
 
 
@@ -266,6 +291,11 @@ class ShardedModule:
             if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13 has it
                 part.set_reduce_scatter_unused_params(True, recurse=False)
         self._entry = self._make_entry(module)
+        policy = self._module_state()._mp_policy if is_sharded(module) else None
+        self._casts_to: torch.dtype | None = policy.param_dtype if policy and policy.cast_forward_inputs else None
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self._casts_to) if value.is_floating_point() else value
 
     @staticmethod
     def _make_entry(module: nn.Module) -> Callable[..., Any]:
@@ -286,7 +316,12 @@ class ShardedModule:
         return set(self._params)
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
-        """Call a method of the module, with its own parameters whole."""
+        """Call a method of the module, with its own parameters whole.
+
+        Its floating-point inputs are cast as the module's policy says.
+        """
+        if self._casts_to is not None:
+            args = tree_map(self._cast, args, Tensor)
         self._is_running = True
         try:
             return self._entry(partial(fn, *args))

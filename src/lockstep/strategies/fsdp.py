@@ -203,11 +203,22 @@ class FSDPStrategy(ShardedStrategy):
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        from lockstep.parallel.fully_shard import blocks_by, find_blocks, find_odd, shard
+        from lockstep.parallel.fully_shard import (
+            blocks_by,
+            compute_in_own_dtype,
+            find_blocks,
+            find_norms,
+            find_odd,
+            shard,
+        )
 
         with _named("auto_wrap_policy", self._policy):
             blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
-        left = {p for layer in self._ignored for p in layer.parameters()} | set(find_odd(module, blocks))
+        policy = _mixed_policy(self._mixed)
+        norms = find_norms(module) if policy.param_dtype is not None else []
+        for norm in norms:
+            compute_in_own_dtype(norm)
+        left = {p for layer in (*self._ignored, *norms) for p in layer.parameters()} | set(find_odd(module, blocks))
         whole = [parameter for parameter in module.parameters() if parameter in left]
         gather: Callable[[Iterable[Tensor]], object] = list if self._built is None else self._built.gather
         gather(whole)
@@ -222,7 +233,7 @@ class FSDPStrategy(ShardedStrategy):
             device=self.root_device,
             whole=set(whole),
             reshard_after_forward=self._mode in ("FULL_SHARD", "HYBRID_SHARD"),
-            mp_policy=_mixed_policy(self._mixed),
+            mp_policy=policy,
             offload_policy=CPUOffloadPolicy(pin_memory=pins) if self._offloads else OffloadPolicy(),
             gather=gather,
             autocast_dtype=self._autocast_dtype(),
