@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.planning import profile_module
 from lockstep.planner import hardware
+from lockstep.planner.cost import Candidate, predict
+from lockstep.planner.engines import NETS, EngineCost, _solved
 from lockstep.planner.hardware import Hardware, bytes_said, described, hardware_of, measure_links
+from lockstep.precision.formats import make_precision
+from tests.loop.pieces import quiet
+from tests.planner.models import made
 
 CPU = torch.device("cpu")
 
@@ -75,5 +82,33 @@ def test_ranks_of_a_cpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_links_are_measured_by_two_processes() -> None:
     found = measure_links()
+    engines = dict(found.pop("engines"))
     assert set(found) == {"link", "latency", "shared", "shared_latency", "contention"}
     assert min(found.values()) > 0
+    assert {"sharded", "fsdp", "fsdp_grads"} <= set(engines)
+    for cost in engines.values():
+        assert cost.seconds(groups=4, parameters=50, size=4e6, ranks=2) > 0
+
+
+def test_what_engines_add_is_told_apart() -> None:
+    cost = EngineCost(step=3e-3, group=2e-3, parameter=1e-4, byte=1e-9)
+    added = {
+        name: cost.seconds(groups, groups * layers, 4.0 * groups * layers * width**2, ranks=2)
+        for name, (groups, layers, width) in NETS.items()
+    }
+    found = _solved(added)
+    for name in ("step", "group", "parameter", "byte"):
+        assert getattr(found, name) == pytest.approx(getattr(cost, name), rel=1e-2)
+
+
+def test_a_measured_engine_takes_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = (("fsdp", EngineCost(step=0.5)), ("deepspeed 2", EngineCost(parameter=0.25)))
+    monkeypatch.setattr(hardware, "measure_links", lambda: {"link": 1e9, "engines": costs})
+    measured = hardware_of(CPU, 2, folder=tmp_path)
+    assert hardware_of(CPU, 2, folder=tmp_path).engines == costs  # as they were kept
+    module, _, batch = made("wide")
+    profile = profile_module(module, batch, make_precision("32-true"), trainer=quiet())
+    assert predict(profile, Candidate("fsdp"), measured).sent == 0.5
+    sent = predict(profile, Candidate("deepspeed", stage=2), measured).sent
+    assert sent == 0.25 * len(profile.parameters)
+    assert predict(profile, Candidate("fsdp"), replace(measured, nodes=2)).sent != 0.5

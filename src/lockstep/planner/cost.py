@@ -10,6 +10,7 @@ import torch
 
 from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of_arrival, offsets, plan_buckets
 from lockstep.parallel.zero.exchange import STEP, fragments, padded
+from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
@@ -367,18 +368,28 @@ def _exposed(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
     return max(end - now, 0.0) if hardware.overlaps else end
 
 
+def _engine(candidate: Candidate, hardware: Hardware) -> EngineCost | None:
+    """What the engine of a candidate was measured to cost, on the ranks of one host."""
+    kind = {"deepspeed": f"deepspeed {candidate.stage}", "fsdp_offload": "fsdp"}.get(candidate.kind, candidate.kind)
+    return dict(hardware.engines).get(kind) if hardware.nodes == 1 else None
+
+
 def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ranks: int) -> tuple[float, float, float]:
     """Seconds of computation, of waiting for messages, and of the update."""
     forward, backward, update = (phase_seconds(profile, candidate, hardware, p) for p in (FORWARD, BACKWARD, UPDATE))
     compute = forward + backward
     size = sum(p.size for p in profile.parameters)
     trained = _gradients(profile.parameters)
+    cost = _engine(candidate, hardware)
     if candidate.kind == "single":
         sent = 0.0
     elif candidate.kind == "dp":
         compute, sent = compute / ranks, 2 * (ranks - 1) * (size / hardware.link + hardware.latency)
     elif candidate.kind == "ddp":
         sent = _exposed(profile, candidate, hardware, ranks)
+    elif cost is not None:
+        groups = sum(1 for block in profile.blocks if block.repeated) + 1
+        sent, update = cost.seconds(groups, len(profile.parameters), size, ranks), update / ranks
     elif candidate.kind == "sharded" or (candidate.kind == "deepspeed" and candidate.stage < 3):
         sent, update = _exposed(profile, candidate, hardware, ranks), update / ranks
     else:

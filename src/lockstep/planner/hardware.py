@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.throughput import CHIPS, TERA, TFLOAT32
+from lockstep.planner.engines import EngineCost, measure_engines
 
 GB = 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
@@ -66,6 +67,7 @@ class Hardware:
         latency: seconds of a message there.
         shared, shared_latency: bytes of gradients a second, and seconds at least, of an all-reduce in memory that two
             ranks on one host share; 0 where there is none.
+        engines: by name, what an engine adds to a step of ranks on one host's CPU.
         contention: how many times as long a rank computes while another one of this host does, too.
         node_link, node_latency: the same between nodes.
         host_memory: bytes of a node's host, for all its devices.
@@ -87,6 +89,7 @@ class Hardware:
     latency: float = 1e-5
     shared: float = 0.0
     shared_latency: float = 0.0
+    engines: tuple[tuple[str, EngineCost], ...] = ()
     contention: float = 1.0
     node_link: float = 25 * GB
     node_latency: float = 2e-5
@@ -292,21 +295,22 @@ def probe(rank: int, folder: str) -> None:
         dist.all_reduce(tiny)
 
     meeting = _median(work_and_meet, cpu, 9) - together  # ranks that compute do not come at the same time
-    found = {
+    found: dict[str, Any] = {
         "contention": max(together / alone, 1.0) if rank == 0 else 1.0,
         "link": 4 * 2**21 / max(sent[1] - sent[0], 1e-9),  # between two ranks a ring sends each byte once over a link
         "latency": max(sent[0], meeting) / 2,
         "shared": size / max(extra[1] - extra[0], 1e-9),
         "shared_latency": extra[0],
     }
+    found["engines"] = [(name, asdict(cost)) for name, cost in measure_engines().items()]
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_links(seconds: float = 60.0) -> dict[str, float]:
-    """How two ranks of this host's CPU talk, by two processes of its own; a few seconds.
+def measure_links(seconds: float = 120.0) -> dict[str, Any]:
+    """How two ranks of this host's CPU talk, and what engines cost there, by two processes of its own; about 15 s.
 
     Args:
         seconds: after which it is given up.
@@ -316,13 +320,16 @@ def measure_links(seconds: float = 60.0) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from lockstep.planner.hardware import probe; probe(int(sys.argv[1]), sys.argv[2])"
-        front = ["env", "GLOO_SOCKET_IFNAME=lo"] if sys.platform == "linux" else []
-        words = [*front, sys.executable, "-c", code]
-        ranks = [subprocess.Popen([*words, str(rank), folder], stderr=subprocess.DEVNULL) for rank in (0, 1)]
+        ranks = []
+        for rank in (0, 1):
+            asked = [f"RANK={rank}", f"LOCAL_RANK={rank}", "WORLD_SIZE=2", "DS_ACCELERATOR=cpu"]  # by DeepSpeed
+            front = ["env", "GLOO_SOCKET_IFNAME=lo", *asked] if sys.platform == "linux" else []
+            words = [*front, sys.executable, "-c", code, str(rank), folder]
+            ranks.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         try:
             for process in ranks:
                 process.wait(seconds)
-            return dict(json.loads(Path(folder, "found.json").read_text()))
+            return _fields(json.loads(Path(folder, "found.json").read_text()))
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return {}
         finally:
@@ -355,7 +362,7 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
     path = (cache_folder() if folder is None else folder) / f"hardware-{name}.json"
     found = _read(path)
     links = device.type == "cpu" and devices > 1
-    if found is None or (links and not found.shared):
+    if found is None or (links and not found.engines):
         found = measure_device(device) if found is None else found
         if links:
             found = Hardware(**{**vars(found), **measure_links()})
@@ -370,9 +377,14 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
     return replace(found, devices=devices, nodes=nodes, memory=memory)
 
 
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Hardware` as JSON has them."""
+    made = {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in given.items()}
+    return {**made, "engines": tuple((name, EngineCost(**cost)) for name, cost in made.get("engines", ()))}
+
+
 def _read(path: Path) -> Hardware | None:
     try:
-        given = json.loads(path.read_text())
-        return Hardware(**{**given, "products": tuple((name, rate) for name, rate in given["products"])})
+        return Hardware(**_fields(json.loads(path.read_text())))
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -1,0 +1,207 @@
+"""What an engine costs on a CPU beside the arithmetic of a step: measured on small nets by ranks of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SMALL, WIDE = 8, 1024
+STEPS = 9
+"""Steps of which the median counts."""
+
+
+@dataclass(frozen=True)
+class EngineCost:
+    """Seconds that an engine adds to a step of two ranks.
+
+    Attributes:
+        step: to each step.
+        group: for each group of parameters that is gathered by itself.
+        parameter: for each parameter.
+        byte: for each byte of the parameters.
+    """
+
+    step: float = 0.0
+    group: float = 0.0
+    parameter: float = 0.0
+    byte: float = 0.0
+
+    def seconds(self, groups: int, parameters: int, size: float, ranks: int) -> float:
+        """Of a step.
+
+        Args:
+            groups, parameters: how many.
+            size: bytes of all parameters.
+            ranks: of a host. Of each byte a rank sends ``(ranks - 1) / ranks`` in a ring.
+        """
+        sent = 2 * (ranks - 1) / ranks * size
+        return self.step + groups * self.group + parameters * self.parameter + sent * self.byte
+
+
+class Net(nn.Module):
+    """Groups of square layers, one after another."""
+
+    def __init__(self, groups: int, layers: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.width = width
+        linear = [[nn.Linear(width, width, bias=False) for _ in range(layers)] for _ in range(groups)]
+        self.groups = nn.ModuleList(nn.Sequential(*each) for each in linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = group(x)
+        return x.sum()
+
+
+Step = Callable[[], object]
+NETS = {"one": (1, 2, SMALL), "groups": (6, 2, SMALL), "layers": (1, 12, SMALL), "wide": (1, 2, WIDE)}
+
+
+def _adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), 1e-9)
+
+
+def _plain(net: Net) -> Step:
+    optimizer, x = _adam(net), torch.ones(1, net.width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).backward()
+        optimizer.step()
+
+    return step
+
+
+def _without_update(net: Net) -> Step:
+    x = torch.ones(1, net.width)
+
+    def step() -> None:
+        net.zero_grad()
+        net(x).backward()
+
+    return step
+
+
+def _fsdp(net: Net, again: bool = True) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for group in net.groups:
+        fully_shard(group, mesh=mesh, reshard_after_forward=again)
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    return _plain(net)
+
+
+def _sharded(net: Net) -> Step:
+    from lockstep.parallel.zero.reducer import ShardedReducer
+
+    optimizer, x = _adam(net), torch.ones(1, net.width)
+    reducer = ShardedReducer(net, [optimizer])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = net(x)
+        reducer.prepare()
+        loss.backward()
+        reducer.finish()
+        optimizer.step()
+
+    return step
+
+
+def _deepspeed(net: Net, stage: int) -> Step:
+    import deepspeed
+    from deepspeed import ops
+
+    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # nothing is compiled
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    size = sum(parameter.numel() for parameter in net.parameters())
+    zero = {"stage": stage, "reduce_bucket_size": size, "allgather_bucket_size": size}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    engine, x = deepspeed.initialize(model=net, optimizer=_adam(net), config=config)[0], torch.ones(1, net.width)
+
+    def step() -> None:
+        engine.backward(engine(x))
+        engine.step()
+
+    return step
+
+
+ENGINES: dict[str, Callable[[Net], Step]] = {
+    "sharded": _sharded,
+    "fsdp": _fsdp,
+    "fsdp_grads": lambda net: _fsdp(net, again=False),
+    **{f"deepspeed {stage}": lambda net, stage=stage: _deepspeed(net, stage) for stage in (1, 2, 3)},  # type: ignore[misc]
+}
+"""By the kind of a candidate, and its stage: what makes a step of a net."""
+
+
+def _timed(step: Step) -> float:
+    """Median seconds of a step of ranks that begin it together; the longest of the ranks."""
+    for _ in range(3):
+        step()
+    found = []
+    for _ in range(STEPS):
+        dist.barrier()
+        begun = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - begun)
+    longest = torch.tensor([statistics.median(found)], dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def measure_engines() -> dict[str, EngineCost]:
+    """What engines add to a step, by their names; those whose package is missing, or that fail, are left out.
+
+    Collective, on each of two ranks of a process group of gloo.
+    """
+    alone = {}
+    for name, shape in NETS.items():
+        whole, without = _timed(_plain(Net(*shape))), _timed(_without_update(Net(*shape)))
+        alone[name] = without + (whole - without) / dist.get_world_size()  # each rank updates its part
+    found = {}
+    with _silent():
+        for engine, make in ENGINES.items():
+            if engine.startswith("deepspeed") and find_spec("deepspeed") is None:
+                continue
+            try:
+                added = {name: _timed(make(Net(*shape))) - alone[name] for name, shape in NETS.items()}
+            except Exception:  # no prediction is worth a plan
+                if engine.startswith("deepspeed"):
+                    continue
+                raise
+            found[engine] = _solved(added)
+    return found
+
+
+def _solved(added: dict[str, float]) -> EngineCost:
+    """The cost whose sums are what was added to the four nets, none of its parts below zero."""
+    parameter = max((added["layers"] - added["one"]) / 10, 0.0)
+    group = max((added["groups"] - added["one"] - 10 * parameter) / 5, 0.0)
+    step = max(added["one"] - group - 2 * parameter, 0.0)
+    return EngineCost(step, group, parameter, max(added["wide"] - added["one"], 0.0) / (4.0 * 2 * WIDE * WIDE))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What engines print and log is not the user's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
