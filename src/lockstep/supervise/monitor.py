@@ -327,15 +327,16 @@ class HangMonitor:
         """Tells of those that wait long; why the run has to be ended, if it has."""
         # what is known of another node may be so much older, or not have come yet
         behind = 0.0 if self._hub is None else STEADY
-        long = max((snapshot.waited for snapshot in snapshots), default=0.0) >= limit + behind
-        halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
-        has_stacks = any(snapshot.stack is not None or snapshot.worker is not None for snapshot in snapshots)
-        if long and has_stacks and not halted and self._is_new(snapshots, limit):
-            late = overdue(snapshots, limit)
-            assert late is not None
-            _say(late, kill)
+        longest = max((snapshot.waited for snapshot in snapshots), default=0.0)  # all else is for those that wait long
+        if longest >= limit + behind:
+            halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
+            has_stacks = any(snapshot.stack is not None or snapshot.worker is not None for snapshot in snapshots)
+            if has_stacks and not halted and self._is_new(snapshots, limit):
+                late = overdue(snapshots, limit)
+                assert late is not None
+                _say(late, kill)
         # of one whose stack alone says that it waits, it counts since that was first seen
-        patient = any(snapshot.inside is not None and snapshot.waited >= kill for snapshot in snapshots)
+        patient = longest >= kill and any(s.inside is not None and s.waited >= kill for s in snapshots)
         if not patient and not any(now - since >= kill for since, _ in self._waits.values()):
             return None
         asked = [self._asked(snapshot, now) if snapshot.rank in self._stands else snapshot for snapshot in snapshots]
