@@ -74,6 +74,34 @@ def equivalent(how: str, kind: Any = Deep, length: int = 23, **flags: Any) -> Eq
     return check_equivalence(kind, rows(length), strategy=strategy, **flags)
 
 
+class Branches(Plain):
+    """Rank 1 takes another of two layers alike in the second window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def losses(self, x: Tensor) -> Tensor:
+        other = self.training and self.trainer.global_step == 1 and self.global_rank == 1
+        losses: Tensor = self.branches[int(other)](x).sum(1).square()
+        return losses
+
+
+def branches(stage: int) -> tuple[str, int]:
+    trainer = quiet(strategy=DeepSpeedStrategy(stage=stage), devices=2, max_steps=4)
+    with pytest.raises(MisconfigurationException) as raised:
+        trainer.fit(Branches(), rows(24)(3))
+    return str(raised.value), trainer.global_step
+
+
+@pytest.mark.parametrize("stage", [1, 2])  # in stage 3 the ranks' calls do not match, which a supervisor names
+def test_gradients_of_different_parameters_are_not_added_up(ranks: RankPool, stage: int) -> None:
+    """They were, silently, where the parameters had the same sizes."""
+    for said, steps in ranks(2).run(branches, stage, timeout=60):
+        assert re.search(r"rank 1 has 'branches\.1\.\w+' where rank 0 has 'branches\.0\.\w+'", said), said
+        assert steps == 1
+
+
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_two_ranks_train_as_one_process_does(ranks: RankPool, how: str) -> None:
     """With windows that are cut short, shares that are uneven or empty, groups, and clipping."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,9 +17,16 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground import comm
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
 from lockstep.parallel.deepspeed.flat_part import FlatPart
 from lockstep.parallel.deepspeed.partition import align_numbers, is_partitioned, lean_linear, span
+
+DIFFERENT = (
+    "DeepSpeed adds up gradients in the order in which they come, and the ranks differ: rank {rank} has {theirs} where "
+    "rank 0 has {zero}. Let all ranks use the same parameters in the same order in each micro-batch, or train with "
+    'strategy="ddp" or "fsdp", which know them apart.'
+)
 
 
 class Door(nn.Module):
@@ -123,6 +131,8 @@ class ZeroEngine:
         self._rounds = rounds
         self._versions = self._versions_now()
         self._take_exact(before, exact)
+        self._order: list[int] = []  # of a window's gradients, as they came into the engine's buckets
+        self._note_order()
 
     def _trained(self) -> dict[int, Parameter]:
         groups = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
@@ -159,6 +169,37 @@ class ZeroEngine:
                 elif key in before:
                     piece.of(piece.flat).copy_(piece.cut(before[key]))
 
+    def _note_order(self) -> None:
+        """Note which gradient comes when: the engine adds up what lies at the same place of the ranks' buckets."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters.values())}
+        put = self.zero.reduce_independent_p_g_buckets_and_remove_grads
+
+        def noted(parameter: Parameter, *args: Any) -> None:
+            self._order.append(numbers[id(parameter)])
+            put(parameter, *args)
+
+        self.zero.reduce_independent_p_g_buckets_and_remove_grads = noted
+
+    def _check_order(self) -> None:
+        """Refuse a window in which ranks have added up gradients of different parameters. Collective.
+
+        Raises:
+            MisconfigurationException: with the first parameters that differ.
+        """
+        order, self._order = self._order, []
+        if comm.world_size() == 1:
+            return
+        found = hash(tuple(order))
+        both = comm.all_reduce(torch.tensor([found, ~found]), "max")
+        if int(both[0]) == ~int(both[1]):
+            return
+        names, orders = list(self.parameters), comm.all_gather_object(order)
+        other = next(rank for rank, each in enumerate(orders) if each != orders[0])
+        pairs = zip_longest(orders[0], orders[other])
+        first = next(pair for pair in pairs if pair[0] != pair[1])
+        zero, theirs = ("none more" if number is None else repr(names[number]) for number in first)
+        raise MisconfigurationException(DIFFERENT.format(rank=other, theirs=theirs, zero=zero))
+
     # -- one window
 
     def run(self, fn: Callable[..., Any], *args: object) -> Any:
@@ -190,6 +231,8 @@ class ZeroEngine:
         finally:
             for handle in handles:
                 handle.remove()
+        if last:
+            self._check_order()
         self.has_gradients = last
 
     def clip(self, limit: float) -> None:
@@ -239,6 +282,7 @@ class ZeroEngine:
     def zero_grad(self) -> None:
         """Drop what backwards have left."""
         self.has_gradients = False
+        self._order.clear()
         for parameter in self.module.parameters():
             parameter.grad = None
         self.zero.zero_grad()
