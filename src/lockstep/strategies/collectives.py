@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
-from lockstep.ground.tree import tree_map
+from lockstep.ground.tree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -89,21 +90,36 @@ class _Sent:
     dtype: torch.dtype
 
 
-def gather_on_zero(obj: object) -> list[Any]:
+@dataclass(frozen=True)
+class _Same:
+    """Stands for a tensor of which rank 0 has the same."""
+
+    number: int
+
+
+def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
     """What all ranks pass, by rank, on rank 0; an empty list on the others, who need no copies of it. Collective.
 
     Tensors travel one by one, so that rank 0 needs memory for what it gets and little more.
 
     Args:
         obj: dicts, lists and tuples of CPU tensors and of what can be pickled.
+        alike: tensors of which rank 0 has the same, to the bit, do not travel: rank 0's own stands in their place, once
+            in the place of one. Those who read the list must not change it.
     """
     if comm.world_size() == 1:
         return [obj]
     device = comm.carrier(None, torch.device("cpu"))
+    known = _KnownTensors([t for t in tree_leaves(obj, Tensor) if t.layout is torch.strided]) if alike else None
     if comm.rank() != 0:
         tensors: list[Tensor] = []
 
-        def leave(tensor: Tensor) -> _Sent:
+        def leave(tensor: Tensor) -> Tensor | _Sent | _Same:
+            if tensor.layout is not torch.strided:
+                return tensor
+            number = None if known is None else known.number_of(tensor)
+            if number is not None:
+                return _Same(number)
             tensors.append(tensor)
             return _Sent(tuple(tensor.shape), tensor.dtype)
 
@@ -115,7 +131,10 @@ def gather_on_zero(obj: object) -> list[Any]:
     objects: list[Any] = [None] * comm.world_size()
     dist.gather_object(None, objects, 0)
 
-    def fetch(sent: _Sent, source: int) -> Tensor:
+    def fetch(sent: _Sent | _Same, source: int) -> Tensor:
+        if isinstance(sent, _Same):
+            assert known is not None
+            return known.tensors[sent.number]
         tensor = torch.empty(sent.shape, dtype=sent.dtype)
         if tensor.numel():
             raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
@@ -123,7 +142,36 @@ def gather_on_zero(obj: object) -> list[Any]:
             tensor.copy_(raw.cpu().view(sent.dtype).view(sent.shape))
         return tensor
 
-    return [obj, *(tree_map(partial(fetch, source=r), objects[r], _Sent) for r in range(1, len(objects)))]
+    return [obj, *(tree_map(partial(fetch, source=r), objects[r], (_Sent, _Same)) for r in range(1, len(objects)))]
+
+
+class _KnownTensors:
+    """The tensors that rank 0 has, by what is in them. Collective.
+
+    Args:
+        tensors: this rank's.
+
+    Attributes:
+        tensors: on rank 0 its own.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        found = [_digest(tensor) for tensor in tensors] if comm.rank() == 0 else []
+        self._numbers: dict[bytes, list[int]] = {}
+        for number, digest in reversed(list(enumerate(comm.broadcast_object(found)))):
+            self._numbers.setdefault(digest, []).append(number)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Which of rank 0's is the same; each is given once, so that no two tensors of a rank become one."""
+        numbers = self._numbers.get(_digest(tensor))
+        return numbers.pop() if numbers else None
+
+
+def _digest(tensor: Tensor) -> bytes:
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 class Collectives:
@@ -224,9 +272,9 @@ class Collectives:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
 
-    def gather_on_zero(self, obj: object) -> list[Any]:
-        """What all ranks pass, by rank, on rank 0, tensors one by one; an empty list on the others. Collective."""
-        return [obj] if self.world.size == 1 else gather_on_zero(obj)
+    def gather_on_zero(self, obj: object, alike: bool = False) -> list[Any]:
+        """What all ranks pass, by rank, on rank 0, as `gather_on_zero` has it; an empty list on the others."""
+        return [obj] if self.world.size == 1 else gather_on_zero(obj, alike)
 
     def gather_objects(self, obj: object) -> list[Any]:
         """A small picklable object from all ranks, by rank."""
