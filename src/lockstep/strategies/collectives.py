@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -271,6 +271,19 @@ class Collectives:
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
+
+    def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:
+        """CPU vectors of equal length from all ranks, made one along a tree of fixed shape; see `comm.combined`."""
+        if self.world.size > 1 and comm.carrier(None, vector.device).type != "cpu":
+            vector = vector.to(self.device)
+        return comm.combined(vector, combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
+
+    def from_zero(self, obj: object, make: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 makes of small picklable objects of all ranks, on every rank. ``make`` must not fail."""
+        if self.world.size == 1:
+            return make([obj])
+        found = comm.gather_objects(obj)
+        return comm.broadcast_object(make(found) if self.world.is_zero else None)
 
     def gather_on_zero(self, obj: object, alike: bool = False) -> list[Any]:
         """What all ranks pass, by rank, on rank 0, as `gather_on_zero` has it; an empty list on the others."""
