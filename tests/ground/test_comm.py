@@ -64,6 +64,8 @@ def _gathers() -> list[Any]:
     even = [comm.all_gather_tensor(_of_rank(rank, dtype)) for dtype in DTYPES]
     scalar = comm.all_gather_tensor(torch.tensor(float(rank)))
     strided = comm.all_gather_tensor(_of_rank(rank, torch.float32).t())
+    single = comm.all_gather_tensor(torch.arange(6.0).reshape(2, 3)[1:, rank])
+    assert single.flatten().tolist() == [3.0, 4.0, 5.0], "one element whose stride is 3 could not travel"
     nothing = comm.all_gather_tensor(torch.zeros(0, 2))
     uneven = comm.all_gather_uneven(torch.full((2 * rank, 3), float(rank)))
     objects = comm.all_gather_object({"rank": rank})

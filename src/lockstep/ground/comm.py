@@ -95,6 +95,13 @@ def _on_gpu(group: Group) -> AbstractContextManager[Any]:
 # -- collectives
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as they travel, in its order: a view where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    # the stride of a single element may be anything, and such a one cannot be viewed
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+
+
 @waits()
 def barrier(group: Group = None) -> None:
     """Return once every rank of ``group`` has come here."""
@@ -158,7 +165,7 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     if source.numel() == 0:
         return tensor.detach().new_empty((world, *tensor.shape))
     parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not know every dtype
-    dist.all_gather(list(parts.unbind()), source.reshape(-1).view(torch.uint8), group)
+    dist.all_gather(list(parts.unbind()), as_bytes(source), group)
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
 
 
@@ -334,7 +341,7 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece):
-            parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in chunk]
+            parts = [as_bytes(tensor) for tensor in chunk]
             flat = torch.cat(parts).to(carrier(group, chunk[0].device))
             dist.broadcast(flat, _global_rank(src, group), group)
             arrived = flat.to(chunk[0].device).split([part.numel() for part in parts])

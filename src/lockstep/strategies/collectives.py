@@ -92,30 +92,31 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Same:
-    """Stands for a tensor of which rank 0 has the same."""
+    """Stands for a tensor of which the rank that gathers has the same."""
 
     number: int
 
 
-def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
-    """What all ranks pass, by rank, on rank 0; an empty list on the others, who need no copies of it. Collective.
+def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
+    """What all ranks pass, by rank, on one rank; an empty list on the others, who need no copies of it. Collective.
 
-    Tensors travel one by one, so that rank 0 needs memory for what it gets and little more.
+    Tensors travel one by one, so that this rank needs memory for what it gets and little more.
 
     Args:
+        to: the rank that gets it.
         obj: dicts, lists and tuples of CPU tensors and of what can be pickled.
-        alike: tensors of which rank 0 has the same, to the bit, do not travel: rank 0's own stands in their place, once
+        alike: tensors of which that rank has the same, to the bit, do not travel: its own stands in their place, once
             in the place of one. Those who read the list must not change it.
     """
     if comm.world_size() == 1:
         return [obj]
     device = comm.carrier(None, torch.device("cpu"))
-    known = _KnownTensors([t for t in tree_leaves(obj, Tensor) if t.layout is torch.strided]) if alike else None
-    if comm.rank() != 0:
+    known = _KnownTensors(to, list(filter(_goes_alone, tree_leaves(obj, Tensor)))) if alike else None
+    if comm.rank() != to:
         tensors: list[Tensor] = []
 
         def leave(tensor: Tensor) -> Tensor | _Sent | _Same:
-            if tensor.layout is not torch.strided:
+            if not _goes_alone(tensor):
                 return tensor
             number = None if known is None else known.number_of(tensor)
             if number is not None:
@@ -123,13 +124,13 @@ def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
             tensors.append(tensor)
             return _Sent(tuple(tensor.shape), tensor.dtype)
 
-        dist.gather_object(tree_map(leave, obj, Tensor), None, 0)
+        dist.gather_object(tree_map(leave, obj, Tensor), None, to)
         for tensor in tensors:
             if tensor.numel():
-                dist.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(device), 0)
+                dist.send(comm.as_bytes(tensor).to(device), to)
         return []
     objects: list[Any] = [None] * comm.world_size()
-    dist.gather_object(None, objects, 0)
+    dist.gather_object(None, objects, to)
 
     def fetch(sent: _Sent | _Same, source: int) -> Tensor:
         if isinstance(sent, _Same):
@@ -142,35 +143,48 @@ def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
             tensor.copy_(raw.cpu().view(sent.dtype).view(sent.shape))
         return tensor
 
-    return [obj, *(tree_map(partial(fetch, source=r), objects[r], (_Sent, _Same)) for r in range(1, len(objects)))]
+    kinds = (_Sent, _Same)
+    return [obj if r == to else tree_map(partial(fetch, source=r), each, kinds) for r, each in enumerate(objects)]
+
+
+def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
+    """`gather_on` rank 0."""
+    return gather_on(0, obj, alike)
+
+
+def _goes_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is its bytes, shape and dtype, and no more."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
 
 
 class _KnownTensors:
-    """The tensors that rank 0 has, by what is in them. Collective.
+    """The tensors that a rank has, by what is in them. Collective.
 
     Args:
+        rank: that one.
         tensors: this rank's.
 
     Attributes:
-        tensors: on rank 0 its own.
+        tensors: this rank's.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, rank: int, tensors: list[Tensor]) -> None:
         self.tensors = tensors
-        found = [_digest(tensor) for tensor in tensors] if comm.rank() == 0 else []
+        found = [_digest(tensor) for tensor in tensors] if comm.rank() == rank else []
         self._numbers: dict[bytes, list[int]] = {}
-        for number, digest in reversed(list(enumerate(comm.broadcast_object(found)))):
+        for number, digest in reversed(list(enumerate(comm.broadcast_object(found, rank)))):
             self._numbers.setdefault(digest, []).append(number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Which of rank 0's is the same; each is given once, so that no two tensors of a rank become one."""
+        """Which of that rank's is the same; each is given once, so that no two tensors of a rank become one."""
         numbers = self._numbers.get(_digest(tensor))
         return numbers.pop() if numbers else None
 
 
 def _digest(tensor: Tensor) -> bytes:
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    found.update(comm.as_bytes(tensor).numpy().data)
     return found.digest()
 
 
@@ -288,6 +302,17 @@ class Collectives:
     def gather_on_zero(self, obj: object, alike: bool = False) -> list[Any]:
         """What all ranks pass, by rank, on rank 0, as `gather_on_zero` has it; an empty list on the others."""
         return [obj] if self.world.size == 1 else gather_on_zero(obj, alike)
+
+    def gather_on_callers(self, obj: object) -> list[Any]:
+        """What all ranks pass, by rank, on the first rank of each node, from which its process hears; see `gather_on`.
+
+        Collective.
+        """
+        if self.world.size == 1:
+            return [obj]
+        first = self.gather_stacked(torch.tensor([self.world.local_rank], dtype=torch.float64)).flatten().tolist()
+        found = [gather_on(rank, obj) for rank, local_rank in enumerate(first) if local_rank == 0]
+        return next(filter(None, found), [])
 
     def gather_objects(self, obj: object) -> list[Any]:
         """A small picklable object from all ranks, by rank."""
