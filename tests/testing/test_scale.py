@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from lockstep.testing.scale import SimulatedRun, meet
-from lockstep.testing.scale_messages import reduce_logged
+from lockstep.testing.scale_messages import agree, reduce_logged
 
 TIMEOUT = 20.0
 
@@ -75,6 +75,15 @@ def test_logged_values_cost_a_rank_a_logarithm_of_messages(ranks: int) -> None:
         assert found["depth"] <= 4 * depth + 4
     assert few["bytes"] <= (4 * depth + 4) * 8 * (5 + 3 * 64)
     assert many["bytes"] <= (4 * depth + 4) * 8 * (5 + 3 * 100)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 8, 9, 64, 65, 128, 1000])
+def test_hosts_agree_with_a_logarithm_of_messages(hosts: int) -> None:
+    """A ring over all ranks was 2 (ranks - 1) messages deep."""
+    found = agree(hosts)
+    levels = max(1, math.ceil(math.log(hosts, 8) - 1e-9))
+    assert found["depth"] <= 2 * levels - 1
+    assert found["most"] <= 14 * levels
 
 
 def test_one_node_is_no_run_of_several() -> None:

@@ -1,7 +1,6 @@
-"""Ranks that put together what they have logged, played one after another in one process; their messages are counted.
+"""Ranks that put together what they have logged, and hosts that agree, played in one process: messages are counted.
 
-The way of the messages and what is computed on it are lockstep's own. Each rank runs to its last message before those
-run that get it: what is sent waits in memory.
+The way of the messages and what is computed on it are lockstep's own. What is sent waits in memory.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
+from lockstep.ground.host_maximum import exchanged
 from lockstep.loop.logged_rows import Rows
 
 
@@ -111,3 +113,102 @@ def reduce_logged(ranks: int, names: int) -> Mapping[str, int]:
     others = [count for rank, count in played.messages.items() if rank]
     most = max(played.size.values())
     return {"rank 0": played.messages[0], "another rank": max(others), "bytes": most, "depth": played.depth}
+
+
+# -- the agreement over hosts ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Message:
+    """A message between hosts, as its sender or its receiver holds it."""
+
+    chain: int = 0
+    has_come: bool = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Nothing: who plays the ranks looks whether it has come."""
+        return True
+
+
+class _Leader:
+    """The leader of one host, which is played as far as its messages have come."""
+
+    def __init__(self, place: int, run: _Hosts, row: Tensor) -> None:
+        self.place, self.chain, self.messages = place, 0, 0
+        self.waiting: list[Any] = []
+        self.result: Tensor | None = None
+        self._run = run
+        self._playing = exchanged(place, run.count, row, self._send, self._receive)
+
+    def _send(self, tensor: Tensor, to: int) -> _Message:
+        self.messages += 1
+        self._run.deliver(self.place, to, tensor.clone(), self.chain + 1)
+        return _Message(has_come=True)
+
+    def _receive(self, tensor: Tensor, source: int) -> _Message:
+        self.messages += 1
+        return self._run.expect(source, self.place, tensor)
+
+    def go_on(self) -> None:
+        """As far as it can."""
+        while self.result is None and all(message.has_come for message in self.waiting):
+            self.chain = max([self.chain, *(message.chain for message in self.waiting)])
+            try:
+                self.waiting = next(self._playing)
+            except StopIteration as over:
+                self.result = over.value
+
+
+class _Hosts:
+    """What leaders of hosts have sent one another."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._sent: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self._expected: dict[tuple[int, int], tuple[Tensor, _Message]] = {}
+
+    def deliver(self, source: int, to: int, tensor: Tensor, chain: int) -> None:
+        """A message, to whoever expects it or will."""
+        if (source, to) in self._expected:
+            room, message = self._expected.pop((source, to))
+            room.copy_(tensor)
+            message.chain, message.has_come = chain, True
+        else:
+            self._sent[source, to] = tensor, chain
+
+    def expect(self, source: int, to: int, room: Tensor) -> _Message:
+        """The message from there, now or later."""
+        message = _Message()
+        if (source, to) in self._sent:
+            tensor, message.chain = self._sent.pop((source, to))
+            room.copy_(tensor)
+            message.has_come = True
+        else:
+            self._expected[source, to] = room, message
+        return message
+
+
+def agree(hosts: int) -> Mapping[str, int]:
+    """Hosts agree once on what any of their ranks wants.
+
+    Args:
+        hosts: how many.
+
+    Returns:
+        "most": messages of the host that has most; "depth": messages of the longest chain.
+
+    Raises:
+        RuntimeError: they have not agreed on the largest.
+    """
+    run = _Hosts(hosts)
+    leaders = [_Leader(place, run, torch.tensor([place, -place])) for place in range(hosts)]
+    for _ in range(2 * hosts.bit_length()):
+        for leader in leaders:
+            leader.go_on()
+    found = {tuple(leader.result.tolist()) if leader.result is not None else () for leader in leaders}
+    if found != {(hosts - 1, 0)}:
+        raise RuntimeError(f"{hosts} hosts have not agreed: {found}")
+    return {
+        "most": max(leader.messages for leader in leaders),
+        "depth": max(leader.chain for leader in leaders),
+    }
