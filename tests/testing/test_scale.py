@@ -41,6 +41,35 @@ def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 
+@pytest.mark.parametrize("off", [{3: 240.0}, {0: -240.0}, {5: 86_400.0}], ids=str)
+def test_a_node_whose_clock_is_off_is_no_lost_node(off: dict[int, float]) -> None:
+    with SimulatedRun(8, hang_timeout=TIMEOUT, off=off) as run:
+        run.start()
+        run.wait(40, late=42)
+        assert run.lost == []
+        ((moment, said),) = run.told
+        assert moment - 1000.0 <= TIMEOUT + 5
+        assert "rank 42 is in its own code, /home/me/train.py:88" in said
+        run.fail(5)
+        assert len(set(run.decided)) == 1
+        assert "rank 5 on " in run.decided[0]
+
+
+@pytest.mark.parametrize("late", [17, 42])
+def test_a_node_that_says_nothing_for_a_minute_is_no_lost_node(late: int) -> None:
+    """What its ranks do is told once it says so."""
+    with SimulatedRun(8, hang_timeout=TIMEOUT, slow={2: 60}) as run:
+        run.start()
+        run.wait(90, late)
+        assert run.lost == []
+        assert f"rank {late} is in its own code, /home/me/train.py:88" in run.told[-1][1]
+        run.fail(5)
+        assert len(set(run.decided)) == 1
+        assert "rank 5 on " in run.decided[0]
+        run.end()
+        assert run.lost == []
+
+
 @pytest.mark.parametrize("gone", [[7], [7, 9]])
 def test_a_lost_node_is_named_under_64(gone: list[int]) -> None:
     with SimulatedRun(64) as run:
