@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import timeit
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ def _reduce() -> None:
 def _race(mode: str, every: int | None, windows: int, seed: int) -> tuple[list[int], Seen]:
     """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit)."""
     chance = random.Random(seed * 100 + dist.get_rank())
-    agreement = ConsensusFlags(mode=mode, every=every)  # type: ignore[arg-type]
+    agreement = ConsensusFlags(mode=None if mode == "hosts" else mode, every=every)  # type: ignore[arg-type]
     bits = [agreement.register(name) for name in ("stop", "save", "signal")]
     asked: list[int] = []
     seen: Seen = []
@@ -70,6 +72,48 @@ def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, 
     seen = results[0][1]
     assert all(other == seen for _, other in results)
     assert {bit for _, bit in seen} == {bit for asked, _ in results for bit in asked} == {0, 1, 2}
+
+
+def _sockets() -> int:
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+def _race_over_hosts(hosts: list[str], every: int | None, windows: int, seed: int) -> tuple[Any, int]:
+    """The same, of ranks that are taken to be on these hosts; and the sockets that an agreement opens."""
+    with mock.patch.object(pages, "host", return_value=hosts[dist.get_rank()]):
+        _reduce()
+        before = _sockets()
+        agreement = ConsensusFlags(every=every)
+        opened = _sockets() - before
+        kind = type(agreement._channel).__name__
+        agreement.close()
+        raced = _race("hosts", every, windows, seed)
+    return (kind, raced), opened
+
+
+HOSTS = [["a", "a", "b", "b"], ["a", "b", "a", "c"], ["a", "b", "b", "b", "b"], [*"aabcdefghij"]]
+
+
+@pytest.mark.parametrize("every", [1, 3, None])
+@pytest.mark.parametrize("hosts", HOSTS, ids="".join)
+def test_ranks_of_several_hosts_agree_over_the_sockets_that_they_have(
+    ranks: RankPool, hosts: list[str], every: int | None
+) -> None:
+    """A second gloo mesh was made for it: 34 sockets a rank at 16 ranks, where torch has 17."""
+    results = ranks(len(hosts)).run(_race_over_hosts, hosts, every, 100, len(hosts), timeout=60)
+    (_, (_, seen)), _ = results[0]
+    for (kind, (_, other)), opened in results:
+        assert (kind, other, opened) == ("_Messages", seen, 0)
+    assert {bit for _, bit in seen} == {bit for (_, (asked, _)), _ in results for bit in asked}
+
+
+@pytest.mark.parametrize(
+    ("duration", "cost", "expected"),
+    [(100, 10, 8), (1000, 200, 8), (60_000, 200, 1), (10_000, 200, 5), (1000, 5000, 50), (100, 1000, 100)],
+)
+def test_the_pace_follows_windows_and_what_an_agreement_costs(duration: int, cost: int, expected: int) -> None:
+    assert module.pace(duration, cost) == expected
 
 
 def _windows_until_seen(seconds: float) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
+from lockstep.supervise.collective_trace import install_trace, take_down
 from lockstep.testing.pool import RankPool
 
 DTYPES = [
@@ -63,6 +64,8 @@ def _gathers() -> list[Any]:
     even = [comm.all_gather_tensor(_of_rank(rank, dtype)) for dtype in DTYPES]
     scalar = comm.all_gather_tensor(torch.tensor(float(rank)))
     strided = comm.all_gather_tensor(_of_rank(rank, torch.float32).t())
+    single = comm.all_gather_tensor(torch.arange(6.0).reshape(2, 3)[1:, rank])
+    assert single.flatten().tolist() == [3.0, 4.0, 5.0], "one element whose stride is 3 could not travel"
     nothing = comm.all_gather_tensor(torch.zeros(0, 2))
     uneven = comm.all_gather_uneven(torch.full((2 * rank, 3), float(rank)))
     objects = comm.all_gather_object({"rank": rank})
@@ -80,6 +83,47 @@ def test_gathers(ranks: RankPool) -> None:
         assert torch.equal(uneven[2], torch.full((4, 3), 2.0))
         assert objects == [{"rank": rank} for rank in range(3)]
         assert told == 1
+
+
+def _in_order(rows: torch.Tensor) -> torch.Tensor:
+    """Sums whose bits depend on the order."""
+    total = rows[..., 0, :]
+    for number in range(1, rows.shape[-2]):
+        total = total + rows[..., number, :]
+    return total
+
+
+def _combine(traced: bool) -> tuple[list[float], list[float], list[str]]:
+    calls: list[str] = []
+    if traced:
+        install_trace()
+    mine = torch.tensor([0.1, 1e16, -1 / 3], dtype=torch.float64) * (dist.get_rank() + 1) * (-1) ** dist.get_rank()
+    with patch.object(dist, "all_gather", side_effect=lambda *_: calls.append("all_gather")):
+        try:
+            found = comm.combined(mine, _in_order)
+        finally:
+            if traced:
+                take_down()
+    rows = comm.all_gather_tensor(mine)
+    expected = _in_order(torch.stack([_in_order(part) for part in rows.split(8)])) if len(rows) > 8 else rows
+    return found.tolist(), expected.tolist(), calls
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_many_ranks_combine_by_eights_whoever_comes_first(ranks: RankPool, traced: bool) -> None:
+    for found, expected, calls in ranks(10).run(_combine, traced):
+        assert found == expected
+        assert calls == []  # nobody gets everybody's
+
+
+def _combine_few() -> tuple[list[float], list[float]]:
+    mine = torch.tensor([0.1 * dist.get_rank() + 1e-17, 1e16 * (-1) ** dist.get_rank()], dtype=torch.float64)
+    return comm.combined(mine, _in_order).tolist(), _in_order(comm.all_gather_tensor(mine)).tolist()
+
+
+def test_few_ranks_combine_in_their_order(ranks: RankPool) -> None:
+    for found, expected in ranks(3).run(_combine_few):
+        assert found == expected
 
 
 def _gather_unlike() -> str:

@@ -375,7 +375,7 @@ def test_states_of_metrics_are_put_together(recwarn: pytest.WarningsRecorder) ->
 def test_weights_and_metrics_that_were_logged_are_added_up() -> None:
     def saved(name: str, fx: str, total: float, weight: float) -> dict[str, Any]:
         options = (False, None, False, True, fx, True, False, False)
-        found = LogCollector(lambda vector: vector[None], lambda item: [item])
+        found = LogCollector(lambda row, combine: row, lambda item, make: make([item]))
         found.enter("training_step")
         found.log(name, total / weight if fx == "mean" else total, options, weight)
         return found.state_dict()[0]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +16,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import AUROC, CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 
 from lockstep import Callback
-from lockstep.loop.logging import Entry, LogCollector, extreme, merged
+from lockstep.ground import comm
+from lockstep.loop.logged_rows import Rows, each_step_wanted, extreme
+from lockstep.loop.logging import Entry, LogCollector, merged
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
 
@@ -197,6 +203,54 @@ def test_the_extreme_of_two_numbers(op: str, values: list[float], expected: floa
         assert alike(found, expected)
 
 
+PARTS = [*itertools.product([0.1, -0.0, 0.0, NAN, INF, -INF, 1e16, 1 / 3], [0.0, 1.0, 3.0], [4.0, 5.0])]
+
+
+def as_before(op: str, parts: list[Any]) -> float:
+    """A plain reduction of the ranks' parts, in their order."""
+    newest = max((micro_batch for _, weight, micro_batch in parts if weight), default=0)
+    parts = [part for part in parts if part[1] and part[2] == newest]
+    values = [value for value, _, _ in parts]
+    total = functools.reduce(operator.add, values, 0.0)
+    if op == "mean":
+        weight = functools.reduce(operator.add, [weight for _, weight, _ in parts], 0.0)
+        return total / weight if weight else NAN
+    if op == "sum":
+        return total
+    return functools.reduce(functools.partial(extreme, op), values, INF if op == "min" else -INF)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 8, 20])
+def test_rows_of_ranks_are_combined_as_their_values_are_one_by_one(world: int) -> None:
+    drawn = random.Random(world)
+    ops = [("mean", "sum", "min", "max")[number % 4] for number in range(400)]
+    parts = [[drawn.choice(PARTS) for _ in ops] for _ in range(world)]
+    rows = Rows(ops, 400, True)
+    every = torch.stack([rows.make(7, rank == 1, parts[rank]) for rank in range(world)])
+    combined = comm._by_tree(every, rows.combine)
+    assert not rows.ranks_differ(combined)
+    for place, (op, found) in enumerate(zip(ops, rows.values(combined), strict=True)):
+        of_ranks = [parts[rank][place] for rank in range(world)]
+        expected = as_before(op, of_ranks)
+        if world <= 8 or op in ("min", "max"):
+            assert alike(found, expected), (op, of_ranks)
+        else:  # sums by eights have other bits
+            assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_rows_say_where_ranks_differ_however_many_there_are() -> None:
+    rows = Rows(["mean"], 4, False)
+    alone = [rows.make(5, False, [(1.0, 1.0, 0.0)]) for _ in range(30)]
+    assert not rows.ranks_differ(comm._by_tree(torch.stack(alone), rows.combine))
+    for odd in (0, 7, 29):
+        other = list(alone)
+        other[odd] = rows.make(6, True, [(1.0, 1.0, 0.0)])
+        combined = comm._by_tree(torch.stack(other), rows.combine)
+        assert rows.ranks_differ(combined)
+        assert each_step_wanted(combined)
+    assert rows.ranks_differ(comm._by_tree(rows.make(5, False, [(1.0, 1.0, 0.0)] * 5)[None], rows.combine))
+
+
 class Extremes(Slope):
     def __init__(self, values: list[float], on_tensors: bool) -> None:
         super().__init__()
@@ -233,7 +287,7 @@ def test_nan_disappeared_from_extremes(ranks: RankPool, world: int, on_tensors: 
 @pytest.mark.parametrize(("op", "values", "expected"), EXTREMES)
 def test_a_resume_keeps_the_extreme(op: str, values: list[float], expected: float) -> None:
     def collected(some: list[float]) -> LogCollector:
-        results = LogCollector(lambda vector: vector.unsqueeze(0), lambda obj: [obj])
+        results = LogCollector(lambda row, combine: row, lambda item, make: make([item]))
         results.enter("training_step")
         for value in some:
             results.log("x", value, (False, None, False, True, op, True, False, False), None)

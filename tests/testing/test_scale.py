@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import resource
 
 import pytest
 
 from lockstep.testing.scale import SimulatedRun, meet
+from lockstep.testing.scale_messages import agree, reduce_logged
 
 TIMEOUT = 20.0
 
@@ -39,6 +41,35 @@ def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 
+@pytest.mark.parametrize("off", [{3: 240.0}, {0: -240.0}, {5: 86_400.0}], ids=str)
+def test_a_node_whose_clock_is_off_is_no_lost_node(off: dict[int, float]) -> None:
+    with SimulatedRun(8, hang_timeout=TIMEOUT, off=off) as run:
+        run.start()
+        run.wait(40, late=42)
+        assert run.lost == []
+        ((moment, said),) = run.told
+        assert moment - 1000.0 <= TIMEOUT + 5
+        assert "rank 42 is in its own code, /home/me/train.py:88" in said
+        run.fail(5)
+        assert len(set(run.decided)) == 1
+        assert "rank 5 on " in run.decided[0]
+
+
+@pytest.mark.parametrize("late", [17, 42])
+def test_a_node_that_says_nothing_for_a_minute_is_no_lost_node(late: int) -> None:
+    """What its ranks do is told once it says so."""
+    with SimulatedRun(8, hang_timeout=TIMEOUT, slow={2: 60}) as run:
+        run.start()
+        run.wait(90, late)
+        assert run.lost == []
+        assert f"rank {late} is in its own code, /home/me/train.py:88" in run.told[-1][1]
+        run.fail(5)
+        assert len(set(run.decided)) == 1
+        assert "rank 5 on " in run.decided[0]
+        run.end()
+        assert run.lost == []
+
+
 @pytest.mark.parametrize("gone", [[7], [7, 9]])
 def test_a_lost_node_is_named_under_64(gone: list[int]) -> None:
     with SimulatedRun(64) as run:
@@ -61,6 +92,27 @@ def test_ranks_meet_with_few_requests(ranks: int) -> None:
     requests = meet(ranks)
     assert requests["another rank"] <= 8
     assert requests["rank 0"] <= 6 * ranks + 30
+
+
+@pytest.mark.parametrize("ranks", [9, 64, 1000, pytest.param(8192, marks=pytest.mark.slow)])
+def test_logged_values_cost_a_rank_a_logarithm_of_messages(ranks: int) -> None:
+    """Every rank got every other rank's values: 0.5 s for 100 names at 10,000 ranks."""
+    few, many = reduce_logged(ranks, 1), reduce_logged(ranks, 100)
+    depth = math.log2(ranks)
+    for found in (few, many):
+        assert max(found["rank 0"], found["another rank"]) <= 4 * depth + 4
+        assert found["depth"] <= 4 * depth + 4
+    assert few["bytes"] <= (4 * depth + 4) * 8 * (5 + 3 * 64)
+    assert many["bytes"] <= (4 * depth + 4) * 8 * (5 + 3 * 100)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 8, 9, 64, 65, 128, 1000])
+def test_hosts_agree_with_a_logarithm_of_messages(hosts: int) -> None:
+    """A ring over all ranks was 2 (ranks - 1) messages deep."""
+    found = agree(hosts)
+    levels = max(1, math.ceil(math.log(hosts, 8) - 1e-9))
+    assert found["depth"] <= 2 * levels - 1
+    assert found["most"] <= 14 * levels
 
 
 def test_one_node_is_no_run_of_several() -> None:

@@ -306,8 +306,13 @@ class OnRank(RuntimeError):
     """Another rank could not do its part."""
 
 
-def _together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group) -> R:
-    """Act on each rank; rank 0 concludes from what all gave, and each gets its answer. An error is one on all ranks."""
+def together(act: Callable[[], T], conclude: Callable[[list[T]], list[R]], group: comm.Group = None) -> R:
+    """Act on each rank; rank 0 concludes from what all gave, and each gets its answer. Collective.
+
+    Raises:
+        Exception: that of this rank.
+        OnRank: another rank failed.
+    """
     error: Exception | None = None
     given: T | None = None
     try:
@@ -358,9 +363,9 @@ def write(parts: Parts, planner: Planner, path: PathLike, group: comm.Group = No
 
     writing = _Writing(parts, planner, path, comm.rank(group))
     try:
-        folder, mine = _together(writing.prepare, writing.begin, group)
+        folder, mine = together(writing.prepare, writing.begin, group)
         with dcp.without_crc32():
-            _together(lambda: writing.put(folder, mine), writing.finish, group)
+            together(lambda: writing.put(folder, mine), writing.finish, group)
     except OnRank as error:
         raise OnRank(f"the checkpoint {os.fspath(path)!r} could not be written: {error}") from None
     finally:
@@ -402,9 +407,9 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
         return [None] * world
 
     try:
-        folder = Path(_together(lambda: _local_only(path), begin, group))
-        _together(lambda: save(folder), lambda given: [None] * world, group)
-        _together(lambda: digests(folder), finish, group)
+        folder = Path(together(lambda: _local_only(path), begin, group))
+        together(lambda: save(folder), lambda given: [None] * world, group)
+        together(lambda: digests(folder), finish, group)
     except OnRank as error:
         raise OnRank(f"the checkpoint {os.fspath(path)!r} could not be written: {error}") from None
     finally:
@@ -621,7 +626,7 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
             check_files(path, index, _share(index.files, rank, world))
 
     try:
-        _together(check, lambda given: [None] * len(given), None)
+        together(check, lambda given: [None] * len(given), None)
     except OnRank as error:
         raise CorruptCheckpoint(str(error)) from None
     if deepspeed.is_engines(path):

@@ -51,14 +51,19 @@ class EngineCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None) -> None:
         """Write a folder. Collective; errors as of `ShardedCheckpointIO`, and a URL is refused."""
         self._check_options(storage_options)
-        own = dict(checkpoint.get(format.KEY, {}))
-        if "ranks" in own:
-            own["ranks"] = comm.all_gather_object(own["ranks"][comm.rank()])
+        own = checkpoint.get(format.KEY, {})
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        rest[format.KEY] = own
-        marked = format.marked(rest)
+        written: dict[str, Any] = {}
+
+        def put_together(parts: list[Any]) -> list[None]:
+            ranks = {"ranks": parts} if "ranks" in own else {}
+            written.update(format.marked({**rest, format.KEY: {**own, **ranks}}))
+            return [None] * len(parts)
+
+        # what each rank alone needs is written by rank 0, and no other rank gets it
+        sharded.together(lambda: own["ranks"][comm.rank()] if "ranks" in own else None, put_together)
         about = {**own.get("writer", {}), "epoch": rest.get("epoch"), "global_step": rest.get("global_step")}
-        sharded.write_by(lambda folder: self.save(folder, marked if comm.rank() == 0 else {}), about, path)
+        sharded.write_by(lambda folder: self.save(folder, written), about, path)
 
 
 class AsyncShardedCheckpointIO(AsyncCheckpointIO):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import deepspeed, format, sharded, storage
+from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, missing_extra
 
 ABOUT = """\
@@ -235,7 +236,7 @@ def _difference(one: Tensor, other: Tensor, rtol: float, atol: float) -> str:
         return f"shape {tuple(one.shape)} and {tuple(other.shape)}"
     if one.dtype != other.dtype:
         return f"dtype {_dtype(one)} and {_dtype(other)}"
-    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    bits = [as_bytes(each) for each in (one, other)]
     if torch.equal(bits[0], bits[1]):
         return ""
     if (rtol or atol) and torch.allclose(one, other, rtol, atol, equal_nan=True):

@@ -6,6 +6,7 @@ In `data/` a *rank* is one of the ranks that see different samples: see `lockste
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,16 +81,17 @@ class Cut:
         start, count, micro, part = self._locate(number)
         if not self.weights:  # the same as below, at once
             return even_span(count, micro * self.size, part * self.size + rank, start)
-        for total in apportion(count, self.size, self.weights):
-            start = even_span(total, micro, part, start)[0]
-        sizes = self.sizes(number)
-        start += sum(sizes[:rank])
-        return start, start + sizes[rank]
+        before, _, ends = _parts_by_weight(count, self.weights, micro, part)
+        return start + before + (ends[rank - 1] if rank else 0), start + before + ends[rank]
 
     def sizes(self, number: int) -> list[int]:
         """Number of positions that each rank takes of a micro-batch."""
         _, count, micro, part = self._locate(number)
-        return [total // micro + (part < total % micro) for total in apportion(count, self.size, self.weights)]
+        if self.weights:
+            return list(_parts_by_weight(count, self.weights, micro, part)[1])
+        each, more = divmod(count, micro * self.size)
+        larger = min(max(0, more - part * self.size), self.size)
+        return [each + 1] * larger + [each] * (self.size - larger)
 
     def recut(self, number: int, weights: tuple[float, ...]) -> Cut:
         """The positions from micro-batch ``number`` on, with which a window begins, shared out by other weights.
@@ -141,7 +143,7 @@ def apportion(count: int, size: int, weights: tuple[float, ...] = ()) -> Sequenc
     if weights:
         return _by_weight(count, weights)
     each, more = divmod(count, size)
-    return [each + (rank < more) for rank in range(size)]
+    return [each + 1] * more + [each] * (size - more)
 
 
 @functools.lru_cache(maxsize=64)  # an epoch has full windows and a last one
@@ -154,6 +156,17 @@ def _by_weight(count: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     for rank in by_remainder[: count - sum(parts)]:
         parts[rank] += 1
     return tuple(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_by_weight(
+    count: int, weights: tuple[float, ...], micro: int, part: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Of a micro-batch of a window: positions of the window before it, each rank's number of positions, and its end."""
+    totals = _by_weight(count, weights)
+    sizes = tuple(total // micro + (part < total % micro) for total in totals)
+    before = sum(even_span(total, micro, part)[0] for total in totals)
+    return before, sizes, tuple(itertools.accumulate(sizes))
 
 
 @dataclass(frozen=True)

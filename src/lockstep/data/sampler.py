@@ -8,7 +8,8 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -101,7 +102,8 @@ class Drawn(Indexed):
         self._states = SeparateStates(0)
         self._iterator: Iterator[Any] = iter(())
         self._mine: deque[tuple[list[int], int]] = deque()  # (indices, position of the first), not yet handed out
-        self._weights: dict[int, list[int]] = {}  # of each rank, by micro-batch, not yet asked for
+        self._chunks: deque[_Chunk] = deque()  # what was pulled, as far as its weights may still be asked for
+        self._stretches: deque[_Stretch] = deque()
         self._reached = 0  # micro-batches pulled from the sampler so far
         self._start = 0
 
@@ -117,7 +119,8 @@ class Drawn(Indexed):
         seeds = [(held, make_key(seed, epoch, turn)) for held, seed in self._generators]
         self._states = SeparateStates(make_key(self._key, "sampler", epoch, turn), seeds)
         self._mine.clear()
-        self._weights.clear()
+        self._chunks.clear()
+        self._stretches.clear()
         number, self._position = (0, 0) if self._plan is None else (self._plan.number, self._plan.drawn)
         self._reached, self._start = number, start
         with self._states:
@@ -146,7 +149,20 @@ class Drawn(Indexed):
     def weights(self, number: int) -> Sequence[float]:
         reached = self.has(number)
         assert reached, f"micro-batch {number} was asked of a sampler that has ended"
-        return self._weights.pop(number)
+        self._forget(number)
+        return next(chunk for chunk in self._chunks if number < chunk.cut.length).sizes(number)
+
+    def even_until(self, number: int) -> int:
+        self._forget(number)
+        found = next(iter(self._stretches), None)
+        return number if found is None or found.first > number else found.end
+
+    def _forget(self, number: int) -> None:
+        """Nobody asks for what was before this micro-batch any more."""
+        while self._chunks and self._chunks[0].cut.length <= number:
+            self._chunks.popleft()
+        while self._stretches and self._stretches[0].end <= number:
+            self._stretches.popleft()
 
     def draw(self, stop: int | float) -> Iterator[list[int] | int]:
         number = self._start
@@ -199,8 +215,8 @@ class Drawn(Indexed):
         with self._states:
             drawn = self._next(max(0, int(wanted)))
         before = self._reached
-        for start in range(0, len(drawn), self._unit):
-            self._share_out(drawn[start : start + self._unit])
+        if drawn:
+            self._share_out(drawn)
         return self._reached > before
 
     def _next(self, count: int) -> list[Any]:
@@ -208,7 +224,7 @@ class Drawn(Indexed):
         drawn = list(itertools.islice(self._iterator, count))
         self._has_ended = len(drawn) < count
         if self._sampling.batch_size is None:
-            drawn = [list(batch) for batch in drawn]  # one may be an iterator
+            drawn = list(map(list, drawn))  # one may be an iterator
         self._order.add(drawn)
         return drawn
 
@@ -244,34 +260,80 @@ class Drawn(Indexed):
         self._resume = state.get("order", {})
 
     def _share_out(self, drawn: list[Any]) -> None:
-        """Shares out neighbouring positions that begin with a global batch, or a window of a plan."""
-        count, batch, size, drop_last = len(drawn), self.batch, self._size, self._sampling.drop_last
-        if self._plan is None:
-            cut = Cut(count, batch, size, drop_last, weights=self._weights_at(self._reached))
-        else:
-            here = WindowPlan(self._plan.ranks, self._plan.accumulate)
-            cut = here.cut(count, batch, size, drop_last, self._weights_at(self._reached))
-        first = 0
-        for number in range(cut.length):
-            sizes = cut.sizes(number)
-            ends = list(itertools.accumulate(sizes, initial=first))
-            parts = [drawn[begin:end] for begin, end in itertools.pairwise(ends)]
-            if self._sampling.batch_size is None:  # each is a batch, or empty
-                parts = [part[0] if part else [] for part in parts]
-            self._take(parts, self._position + ends[self.rank])
-            first = ends[-1]
+        """Takes this rank's part of neighbouring positions, which begin with a global batch, or a window of a plan."""
+        in_batches = self._sampling.batch_size is None
+        cut = self._cut_of(len(drawn))
+        chunk = _Chunk(cut, list(map(len, drawn)) if in_batches else [])
+        for number in range(self._reached, cut.length):
+            first, end = cut.span(number, self.rank)
+            mine = drawn[first:end]
+            if in_batches:
+                mine = mine[0] if mine else []
+            if not mine and self.pads:
+                begin, stop = cut.span(number, 0)[0], cut.span(number, self._size - 1)[1]
+                mine = next(filter(None, drawn[begin:stop]))[:1] if in_batches else drawn[begin : begin + 1]
+            if mine:
+                position = self._position + first
+                # batches of unknown size: positions far apart
+                self._mine.append((mine, position << 20 if in_batches else position))
+        self._chunks.append(chunk)
+        self._note_stretch(chunk)
         self._position += len(drawn)
+        self._reached = cut.length
 
-    def _take(self, parts: list[list[int]], position: int) -> None:
-        mine = parts[self.rank]
-        # batches of unknown size: positions far apart
-        first = position << 20 if self._sampling.batch_size is None else position
-        if not mine and self.pads:
-            mine = next(part for part in parts if part)[:1]
-        if mine:
-            self._mine.append((mine, first))
-        self._weights[self._reached] = [len(part) for part in parts]
-        self._reached += 1
+    def _cut_of(self, count: int) -> Cut:
+        """The cut of the next positions, counted from 0, into micro-batches from the next one on."""
+        batch, size, drop_last, weights = (
+            self.batch,
+            self._size,
+            self._sampling.drop_last,
+            self._weights_at(self._reached),
+        )
+        if self._plan is None:
+            return Cut(count, batch, size, drop_last, weights=weights, number=self._reached)
+        here = WindowPlan(self._plan.ranks, self._plan.accumulate, number=self._reached)
+        return here.cut(count, batch, size, drop_last, weights)
+
+    def _note_stretch(self, chunk: _Chunk) -> None:
+        """Whether this chunk goes on as the one before, so that its micro-batches need not be looked at one by one."""
+        first, end = chunk.cut.number, chunk.cut.full
+        kind = chunk.kind()
+        if end <= first or kind is None:
+            return
+        if self._stretches and self._stretches[-1].end == first and self._stretches[-1].kind == kind:
+            first = self._stretches.pop().first
+        self._stretches.append(_Stretch(first, end, kind))
+
+
+class _Chunk(NamedTuple):
+    """Neighbouring positions that were drawn together."""
+
+    cut: Cut
+    lengths: list[int]
+    """Of each position, where one is a whole batch; else empty."""
+
+    def sizes(self, number: int) -> list[int]:
+        """Number of samples that each rank takes of a micro-batch."""
+        sizes = self.cut.sizes(number)
+        if not self.lengths:
+            return sizes
+        first, count = self.cut.span(number, 0)[0], sum(sizes)  # the first ranks have a batch each
+        return self.lengths[first : first + count] + [0] * (len(sizes) - count)
+
+    def kind(self) -> tuple[float, ...] | None:
+        """What its full micro-batches have in common, if they are all alike."""
+        if not self.lengths:
+            return self.cut.weights
+        size = self.lengths[0]
+        return (size,) if size and self.lengths.count(size) == len(self.lengths) else None
+
+
+class _Stretch(NamedTuple):
+    """Micro-batches in each of which a rank takes as many samples as in the first one, and at least one."""
+
+    first: int
+    end: int
+    kind: tuple[float, ...]
 
 
 class OwnShare(Drawn):
@@ -392,6 +454,10 @@ def content(drawn: Sequence[Any]) -> bytes | None:
     """Bytes that are the same for equal elements of a sampler; None where that cannot be told."""
     try:
         return array("q", drawn).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        pass
+    try:  # batches of whole numbers, as below
+        return b"|".join(map(partial(array, "q"), drawn))
     except (TypeError, ValueError, OverflowError):
         pass
     found = []

@@ -31,6 +31,7 @@ from lockstep.data.source import (
     unmixed,
 )
 from lockstep.data.workers import end_workers, opened
+from lockstep.ground.comm import as_bytes
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 
@@ -442,7 +443,7 @@ def fingerprint(item: object) -> float:
 
 def _bytes(part: object) -> bytes:
     if isinstance(part, torch.Tensor):  # whose pickle also tells where it lies
-        numbers = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        numbers = as_bytes(part.cpu())
         return f"{part.dtype}{tuple(part.shape)}".encode() + numbers.numpy().tobytes()
     return pickle.dumps(part)
 

@@ -22,11 +22,12 @@ A window without a reduction (``synced=False``) is therefore not settled: it get
 it.
 
 **Ranks on several hosts**, or whose reductions do not hold up the CPU (NCCL's are only queued when the loop
-goes on, so point 1 does not hold) (`_Messages`) start an asynchronous maximum over the ranks' requests every
-k-th window, on a gloo group of their own, and read it k windows later, when it has long arrived. All ranks
-wait for the same message at the same boundary. A flag is seen k to 2k - 1 windows after its request. By default k
-follows the time of a window on the slowest rank, which travels with the requests: a signal is to be acted on before
-a scheduler's patience ends, also where a window takes seconds.
+goes on, so point 1 does not hold) (`_Messages`) begin a maximum over the ranks' requests every k-th window, and
+read it k windows later, when it has long arrived: `lockstep.ground.host_maximum` has its way, by a page within each
+host and messages between the hosts' leaders. All ranks wait for the same one at the same boundary. A flag is seen k to
+2k - 1 windows after its request. By default k follows the time of a window on the slowest rank, and what an agreement
+costs, which travel with the requests: a signal is to be acted on before a scheduler's patience ends, also where a
+window takes seconds.
 
 In both, what is agreed on is the number of the window in which the bit was wanted, so that `ConsensusFlags.lower`
 answers every request up to now, on whichever rank, and what was asked for later still counts.
@@ -36,17 +37,17 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import time
+from collections import deque
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
-from lockstep.ground.pages import common_pages, on_one_host
+from lockstep.ground.host_maximum import HostMaximum
+from lockstep.ground.pages import close_handle, common_pages, on_one_host
 from lockstep.ground.rank import waits
 
 BITS = 63
@@ -54,7 +55,9 @@ BITS = 63
 MOST = 8
 """The windows from one message to the next, where they are short."""
 PACE = 50_000
-"""Microseconds from one message to the next, where windows are long enough; it costs 0.2 ms."""
+"""Microseconds from one message to the next, where windows are long enough."""
+SHARE, RECENT = 10, 8
+"""An agreement may take this part of the time: the quickest of so many, since a rank that is late is no cost of it."""
 _PAGE = 4096
 _ANY = 2 * BITS  # the two cells that say whether any bit at all is wanted in a window
 
@@ -113,7 +116,7 @@ class ConsensusFlags:
                 return _Shared(page)
             if mode == "shared":
                 raise ValueError('ConsensusFlags(mode="shared"): the ranks are not on one host; use mode="messages"')
-        return _Messages(self._group, every)
+        return _Messages(self._group, every, apart=mode == "messages")
 
     # -- flags
 
@@ -254,22 +257,18 @@ class _Shared:
 
 
 class _Messages:
-    """An asynchronous maximum of the ranks' requests, every k-th window, read k windows later."""
+    """A maximum of the ranks' requests, begun every k-th window and read k windows later."""
 
-    def __init__(self, group: comm.Group, every: int | None) -> None:
+    def __init__(self, group: comm.Group, every: int | None, apart: bool) -> None:
         self._paced = every is None
         self._every = every or 1
         self._window = 0  # counts boundaries
         self._next = self._every  # the boundary of the next message
         self._at = 0.0  # when the last one was sent
+        self._costs: deque[float] = deque([0.0], maxlen=RECENT)  # seconds that the last ones took of this rank
         self._voided = [0] * BITS
-        self._work: dist.Work | None = None
-        # per bit: the window in which it was wanted, or 0; and the microseconds of a window
-        self._tags = torch.zeros(BITS + 1, dtype=torch.int64)
-        members = None if group is None else dist.get_process_group_ranks(group)
-        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
-        # a rank that closes the group while another is still connecting to it would break that one's connecting
-        comm.barrier(self._group)
+        # per bit: the window in which it was wanted, or 0; microseconds of a window; and of an agreement
+        self._maximum = HostMaximum(BITS + 2, group, apart=apart)
 
     def publish(self, wanted: Iterable[int]) -> None:
         pass
@@ -278,22 +277,26 @@ class _Messages:
     def settle(self, synced: bool, wanted: set[int]) -> Iterable[int]:
         window = self._window = self._window + 1
         if window < self._next:
+            self._maximum.start()  # by now the others of this host have told what they want
             return ()
         raised: list[int] = []
         now, since = time.monotonic(), self._every
-        if self._work is not None:
-            self._work.wait()
-            *tags, duration = self._tags.tolist()
+        if self._maximum.is_begun:
+            *tags, duration, cost = self._maximum.finish()
             raised = [bit for bit, tag in enumerate(tags) if tag > self._voided[bit]]
             if self._paced and duration:
-                self._every = min(MOST, max(1, PACE // duration))
-        self._tags = torch.zeros(BITS + 1, dtype=torch.int64)
+                self._every = pace(duration, cost)
+        row = [0] * (BITS + 2)
         for bit in wanted.difference(raised):
-            self._tags[bit] = window
+            row[bit] = window
         if self._at:
-            self._tags[BITS] = max(1, int((now - self._at) * 1e6 / since))
+            row[BITS] = max(1, int((now - self._at) * 1e6 / since))
+            row[BITS + 1] = int(min(self._costs) * 1e6)
         self._at, self._next = now, window + self._every
-        self._work = dist.all_reduce(self._tags, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._maximum.begin(row)
+        if self._every == 1:
+            self._maximum.start()
+        self._costs.append(time.monotonic() - now)
         return raised
 
     def void(self, bit: int) -> None:
@@ -301,11 +304,20 @@ class _Messages:
 
     @waits()
     def close(self) -> None:
-        if self._work is not None:
+        if self._maximum.is_started and comm.is_distributed():
             with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more
-                self._work.wait(timedelta(seconds=5))
-        if comm.is_distributed():
-            dist.destroy_process_group(self._group)
+                self._maximum.finish(limit=5.0)
+        self._maximum.close()
+
+
+def pace(duration: int, cost: int) -> int:
+    """The windows from one agreement to the next.
+
+    Args:
+        duration: microseconds of a window on the slowest rank.
+        cost: of an agreement, in microseconds: it gets a tenth of the time, or less.
+    """
+    return max(1, max(min(PACE, MOST * duration), SHARE * cost) // duration)
 
 
 def _shared_page(group: comm.Group) -> mmap.mmap | None:
@@ -313,7 +325,5 @@ def _shared_page(group: comm.Group) -> mmap.mmap | None:
     if not on_one_host(group):
         return None
     pages = common_pages(group, _PAGE, on_disk=True)
-    if pages is None:
-        return None
-    os.close(pages.handle)
-    return pages.memory
+    close_handle(pages)
+    return None if pages is None else pages.memory

@@ -6,7 +6,7 @@ travel: gloo reduces a strided view wrongly and says nothing. Ranks (``src``) ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -19,6 +19,14 @@ from lockstep.ground.rank import waits
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 Operation = Literal["sum", "mean", "min", "max"]
+
+Combine: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes one tensor of several: ``(..., k, *shape)`` to ``(..., *shape)``, in the order in which they lie. Of two it
+makes one that may be combined again."""
+
+BRANCHES = 8
+"""So many neighbouring ranks are combined at once; a host has as many, mostly."""
+_TAG = 40_961  # of messages between ranks that combine: none of the user's has it
 
 BROADCAST_BYTES = 64 * 2**20
 """At most this much of several tensors is copied together for one broadcast (a larger tensor goes alone)."""
@@ -87,6 +95,13 @@ def _on_gpu(group: Group) -> AbstractContextManager[Any]:
 # -- collectives
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as they travel, in its order: a view where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    # the stride of a single element may be anything, and such a one cannot be viewed
+    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+
+
 @waits()
 def barrier(group: Group = None) -> None:
     """Return once every rank of ``group`` has come here."""
@@ -150,8 +165,74 @@ def all_gather_tensor(tensor: Tensor, group: Group = None) -> Tensor:
     if source.numel() == 0:
         return tensor.detach().new_empty((world, *tensor.shape))
     parts = source.new_empty((world, source.nbytes), dtype=torch.uint8)  # gloo does not know every dtype
-    dist.all_gather(list(parts.unbind()), source.reshape(-1).view(torch.uint8), group)
+    dist.all_gather(list(parts.unbind()), as_bytes(source), group)
     return parts.view(source.dtype).view(world, *source.shape).to(tensor.device)
+
+
+def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
+    """The tensors of all ranks, combined along a tree: neighbours by eights, what comes out by eights, and so on.
+
+    The tree's shape depends on the number of ranks alone, and so do the bits. Up to eight ranks, and where only GPUs
+    can send, each rank gets all tensors and combines them by itself. Else a rank gets at most seven tensors at each of
+    log8(ranks) levels, and one in the end.
+
+    Args:
+        tensor: same shape and dtype on every rank.
+        combine: the same on every rank.
+
+    Returns:
+        a tensor on the CPU, the same on every rank.
+
+    Example:
+        >>> combined(torch.ones(2), lambda rows: rows.sum(-2))
+        tensor([1., 1.])
+    """
+    world = world_size(group)
+    if world == 1:
+        return combine(tensor.detach().cpu().unsqueeze(0))
+    if world <= BRANCHES or carrier(group, tensor.device).type != "cpu":
+        return _by_tree(all_gather_tensor(tensor, group).cpu(), combine)
+    return combined_by_messages(tensor.detach().contiguous(), combine, group)
+
+
+def _by_tree(rows: Tensor, combine: Combine) -> Tensor:
+    while True:
+        whole = len(rows) // BRANCHES * BRANCHES
+        found = [combine(rows[:whole].unflatten(0, (-1, BRANCHES)))] if whole else []
+        if whole < len(rows):
+            found.append(combine(rows[whole:].unsqueeze(0)))
+        rows = torch.cat(found)
+        if len(rows) == 1:
+            return rows[0]
+
+
+@waits()
+def combined_by_messages(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
+    """`combined`, of CPU tensors: the first of eight ranks combines theirs, the first of eight such theirs, and so on.
+
+    It is noted as one collective: nobody comes out of it before all have gone in.
+    """
+    world, me, step = world_size(group), rank(group), 1
+    while step < world and me % step == 0:
+        block = BRANCHES * step
+        if me % block:
+            dist.send(tensor, _global_rank(me - me % block, group), group, _TAG)
+        else:
+            others = range(me + step, min(me + block, world), step)
+            rows = tensor.new_empty((1 + len(others), *tensor.shape))
+            rows[0] = tensor
+            waiting = [
+                dist.irecv(rows[number], _global_rank(other, group), group, _TAG)
+                for number, other in enumerate(others, 1)
+            ]
+            for each in waiting:
+                if each is not None:
+                    each.wait()
+            tensor = combine(rows.unsqueeze(0))[0]
+        step = block
+    result = tensor.clone(memory_format=torch.contiguous_format)  # the given one is left as it is
+    dist.broadcast(result, _global_rank(0, group), group)
+    return result
 
 
 @waits()
@@ -260,7 +341,7 @@ def broadcast_tensors(
         return
     with torch.no_grad():
         for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece):
-            parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in chunk]
+            parts = [as_bytes(tensor) for tensor in chunk]
             flat = torch.cat(parts).to(carrier(group, chunk[0].device))
             dist.broadcast(flat, _global_rank(src, group), group)
             arrived = flat.to(chunk[0].device).split([part.numel() for part in parts])

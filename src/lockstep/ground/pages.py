@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from lockstep.ground import comm
 
@@ -38,7 +41,14 @@ class _PageFile(NamedTuple):
 
 def on_one_host(group: comm.Group) -> bool:
     """Whether all ranks of ``group`` run on one host; a collective."""
-    return len(set(comm.all_gather_object(host(), group))) == 1
+    mine = host_number()
+    most, least = comm.all_reduce(torch.tensor([mine, -mine]), "max", group).tolist()
+    return bool(most == -least)
+
+
+def host_number() -> int:
+    """What `host` gives, as 63 bits."""
+    return int.from_bytes(hashlib.blake2b(host().encode(), digest_size=8).digest(), "big") >> 1
 
 
 def host() -> str:
@@ -50,7 +60,12 @@ def host() -> str:
 
 
 def common_pages(
-    group: comm.Group, size: int, *, part: tuple[int, int] | None = None, on_disk: bool = False
+    group: comm.Group,
+    size: int,
+    *,
+    part: tuple[int, int] | None = None,
+    on_disk: bool = False,
+    leaders: Sequence[int] | None = None,
 ) -> Pages | None:
     """Pages of zeros that all ranks of ``group``, on one host, have mapped; or None on all where that cannot be.
 
@@ -62,14 +77,23 @@ def common_pages(
         part: start and length, in bytes, of what this rank reserves, so that a lack of memory shows here and not
             as a SIGBUS later; the parts of all ranks cover the whole. ``None``: all of it.
         on_disk: whether a file of the temporary folder will do where memory cannot be had: for a few pages.
+        leaders: on several hosts, where the ranks of each have pages of their own: for each rank the first of its host.
     """
-    leader = comm.rank(group) == 0
+    mine = 0 if leaders is None else leaders[comm.rank(group)]
+    leader = comm.rank(group) == mine
     for make in (_unnamed, _in_memory, _in_temporary_folder)[: 3 if on_disk else 2]:
         made = _make(make, size) if leader else None
         handle, place = made or (None, None)
         try:
-            place = comm.broadcast_object(place, 0, group)
-            if place is None:
+            if leaders is None:
+                place = comm.broadcast_object(place, 0, group)
+                missing = place is None
+            else:
+                places = comm.all_gather_object(place, group)
+                place, missing = places[mine], any(places[each] is None for each in set(leaders))
+            if missing:
+                if handle is not None:
+                    os.close(handle)
                 continue
             if handle is None:
                 handle = _open(place)
@@ -86,6 +110,12 @@ def common_pages(
         if handle is not None:
             os.close(handle)
     return None
+
+
+def close_handle(pages: Pages | None) -> None:
+    """Close what nobody locks."""
+    if pages is not None:
+        os.close(pages.handle)
 
 
 def _make(make: Callable[[], tuple[int, str]], size: int) -> tuple[int, _PageFile] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from struct import Struct
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground import comm
-from lockstep.ground.pages import common_pages, on_one_host
+from lockstep.ground.pages import close_handle, common_pages, on_one_host
 from lockstep.ground.rank import waits
 
 
@@ -112,7 +111,5 @@ class RowExchange:
 def _shared(size: int, group: comm.Group) -> mmap.mmap | None:
     """Memory that all ranks have mapped, or None on all where that cannot be."""
     pages = common_pages(group, size, on_disk=True) if on_one_host(group) else None
-    if pages is None:
-        return None
-    os.close(pages.handle)
-    return pages.memory
+    close_handle(pages)
+    return None if pages is None else pages.memory

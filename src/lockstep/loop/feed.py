@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import mul, not_
 from typing import Any, Literal
 
 import torch
@@ -533,11 +534,15 @@ class Feed:
         among: Callable[[Sequence[int] | None], list[Part]] | None = None
         while number < stop:
             after = number + accumulate
-            if self._even < 0 or after > self._even >= number:
+            if after > self._even:
+                source.has(int(min(after, stop)) - 1)  # of a sampler of the user's, no more than was drawn is known
                 self._even = even = min(source.even_until(number), stop)
                 if after <= even:  # all windows up to there weigh the same
                     sizes = source.weights(number)
-                    mine, of_rank = [sizes[self._rank]] * accumulate, [each * accumulate for each in sizes]
+                    mine, of_rank = (
+                        [sizes[self._rank]] * accumulate,
+                        list(map(mul, sizes, itertools.repeat(accumulate))),
+                    )
                     same = weigh(mine, sum(of_rank), self._size)
                     if source.uneven:
                         among = partial(self._among, mine, [], of_rank, [of_rank])
@@ -555,18 +560,21 @@ class Feed:
     def _weighed_window(self, rows: list[list[Sequence[float]]], last: bool, begun: int) -> Window:
         """The window of some micro-batches, given all ranks' weights of their parts."""
         mine = [[part[self._rank] for part in row] for row in rows]
-        weights = [[max(each) for each in zip(*row, strict=True)] for row in rows]
-        of_rank = [sum(each) for each in zip(*weights, strict=True)]
-        of_parts = [[sum(each) for each in zip(*of_rows, strict=True)] for of_rows in zip(*rows, strict=True)]
+        # what goes over all ranks does so inside of Python's own functions
+        weights = [row[0] if len(row) == 1 else list(map(max, *row)) for row in rows]
+        of_rank = list(map(sum, zip(*weights, strict=True)))
+        of_parts = [list(map(sum, zip(*of_rows, strict=True))) for of_rows in zip(*rows, strict=True)]
         among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
-        absent = [tuple(rank for rank, weight in enumerate(each) if not weight) for each in weights]
+        absent = [
+            tuple(itertools.compress(itertools.count(), map(not_, each))) if 0 in each else () for each in weights
+        ]
         drawn = self._batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
         gaps = (
             (rank, loader)
             for row, of_row in zip(rows, weights, strict=True)
-            for loader, part in enumerate(row)
-            for rank, weight in enumerate(part)
-            if of_row[rank] and not weight
+            for loader, part in enumerate(row if len(row) > 1 else ())
+            for rank in _empty(part)
+            if of_row[rank]
         )
         return Window(drawn, among(None), last, of_rank, begun, absent, among, next(gaps, None))
 
@@ -692,6 +700,11 @@ class Feed:
                 "set is shorter than the number of ranks. Use fewer devices or more data."
             )
         return batch
+
+
+def _empty(weights: Sequence[float]) -> tuple[int, ...]:
+    """The ranks whose part weighs nothing."""
+    return tuple(itertools.compress(itertools.count(), map(not_, weights))) if 0 in weights else ()
 
 
 class EvaluationFeed:

@@ -1,18 +1,20 @@
-"""What ``self.log`` collects: values by name over the steps, then over the ranks in one packed all_gather."""
+"""What ``self.log`` collects: values by name over the steps, then over the ranks in one row of numbers."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.ground.comm import Combine
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, warn_once
+from lockstep.loop.logged_rows import NEUTRAL, Part, Rows, each_step_wanted, extreme, shown_value
 from lockstep.loop.metrics import StatesByLoader, is_metric
 from lockstep.parallel.recompute import STATE
 from lockstep.strategies.base import Strategy
@@ -217,19 +219,6 @@ class Entry:
         }
 
 
-def extreme(op: str, one: float, other: float) -> float:
-    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0."""
-    if one != one or other != other:
-        return math.nan
-    if one == other:
-        first = math.copysign(1.0, one) < math.copysign(1.0, other)
-        return one if first is (op == "min") else other
-    return min(one, other) if op == "min" else max(one, other)
-
-
-NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-
-
 def _kept(dtype: torch.dtype) -> torch.dtype:
     """The type in which values of ``dtype`` are shown: a mean of whole numbers or flags is none itself."""
     if dtype in (torch.float32, torch.float64):
@@ -255,7 +244,6 @@ def _reduction(name: str, reduce_fx: object) -> str:
 
 
 Reader = Callable[[Entry], tuple[Any, float, int]]  # (value, weight, the micro-batch of a step's value; 0: an epoch's)
-Part = tuple[float, float, float]  # the same of one rank, as it travels
 
 
 def _place(key: Key) -> tuple[int, Key]:
@@ -276,8 +264,8 @@ class LogCollector:
         among_batches: whether an epoch's batches run: who looks then sees single steps' values, else the epoch's.
 
     Args:
-        gather: all_gather of a float64 vector of equal length on all ranks, giving a (world, n) tensor.
-        gather_objects: all_gather of a small Python object, giving a list by rank.
+        combined: float64 vectors of equal length from all ranks, made one by a function.
+        from_zero: what rank 0 makes of a small Python object of each rank, on every rank.
         world_size: number of ranks.
         rank: this rank.
         on_cpu: whether values are on the CPU, where a number costs no waiting for a device.
@@ -287,22 +275,22 @@ class LogCollector:
 
     def __init__(
         self,
-        gather: Callable[[Tensor], Tensor],
-        gather_objects: Callable[[Any], list[Any]],
+        combined: Callable[[Tensor, Combine], Tensor],
+        from_zero: Callable[[Any, Callable[[list[Any]], Any]], Any],
         world_size: int = 1,
         rank: int = 0,
         module: nn.Module | None = None,
         on_cpu: bool = True,
         counted: Sequence[int] | None = None,
     ) -> None:
-        self._gather = gather
-        self._gather_objects = gather_objects
+        self._combined = combined
+        self._from_zero = from_zero
         self._world_size = world_size
         self._rank = rank
         self._module = module
         self._on_cpu = on_cpu
-        self._counted = counted
-        self._capacity = 64  # names that fit into one packed all_gather; grows alike on all ranks
+        self._counts = counted is None or rank in counted
+        self._capacity = 64  # names that fit into a row; grows alike on all ranks
         self._tables: dict[tuple[str, int], dict[str, Entry]] = {}
         self._agreed: dict[Key, tuple[Entry, str, Tensor]] = {}  # reduced, and not yet sent to the loggers
         self._by_loader: StatesByLoader | None = None  # metrics' states, in an evaluation of several loaders
@@ -320,11 +308,11 @@ class LogCollector:
     @classmethod
     def of(cls, strategy: Strategy, module: nn.Module) -> LogCollector:
         """A collector of what ``module`` logs, reduced over the ranks of ``strategy``."""
-        gather, gather_objects = strategy.gather_stacked, strategy.gather_objects
+        ranks = strategy.collectives
         on_cpu = strategy.root_device.type == "cpu"
         replicas = strategy.replicas
         each = None if replicas.count == strategy.world_size else replicas.first_ranks
-        return cls(gather, gather_objects, strategy.world_size, strategy.global_rank, module, on_cpu, each)
+        return cls(ranks.combined, ranks.from_zero, strategy.world_size, strategy.global_rank, module, on_cpu, each)
 
     def enter(self, hook: str, dataloader_idx: int = -1) -> None:
         """Say in which hook the next ``log`` calls happen."""
@@ -429,7 +417,7 @@ class LogCollector:
         return values
 
     def agree_on_step(self) -> list[tuple[Entry, str, Tensor]]:
-        """The on_step values that any rank logged since the last reduction, over all ranks; one packed all_gather.
+        """The on_step values that any rank logged since the last reduction, over all ranks; one packed row.
 
         Collective. The values of the newest micro-batch in which any rank logged a name count: a rank without samples
         of it has an older one. The loggers get what comes out by the next :meth:`reduce_step`.
@@ -458,7 +446,7 @@ class LogCollector:
             if not entry.epoch_fresh or entry.key[1] != loader:
                 continue
             if entry.metric is None:
-                value = torch.tensor(_combine(entry.op, [self._local(entry, _epochs)]), dtype=entry.dtype)
+                value = torch.tensor(shown_value(entry.op, *self._local(entry, _epochs)[:2]), dtype=entry.dtype)
             elif self._world_size > 1 or self._by_loader is not None:
                 continue
             else:
@@ -484,7 +472,7 @@ class LogCollector:
 
     @does("reducing logged values")
     def reduce_epoch(self) -> list[tuple[Entry, str, Tensor]]:
-        """The on_epoch values over all steps and ranks; one packed all_gather, and the metrics' own. Collective.
+        """The on_epoch values over all steps and ranks; one packed row, and the metrics' own. Collective.
 
         What is reduced is cleared, so that a second call gives only what was logged in between; so are the newest
         values of single steps, which the epoch's values replace.
@@ -529,16 +517,10 @@ class LogCollector:
         """Reduce entries over the ranks: names travel as a hash, and in full only where the hashes differ."""
         fresh.sort(key=lambda entry: _place(entry.key))
         if self._world_size > 1:
-            fresh, columns = self._exchange(fresh, read)
-            columns = columns if self._counted is None else [columns[rank] for rank in self._counted]
+            fresh, values = self._exchange(fresh, read)
         else:
-            columns = [[self._local(entry, read) for entry in fresh]]
-        reduced = []
-        for i, entry in enumerate(fresh):
-            parts = [rank[i] for rank in columns]
-            value = _combine(entry.op, parts)
-            reduced.append((entry, torch.tensor(value, dtype=entry.dtype)))
-        return reduced
+            values = [shown_value(entry.op, *self._local(entry, read)[:2]) for entry in fresh]
+        return [(entry, torch.tensor(value, dtype=entry.dtype)) for entry, value in zip(fresh, values, strict=True)]
 
     def _local(self, entry: Entry, read: Reader) -> Part:
         value, weight, micro_batch = read(entry)
@@ -548,24 +530,21 @@ class LogCollector:
         number = number * weight if micro_batch and entry.op == "mean" else number
         return number, float(weight), float(micro_batch)
 
-    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[list[Part]]]:
+    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[float]]:
         names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
-        header = [float(zlib.crc32(names.encode())), float(len(fresh)), float(self._wants_each_step)]
-        rows = self._packed(header, fresh, read)
-        self.each_step = any(row[2] for row in rows)
-        if any(row[:2] != rows[0][:2] for row in rows) or rows[0][1] > self._capacity:
+        rows, row = self._combined_row(zlib.crc32(names.encode()), fresh, read)
+        self.each_step = each_step_wanted(row)
+        if rows.ranks_differ(row):
             fresh = self._agree_on_names(fresh)
-            rows = self._packed(header, fresh, read)
-        parts = [[(row[i], row[i + 1], row[i + 2]) for i in range(3, 3 + 3 * len(fresh), 3)] for row in rows]
-        return fresh, parts
+            rows, row = self._combined_row(0, fresh, read)
+        return fresh, rows.values(row)
 
-    def _packed(self, header: list[float], fresh: list[Entry], read: Reader) -> list[list[float]]:
-        numbers = list(header)
-        for entry in fresh[: self._capacity]:
-            numbers.extend(self._local(entry, read))
-        vector = torch.zeros(3 + 3 * self._capacity, dtype=torch.float64)
-        vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-        return self._gather(vector).tolist()
+    def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
+        rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
+        # of ranks that see the same samples one counts
+        parts = [self._local(entry, read) if self._counts else (NEUTRAL[entry.op], 0.0, 0.0) for entry in fresh]
+        mine = rows.make(names, self._wants_each_step, parts)
+        return rows, self._combined(mine, rows.combine)
 
     def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
         """The union of what any rank logged, in one order; entries that this rank lacks are made, empty."""
@@ -580,20 +559,12 @@ class LogCollector:
             )
             for entry in fresh
         ]
-        union: dict[Key, tuple[Options, str | None]] = {}
-        ranks_with: dict[Key, list[int]] = {}
-        dtypes: dict[Key, torch.dtype] = {}  # a rank that logged nothing shows the value in the type of the others
-        for rank, theirs in enumerate(self._gather_objects(mine)):
-            for (hook, dataloader_idx, name), options, metric, dtype in theirs:
-                key = (hook, dataloader_idx, name)
-                dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
-                union.setdefault(key, (tuple(options), metric))
-                ranks_with.setdefault(key, []).append(rank)
-        for key, (_, metric) in union.items():
-            if metric == "" and len(ranks_with[key]) < self._world_size:
+        union = self._from_zero(mine, _union)
+        for key, logged in union.items():
+            if logged.metric == "" and len(logged.ranks) < self._world_size:
                 raise RuntimeError(
                     f"self.log({key[2]!r}, <torchmetrics.Metric>) in `{key[0]}` was reached on ranks "
-                    f"{ranks_with[key]} only, and the metric's own reduction needs all {self._world_size} ranks: make "
+                    f"{logged.ranks} only, and the metric's own reduction needs all {self._world_size} ranks: make "
                     "the metric an attribute of the module, so that the others find it."
                 )
         while len(union) > self._capacity:
@@ -602,11 +573,11 @@ class LogCollector:
         for key in sorted(union, key=_place):
             table = self._tables.setdefault(key[:2], {})
             if key[2] not in table:
-                table[key[2]] = Entry(key, union[key][0])
+                table[key[2]] = Entry(key, union[key].options)
             entry = table[key[2]]
-            entry.dtype = dtypes[key]
-            if union[key][1] and entry.metric is None:
-                entry.metric = modules[union[key][1]]
+            entry.dtype = union[key].dtype
+            if union[key].metric and entry.metric is None:
+                entry.metric = modules[union[key].metric]
             entries.append(entry)
         return entries
 
@@ -625,6 +596,28 @@ class LogCollector:
             entry.epoch_fresh = saved.get("fresh", True)
             self._wants_each_step |= entry.each_step
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
+
+
+@dataclass
+class _Logged:
+    """One name that any rank has logged."""
+
+    options: Options
+    metric: str | None  #: where the module has it; "": nowhere; None: it is none
+    dtype: torch.dtype  #: a rank that logged nothing shows the value in the type of the others
+    ranks: list[int]  #: that have logged it, where that matters
+
+
+def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
+    """What all ranks have logged."""
+    union: dict[Key, _Logged] = {}
+    for rank, theirs in enumerate(of_ranks):
+        for (hook, dataloader_idx, name), options, metric, dtype in theirs:
+            found = union.setdefault((hook, dataloader_idx, name), _Logged(tuple(options), metric, dtype, []))
+            found.dtype = torch.promote_types(found.dtype, dtype)
+            if found.metric == "":
+                found.ranks.append(rank)
+    return union
 
 
 def checked_size(name: str, batch_size: object) -> float:
@@ -663,18 +656,6 @@ def merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _epochs(entry: Entry) -> tuple[Any, float, int]:
     return entry.total, entry.weight, 0
-
-
-def _combine(op: str, parts: list[Part]) -> float:
-    newest = max((micro_batch for _, weight, micro_batch in parts if weight), default=0)
-    parts = [part for part in parts if part[1] and part[2] == newest]
-    values = [value for value, _, _ in parts]
-    if op == "mean":
-        weight = sum(weight for _, weight, _ in parts)
-        return sum(values) / weight if weight else float("nan")
-    if not values:
-        return NEUTRAL[op]
-    return sum(values) if op == "sum" else reduce(partial(extreme, op), values)
 
 
 NOT_FOR_CALLBACKS = ("logged", "progress_bar")

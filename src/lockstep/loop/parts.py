@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.loop.logging import Entry, LogCollector, extreme
+from lockstep.loop.logged_rows import extreme
+from lockstep.loop.logging import Entry, LogCollector
 
 
 class StepParts:

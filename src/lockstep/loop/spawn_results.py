@@ -65,8 +65,10 @@ def call(session: Session, loop: Loop, *args: Any) -> SpawnResults:
     predicted = isinstance(loop, EvaluationLoop) and loop.stage is RunningStage.PREDICTING
     if predicted and returned is not None and session.config.use_distributed_sampler:
         several = isinstance(loop, EvaluationLoop) and len(loop.num_batches) > 1
-        of_ranks = session.strategy.gather_objects(returned)
-        returned = in_turns([of_ranks[rank] for rank in session.strategy.replicas.first_ranks], several)
+        strategy = session.strategy
+        first = strategy.replicas.first_ranks  # of ranks that see the same samples
+        of_ranks = strategy.collectives.gather_on_callers(returned if strategy.global_rank in first else None)
+        returned = in_turns([of_ranks[rank] for rank in first], several) if of_ranks else None
     module, grown = session.module, None
     if session.strategy.cuts_parameters:
         weights = gathered(module.state_dict(), keep=session.strategy.local_rank == 0)

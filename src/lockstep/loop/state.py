@@ -333,7 +333,8 @@ def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
         ranks: list[Any] = [{} for _ in range(session.world_size)]
         ranks[session.strategy.world.rank] = part
     else:
-        ranks = session.strategy.collectives.gather_on_zero(part)
+        # gradients that were reduced are the same on all ranks: they are sent by none, and once in the file
+        ranks = session.strategy.collectives.gather_on_zero(part, alike=True)
     return _common(session, progress_state, begun, ranks, engine)
 
 

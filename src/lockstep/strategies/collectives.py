@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +20,7 @@ from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
-from lockstep.ground.tree import tree_map
+from lockstep.ground.tree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -89,33 +90,52 @@ class _Sent:
     dtype: torch.dtype
 
 
-def gather_on_zero(obj: object) -> list[Any]:
-    """What all ranks pass, by rank, on rank 0; an empty list on the others, who need no copies of it. Collective.
+@dataclass(frozen=True)
+class _Same:
+    """Stands for a tensor of which the rank that gathers has the same."""
 
-    Tensors travel one by one, so that rank 0 needs memory for what it gets and little more.
+    number: int
+
+
+def gather_on(to: int, obj: object, alike: bool = False) -> list[Any]:
+    """What all ranks pass, by rank, on one rank; an empty list on the others, who need no copies of it. Collective.
+
+    Tensors travel one by one, so that this rank needs memory for what it gets and little more.
 
     Args:
+        to: the rank that gets it.
         obj: dicts, lists and tuples of CPU tensors and of what can be pickled.
+        alike: tensors of which that rank has the same, to the bit, do not travel: its own stands in their place, once
+            in the place of one. Those who read the list must not change it.
     """
     if comm.world_size() == 1:
         return [obj]
     device = comm.carrier(None, torch.device("cpu"))
-    if comm.rank() != 0:
+    known = _KnownTensors(to, list(filter(_goes_alone, tree_leaves(obj, Tensor)))) if alike else None
+    if comm.rank() != to:
         tensors: list[Tensor] = []
 
-        def leave(tensor: Tensor) -> _Sent:
+        def leave(tensor: Tensor) -> Tensor | _Sent | _Same:
+            if not _goes_alone(tensor):
+                return tensor
+            number = None if known is None else known.number_of(tensor)
+            if number is not None:
+                return _Same(number)
             tensors.append(tensor)
             return _Sent(tuple(tensor.shape), tensor.dtype)
 
-        dist.gather_object(tree_map(leave, obj, Tensor), None, 0)
+        dist.gather_object(tree_map(leave, obj, Tensor), None, to)
         for tensor in tensors:
             if tensor.numel():
-                dist.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(device), 0)
+                dist.send(comm.as_bytes(tensor).to(device), to)
         return []
     objects: list[Any] = [None] * comm.world_size()
-    dist.gather_object(None, objects, 0)
+    dist.gather_object(None, objects, to)
 
-    def fetch(sent: _Sent, source: int) -> Tensor:
+    def fetch(sent: _Sent | _Same, source: int) -> Tensor:
+        if isinstance(sent, _Same):
+            assert known is not None
+            return known.tensors[sent.number]
         tensor = torch.empty(sent.shape, dtype=sent.dtype)
         if tensor.numel():
             raw = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
@@ -123,7 +143,49 @@ def gather_on_zero(obj: object) -> list[Any]:
             tensor.copy_(raw.cpu().view(sent.dtype).view(sent.shape))
         return tensor
 
-    return [obj, *(tree_map(partial(fetch, source=r), objects[r], _Sent) for r in range(1, len(objects)))]
+    kinds = (_Sent, _Same)
+    return [obj if r == to else tree_map(partial(fetch, source=r), each, kinds) for r, each in enumerate(objects)]
+
+
+def gather_on_zero(obj: object, alike: bool = False) -> list[Any]:
+    """`gather_on` rank 0."""
+    return gather_on(0, obj, alike)
+
+
+def _goes_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is its bytes, shape and dtype, and no more."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
+
+
+class _KnownTensors:
+    """The tensors that a rank has, by what is in them. Collective.
+
+    Args:
+        rank: that one.
+        tensors: this rank's.
+
+    Attributes:
+        tensors: this rank's.
+    """
+
+    def __init__(self, rank: int, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        found = [_digest(tensor) for tensor in tensors] if comm.rank() == rank else []
+        self._numbers: dict[bytes, list[int]] = {}
+        for number, digest in reversed(list(enumerate(comm.broadcast_object(found, rank)))):
+            self._numbers.setdefault(digest, []).append(number)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Which of that rank's is the same; each is given once, so that no two tensors of a rank become one."""
+        numbers = self._numbers.get(_digest(tensor))
+        return numbers.pop() if numbers else None
+
+
+def _digest(tensor: Tensor) -> bytes:
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    found.update(comm.as_bytes(tensor).numpy().data)
+    return found.digest()
 
 
 class Collectives:
@@ -224,9 +286,33 @@ class Collectives:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
         return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
 
-    def gather_on_zero(self, obj: object) -> list[Any]:
-        """What all ranks pass, by rank, on rank 0, tensors one by one; an empty list on the others. Collective."""
-        return [obj] if self.world.size == 1 else gather_on_zero(obj)
+    def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:
+        """CPU vectors of equal length from all ranks, made one along a tree of fixed shape; see `comm.combined`."""
+        if self.world.size > 1 and comm.carrier(None, vector.device).type != "cpu":
+            vector = vector.to(self.device)
+        return comm.combined(vector, combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
+
+    def from_zero(self, obj: object, make: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 makes of small picklable objects of all ranks, on every rank. ``make`` must not fail."""
+        if self.world.size == 1:
+            return make([obj])
+        found = comm.gather_objects(obj)
+        return comm.broadcast_object(make(found) if self.world.is_zero else None)
+
+    def gather_on_zero(self, obj: object, alike: bool = False) -> list[Any]:
+        """What all ranks pass, by rank, on rank 0, as `gather_on_zero` has it; an empty list on the others."""
+        return [obj] if self.world.size == 1 else gather_on_zero(obj, alike)
+
+    def gather_on_callers(self, obj: object) -> list[Any]:
+        """What all ranks pass, by rank, on the first rank of each node, from which its process hears; see `gather_on`.
+
+        Collective.
+        """
+        if self.world.size == 1:
+            return [obj]
+        first = self.gather_stacked(torch.tensor([self.world.local_rank], dtype=torch.float64)).flatten().tolist()
+        found = [gather_on(rank, obj) for rank, local_rank in enumerate(first) if local_rank == 0]
+        return next(filter(None, found), [])
 
     def gather_objects(self, obj: object) -> list[Any]:
         """A small picklable object from all ranks, by rank."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
+from lockstep.ground import comm
 from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
@@ -174,6 +175,10 @@ class CollectiveTrace:
         """A message from rank to rank that is noted."""
         return self._noted(name, function, list(inspect.signature(function).parameters), MESSAGES[name], numbered=False)
 
+    def composed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of ours that is made of messages, and noted as the collective that it is."""
+        return self._noted(name, function, list(inspect.signature(function).parameters), COLLECTIVES[name], nests=True)
+
     def functional(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A functional collective that is noted, where it is made and not just traced."""
         names = list(inspect.signature(function).parameters)
@@ -203,9 +208,10 @@ class CollectiveTrace:
         payload: str,
         numbered: bool = True,
         strided: Callable[..., Any] | None = None,
+        nests: bool | None = None,
     ) -> Callable[..., Any]:
         at = names.index("group") if "group" in names else len(names)
-        nests = name not in _SIMPLE
+        nests = name not in _SIMPLE if nests is None else nests
         begin = self._begun(_SAME.get(name, name), names, payload, numbered)
         busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.memory.leave
 
@@ -581,6 +587,7 @@ def install_trace() -> None:
             if function is not None:
                 _replace(name, _with_note(name, function))
         _install_messages(trace)
+        _set(comm, "combined_by_messages", trace.composed("all_reduce", comm.combined_by_messages))
         _set(dist.Work, "wait", trace.waited(dist.Work.wait))
         trace.on_group = _take_in_functional
     _take_in_functional()

@@ -62,14 +62,20 @@ class Cost:
 
 
 class SimulatedClock:
-    """Stands in for the module ``time`` where ranks are watched."""
+    """Stands in for the module ``time`` where ranks are watched.
+
+    Attributes:
+        now: the run's clock.
+        off: seconds by which the clock of each thread's node is off.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.off: dict[int | None, float] = {}
 
     def monotonic(self) -> float:
-        """The run's clock."""
-        return self.now
+        """The clock of the node whose thread asks."""
+        return self.now + self.off.get(threading.get_ident(), 0.0)
 
     def thread_time(self) -> float:
         """What this thread has worked."""
@@ -185,6 +191,8 @@ class SimulatedRun:
         nodes: how many, from 2.
         ranks_per_node: ranks of each.
         hang_timeout: of the Trainer, in seconds.
+        off: of some nodes, seconds by which their clocks are off.
+        slow: of some nodes, seconds of the run's clock for which they say nothing in a `wait`.
 
     Attributes:
         clock: of the run.
@@ -198,9 +206,17 @@ class SimulatedRun:
             print(run.fail(5))
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int = 8, hang_timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int = 8,
+        hang_timeout: float = 60.0,
+        off: Mapping[int, float] | None = None,
+        slow: Mapping[int, int] | None = None,
+    ) -> None:
         if nodes < 2:
             raise ValueError(f"SimulatedRun(nodes={nodes}): give at least 2")
+        self._off, self._slow = off or {}, slow or {}
         self._count, self._local, self._limit = nodes, ranks_per_node, hang_timeout
         self.clock = SimulatedClock()
         self.told: list[tuple[float, str]] = []
@@ -256,6 +272,8 @@ class SimulatedRun:
             port, token = zero.open(ADDRESS)
             with ThreadPoolExecutor(16) as pool:
                 joined = list(pool.map(lambda node: self._join(node, port, token), self._nodes[1:]))
+            for number, off in self._off.items():
+                self.clock.off[self._nodes[number].hub._thread.ident] = off
             if not all(joined):
                 raise RuntimeError(f"{joined.count(False)} of {self._count} nodes could not join node 0")
         return found[0]
@@ -266,10 +284,12 @@ class SimulatedRun:
         past = [self._note(number, 0.0, 0.5) for number in range(40, 25, -1)]
         self._notes = (self._note(41, self._since, None), *past)
         with self._measured("wait") as found:
-            for _ in range(seconds):
+            for second in range(seconds):
                 self.clock.now += monitor.PERIOD
+                awake = [node for number, node in enumerate(self._nodes) if second >= self._slow.get(number, 0)]
                 for node in self._nodes[1:]:
-                    self._look(node)
+                    if node in awake:
+                        self._look(node)
                 self._settle()
                 self._look(self._nodes[0])
                 self._settle()
@@ -342,10 +362,22 @@ class SimulatedRun:
 
     def _rank(self, stand: Stand) -> RankSnapshot:
         """A rank as its supervisor sees it, asked for its stack."""
+        off = self._off.get(stand.rank // self._local, 0.0)
+        now, notes = self.clock.now + off, self._notes
+        if off:
+            notes = tuple(
+                replace(
+                    note,
+                    entered=note.entered + off,
+                    left=None if note.left is None else note.left + off,
+                    done=None if note.done is None else note.done + off,
+                )
+                for note in notes
+            )
         if stand.rank == self._late:
-            return RankSnapshot(stand.rank, self.clock.now, stand, RUNS, stack=BUSY, notes=self._notes[1:])
+            return RankSnapshot(stand.rank, now, stand, RUNS, stack=BUSY, notes=notes[1:])
         still = self.clock.now - self._since
-        return RankSnapshot(stand.rank, self.clock.now, stand, SLEEPS, still, notes=self._notes, stack=WAITING)
+        return RankSnapshot(stand.rank, now, stand, SLEEPS, still, notes=notes, stack=WAITING)
 
     def _note(self, number: int, entered: float, left: float | None) -> Note:
         what = ("all_reduce", "0", self._everyone, "float32 (1000000,) SUM", 1_000_000)
@@ -358,8 +390,10 @@ class SimulatedRun:
             rank: Stand(rank, 0.0, 1, True, "/home/me/fit.py:7", os.getpid(), hang_timeout=self._limit)
             for rank in range(first, first + self._local)
         }
-        began = time.thread_time()
-        found = node.monitor.look(stands, {}, self.clock.now)
+        began, off = time.thread_time(), self._off.get(node.nodes._node, 0.0)
+        self.clock.off[threading.get_ident()] = off
+        found = node.monitor.look(stands, {}, self.clock.now + off)
+        self.clock.off.pop(threading.get_ident())
         if node is self._nodes[0]:
             self._looked += time.thread_time() - began
         if found is not None:

@@ -1,0 +1,124 @@
+"""What a rank has logged as a row of numbers, and how rows of several ranks become one of the same form.
+
+A row begins with what is compared: a hash of the names, their number, both again below zero, and whether the rank wants
+to reduce each step. Of all five the largest counts, so that ranks that differ are found: the largest and the smallest
+are not the same then. Behind that come the values, their weights, and the micro-batches of steps' values (0: of an
+epoch's). There is room for more names than there are, so that ranks that differ can meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Part: TypeAlias = tuple[float, float, float]
+"""Of one name: its value (of a mean, value x weight), the weight, and the micro-batch. Without a weight it is none."""
+
+NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+_HEAD = 5
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How rows are read and combined, alike on all ranks that log the same names.
+
+    Args:
+        ops: the reduction of each name, as `REDUCTIONS` has them.
+        capacity: names for which a row has room.
+        steps: whether values are of single steps: those of the newest micro-batch count.
+    """
+
+    ops: Sequence[str]
+    capacity: int
+    steps: bool
+
+    def make(self, names: int, wants_each_step: bool, parts: Sequence[Part]) -> Tensor:
+        """A row: float64, of ``5 + 3 x capacity`` numbers.
+
+        Args:
+            names: a hash of them.
+            wants_each_step: for the header.
+            parts: of each name.
+        """
+        kept = parts[: self.capacity]
+        room = [0.0] * (self.capacity - len(kept))
+        count = float(len(parts))
+        numbers = [float(names), count, -float(names), -count, float(wants_each_step)]
+        for column in zip(*kept, strict=True) if kept else ((), (), ()):
+            numbers += [*column, *room]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Rows (..., k, n) as one (..., n): sums in their order, from the first on."""
+        head = rows[..., :_HEAD].amax(-2)
+        parts = rows[..., _HEAD:].view(*rows.shape[:-1], 3, self.capacity)
+        values, weights, newest = parts.unbind(-2)
+        there = weights != 0.0
+        if self.steps:
+            latest = torch.where(there, newest, 0.0).amax(-2, keepdim=True)
+            there = there & (newest == latest)
+            newest = latest
+        sums = torch.where(there.unsqueeze(-2), parts[..., :2, :], 0.0).unbind(-3)
+        total = sums[0]
+        for each in sums[1:]:
+            total = total + each
+        if self._extremes:
+            total = total.clone()
+        for op, places in self._extremes.items():
+            several = torch.where(there, values, NEUTRAL[op])[..., places].unbind(-2)
+            total[..., 0, places] = functools.reduce(functools.partial(_extreme, op), several)
+        return torch.cat([head, total.flatten(-2), newest[..., 0, :]], -1)
+
+    @functools.cached_property
+    def _extremes(self) -> dict[str, list[int]]:
+        """The places of names that are reduced by "min" or "max"."""
+        ops = self.ops[: self.capacity]
+        return {op: [place for place, each in enumerate(ops) if each == op] for op in ("min", "max") if op in ops}
+
+    def ranks_differ(self, row: Tensor) -> bool:
+        """Whether ranks log other names than others, or more than there is room for."""
+        names, count, least_names, least_count, _ = row[:_HEAD].tolist()
+        return bool(names != -least_names or count != -least_count or count > self.capacity)
+
+    def values(self, row: Tensor) -> list[float]:
+        """What is shown of each name."""
+        numbers = row.tolist()[_HEAD:]
+        weights = numbers[self.capacity :]
+        return [shown_value(op, numbers[place], weights[place]) for place, op in enumerate(self.ops)]
+
+
+def each_step_wanted(row: Tensor) -> bool:
+    """Whether any rank wants to reduce each step."""
+    return bool(row[_HEAD - 1])
+
+
+def shown_value(op: str, value: float, weight: float) -> float:
+    """The value of what was combined; of a mean without weight NaN."""
+    if op == "mean":
+        return (value + 0.0) / weight if weight else math.nan
+    if not weight:
+        return NEUTRAL[op]
+    return value + 0.0 if op == "sum" else value
+
+
+def extreme(op: str, one: float, other: float) -> float:
+    """The smaller ("min") or larger ("max") number. NaN wins, as it does in torch; -0.0 is below 0.0."""
+    if one != one or other != other:
+        return math.nan
+    if one == other:
+        first = math.copysign(1.0, one) < math.copysign(1.0, other)
+        return one if first is (op == "min") else other
+    return min(one, other) if op == "min" else max(one, other)
+
+
+def _extreme(op: str, one: Tensor, other: Tensor) -> Tensor:
+    """`extreme`, element by element."""
+    first, second = (one, other) if op == "min" else (other, one)
+    pick = torch.minimum if op == "min" else torch.maximum
+    return torch.where(one == other, torch.where(one.signbit(), first, second), pick(one, other))
