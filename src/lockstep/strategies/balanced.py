@@ -360,6 +360,8 @@ class BalancedStrategy(RankedStrategy):
         self._lay_out(tuple(split))
         move(self.module, before, self._ownership, self.optimizers, self._pipeline)
         self._parts.change_owners(self._ownership, self.optimizers)
+        if self._watch is not None and self._watch.control is not None:
+            self._watch.control.adopt(self._counts_now)
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
         return comm.all_reduce(took, "max").item()
 

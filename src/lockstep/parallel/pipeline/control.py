@@ -161,6 +161,14 @@ class SplitControl:
     link: float = UNKNOWN_LINK
     _votes: Votes = field(default_factory=Votes)
     _expected: tuple[float, ...] = ()
+    _settled: tuple[float, ...] = ()  # seconds of each stage for which no other split was better
+
+    def __post_init__(self) -> None:
+        self.adopt(self.counts)
+
+    def adopt(self, counts: tuple[int, ...]) -> None:
+        """These are the blocks of each stage from here on."""
+        self.counts, self._expected, self._settled = counts, self.predict(counts), ()
 
     def predict(self, counts: Sequence[int]) -> tuple[float, ...]:
         """Seconds of a micro-batch on each stage."""
@@ -191,7 +199,7 @@ class SplitControl:
         if max(then) > (1 - SMALL) * max(now) or not self._pays(max(now) - max(then), after, micro_batches):
             after, then = self.counts, now
         found = Resplit(self.counts, after, now, then, reason)
-        self.counts, self._expected = after, then
+        self.adopt(after)
         return found
 
     def look(self, looks: Sequence[StageLook], micro_batches: int) -> Resplit | None:
@@ -210,15 +218,21 @@ class SplitControl:
             for stage, look, part in zip(self.stages, looks, own, strict=True)
         ]
         now = tuple(look.total for look in looks)
+        if self._settled and all(abs(a - b) <= SMALL * b for a, b in zip(now, self._settled, strict=True)):
+            return None
         after = self.best()
         then = self.predict(after)
         saved = 1 - max(then) / max(now) if after != self.counts else 0.0
+        self._settled = now if saved < SMALL else ()
         giver = max(range(len(now)), key=lambda stage: (self.counts[stage] - after[stage], -stage))
-        if not self._votes.are_enough(saved, giver) or not self._pays(max(now) - max(then), after, micro_batches):
+        if not self._votes.are_enough(saved, giver):
+            return None
+        if not self._pays(max(now) - max(then), after, micro_batches):
+            self._settled = now
             return None
         self._votes.reset()
         found = Resplit(self.counts, after, now, then, self._reason(now))
-        self.counts, self._expected = after, then
+        self.adopt(after)
         return found
 
     def _reason(self, now: Sequence[float]) -> str:

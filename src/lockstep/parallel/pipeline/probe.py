@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from lockstep.parallel.pipeline.stages import Stages
 from lockstep.parallel.pipeline.weights import stands_in
 
-TIMES = 3
-"""Runs of a block, of which the median counts."""
+PASSES = 5, 20
+"""Passes through all blocks, of which each block's median counts: at least, and while they take little time."""
+LITTLE, PATIENCE = 0.3, 10.0
+"""Seconds until which passes go on, and after which none begins, if two have been measured."""
 STAND_IN = 0.01
 """Each element of made-up weights."""
 AS_ADAM = 2.0
@@ -69,23 +71,47 @@ def probe(stages: Stages, like: Like, clock: Callable[[], float] = time.perf_cou
     Raises:
         MisconfigurationException: a block gives what cannot go to the next stage.
     """
-    device = stages.device
+    device, blocks = stages.device, stages.chain.blocks
     devices = [] if device.type == "cpu" else [device]
-    found = []
     with torch.random.fork_rng(devices, device_type=device.type), torch.enable_grad(), stages.chain.running():
-        for place, block in enumerate(stages.chain.blocks):
-            with _whole(block, device):
-                with _counting(block) as kept:  # its first run, which is no measure of its time
-                    out = _run(stages, place, block, like.made(device))
-                seconds = []
-                for _ in range(TIMES):
-                    x = like.made(device)
-                    begin = _now(device, clock)
-                    _run(stages, place, block, x)
-                    seconds.append(_now(device, clock) - begin)
-            found.append(BlockProbe(median(seconds), sum(kept.values())))
-            like = Like.of(out)
-    return found
+        likes, keeps = [like], []
+        for place, block in enumerate(blocks):
+            with _whole(block, device), _counting(block) as kept:  # a warm-up
+                likes.append(Like.of(_run(stages, place, block, likes[-1].made(device))))
+            keeps.append(sum(kept.values()))
+        passes: list[list[float]] = []
+        begun = time.perf_counter()
+        while _goes_on(len(passes), time.perf_counter() - begun):
+            # what else the machine does meanwhile slows down a pass, and not one block
+            calling = _timed(stages, 0, _Nothing(), likes[0], clock)
+            each = [_timed(stages, place, block, likes[place], clock) for place, block in enumerate(blocks)]
+            passes.append([max(seconds - calling, seconds / 10) for seconds in each])
+    typical = median(sum(each) for each in passes)
+    told = [each for each in passes if sum(each)]  # a clock may be too coarse
+    shares = [median(each[place] / sum(each) for each in told or [[1.0] * len(blocks)]) for place in range(len(blocks))]
+    return [BlockProbe(typical * share, kept) for share, kept in zip(shares, keeps, strict=True)]
+
+
+def _goes_on(passes: int, seconds: float) -> bool:
+    least, most = PASSES
+    return passes < 2 or (seconds < PATIENCE and passes < (most if seconds < LITTLE else least))
+
+
+class _Nothing(nn.Module):
+    """A block that computes nothing: what it takes is what calling a block by itself takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+def _timed(stages: Stages, place: int, block: nn.Module, like: Like, clock: Callable[[], float]) -> float:
+    """Seconds of a block."""
+    device = stages.device
+    with _whole(block, device):
+        x = like.made(device)
+        begin = _now(device, clock)
+        _run(stages, place, block, x)
+        return _now(device, clock) - begin
 
 
 def _now(device: torch.device, clock: Callable[[], float]) -> float:

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from functools import wraps
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-from lockstep.parallel.pipeline.control import StageLook
 
 BEFORE, BLOCKS, BEHIND, BACKWARD = range(4)
 """Parts of a stage's work: the step before the chain, the blocks' forward, the step behind the chain, the backward."""
@@ -41,7 +39,7 @@ class Span:
 
     Attributes:
         part: one of `BEFORE`, `BLOCKS`, `BEHIND` and `BACKWARD`.
-        begin, end: seconds; from the beginning of the window on a GPU, else by the clock of the host.
+        begin, end: seconds from the beginning of the window.
     """
 
     part: int
@@ -49,31 +47,33 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class WindowOfStage:
+class WindowOfStage(NamedTuple):
     """What a window took a stage.
 
     Attributes:
         begin, end: seconds by the clock of the host.
-        spans: of its micro-batches, in their order.
+        seconds: by part, of all micro-batches.
         micro_batches: their number.
+        spans: of the micro-batches, in their order, where somebody wants them.
     """
 
     begin: float
     end: float
-    spans: tuple[Span, ...]
+    seconds: tuple[float, float, float, float]
     micro_batches: int
+    spans: tuple[Span, ...] = ()
 
-    def seconds(self, *parts: int) -> float:
-        """Of some parts."""
-        return sum(span.end - span.begin for span in self.spans if span.part in parts)
+    def look(self) -> tuple[float, float]:
+        """Seconds of a micro-batch: of the blocks, and outside of them.
 
-    def look(self) -> StageLook:
-        """Of a micro-batch. A backward is shared out between the blocks and the rest as the forward is."""
-        blocks, outside = self.seconds(BLOCKS), self.seconds(BEFORE, BEHIND)
-        total = (blocks + outside + self.seconds(BACKWARD)) / self.micro_batches
-        share = blocks / (blocks + outside) if blocks + outside else 1.0
-        return StageLook(share * total, (1 - share) * total)
+        A backward is shared out between the two as the forward is.
+        """
+        before, blocks, behind, backward = self.seconds
+        forward = before + blocks + behind
+        if not forward:
+            return backward / self.micro_batches, 0.0
+        scale = (1 + backward / forward) / self.micro_batches
+        return blocks * scale, (before + behind) * scale
 
 
 def _event_of_gpu() -> Event:
@@ -89,54 +89,45 @@ class StageTimes:
 
     Attributes:
         listens: whether the windows that begin now are measured.
+        keeps_spans: whether the windows that begin now have spans.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
         self.clock = perf_counter
-        self.listens = True
+        self.listens, self.keeps_spans = True, False
         self._make = _event_of_gpu if make_event is None and device.type == "cuda" else make_event
         self._tape: list[tuple[int, Any, Any]] = []
-        self._begin = 0.0
+        self._seconds = [0.0] * 4
         self._inside = False
-        self._first: Any = None
         self._windows: deque[WindowOfStage] = deque(maxlen=NEWEST)
-        self._pending: deque[tuple[float, float, Any, Any, list[tuple[int, Any, Any]], int]] = deque(maxlen=NEWEST)
+        self._pending: deque[_Pending] = deque(maxlen=NEWEST)
 
-    def moment(self) -> Any:
-        """Now, for :meth:`add`."""
-        if self._make is None:
-            return self.clock()
+    def _event(self) -> Event:
+        assert self._make is not None
         event = self._make()
         event.record()
         return event
 
-    def add(self, part: int, begin: Any) -> None:
-        """A part of the work is over that began at a :meth:`moment`."""
-        self._tape.append((part, begin, self.moment()))
-
-    @property
-    def measures(self) -> bool:
-        """Whether a window that is measured runs."""
-        return self._inside
-
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
         """Inside, a window runs."""
-        if not self.listens or not micro_batches:
+        if not micro_batches or not (self.listens or self.keeps_spans):
             yield
             return
         self._tape, self._inside = [], True
-        self._begin = self.clock()
-        first = None if self._make is None else self.moment()
+        self._seconds[:] = (0.0, 0.0, 0.0, 0.0)
+        first, begin = None if self._make is None else self._event(), self.clock()
         try:
             yield
         finally:
             self._inside = False
-        if self._make is None:
-            spans = tuple(Span(*each) for each in self._tape)
-            self._windows.append(WindowOfStage(self._begin, self.clock(), spans, micro_batches))
-        else:
-            self._pending.append((self._begin, self.clock(), first, self.moment(), self._tape, micro_batches))
+        end = self.clock()
+        if first is not None:
+            self._pending.append(_Pending(begin, end, first, self._event(), self._tape, micro_batches))
+            return
+        before, blocks, behind, backward = self._seconds
+        spans = tuple(Span(part, begun - begin, ended - begin) for part, begun, ended in self._tape)
+        self._windows.append(WindowOfStage(begin, end, (before, blocks, behind, backward), micro_batches, spans))
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, whose time counts for a part of a window that is measured."""
@@ -145,22 +136,51 @@ class StageTimes:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
                 return fn(*args, **kwargs)
-            begin = self.moment()
+            clock = self.clock
+            begin = clock()
             result = fn(*args, **kwargs)
-            self.add(part, begin)
+            end = clock()
+            self._seconds[part] += end - begin
+            if self.keeps_spans:
+                self._tape.append((part, begin, end))
             return result
 
-        return timed
+        @wraps(fn)
+        def timed_on_gpu(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                return fn(*args, **kwargs)
+            begin = self._event()
+            result = fn(*args, **kwargs)
+            self._tape.append((part, begin, self._event()))
+            return result
+
+        return timed if self._make is None else timed_on_gpu
 
     def take(self) -> list[WindowOfStage]:
         """The windows since this was asked last that the device is through with; nobody waits for it."""
-        while self._pending and self._pending[0][3].query():
-            begin, end, first, _, tape, count = self._pending.popleft()
-            spans = (Span(part, *(first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in tape)
-            self._windows.append(WindowOfStage(begin, end, tuple(spans), count))
+        while self._pending and self._pending[0].last.query():
+            self._windows.append(self._pending.popleft().read())
         found = list(self._windows)
         self._windows.clear()
         return found
+
+
+class _Pending(NamedTuple):
+    """A window that the host is through with, and the GPU may be not."""
+
+    begin: float
+    end: float
+    first: Any
+    last: Any
+    tape: list[tuple[int, Any, Any]]
+    micro_batches: int
+
+    def read(self) -> WindowOfStage:
+        """The same by the GPU's time."""
+        spans = [Span(part, *(self.first.elapsed_time(e) / 1e3 for e in ends)) for part, *ends in self.tape]
+        seconds = [sum(span.end - span.begin for span in spans if span.part == part) for part in range(4)]
+        before, blocks, behind, backward = seconds
+        return WindowOfStage(self.begin, self.end, (before, blocks, behind, backward), self.micro_batches, tuple(spans))
 
 
 def typical(windows: list[WindowOfStage]) -> tuple[float, float, float]:
@@ -172,7 +192,7 @@ def typical(windows: list[WindowOfStage]) -> tuple[float, float, float]:
         return math.nan, math.nan, math.nan
     looks = [window.look() for window in windows]
     return (
-        median(look.blocks for look in looks),
-        median(look.outside for look in looks),
+        median(blocks for blocks, _ in looks),
+        median(outside for _, outside in looks),
         median(float(window.micro_batches) for window in windows),
     )

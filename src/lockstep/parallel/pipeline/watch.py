@@ -19,10 +19,10 @@ from lockstep.parallel.pipeline.stages import Stages, Turn
 from lockstep.parallel.pipeline.times import StageTimes, typical
 from lockstep.planner.profile import kind_of
 
-SOONEST, LATEST = 4, 16
+SOONEST, LATEST = 8, 32
 """Windows from one look to the next: at first and behind a change, and when nothing has changed for a while."""
-ON_GPU = 4
-"""Windows before a look that are measured on a GPU; on a CPU all of them are."""
+MEASURED = 8
+"""Windows before a look that are measured."""
 ROOM = 0.9
 """The part of a rank's free memory that blocks may fill."""
 ROW = 3
@@ -80,8 +80,8 @@ class SplitWatch:
             self._since = 0
             if self._rows is None:
                 self._rows = RowExchange(ROW)
-            self._rows.tell(typical(self.times.take()))
-        self.times.listens = stages.device.type == "cpu" or self._period - self._since <= ON_GPU
+            self._rows.tell(typical(self.times.take()[-MEASURED:]))
+        self.times.listens = self._period - self._since <= MEASURED
         return None
 
     def _hear(self, control: SplitControl, rows: RowExchange) -> Resplit | None:
@@ -93,6 +93,8 @@ class SplitWatch:
             looks.append(StageLook(*slowest[:2]))
             count = max(count, slowest[2])
         found = control.look(looks, int(count))
+        if found is not None:
+            self.times.take()  # these are of the split before
         self._period = SOONEST if found is not None else min(2 * self._period, LATEST)
         return found
 
