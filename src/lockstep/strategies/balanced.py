@@ -159,6 +159,11 @@ class BalancedStrategy(RankedStrategy):
         of_rank = tuple(rank // size for rank in range(world.size))
         self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
 
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Blocks of each stage now; none before the first call."""
+        return self._counts_now
+
     def _size(self, world: World) -> int:
         if world.size == 1:
             raise MisconfigurationException(ONE_DEVICE)

@@ -90,11 +90,13 @@ class StageTimes:
     Attributes:
         listens: whether the windows that begin now are measured.
         keeps_spans: whether the windows that begin now have spans.
+        listener: told of each window as soon as it is measured; while there is one, all are.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
         self.clock = perf_counter
         self.listens, self.keeps_spans = True, False
+        self.listener: Callable[[WindowOfStage], None] | None = None
         self._make = _event_of_gpu if make_event is None and device.type == "cuda" else make_event
         self._tape: list[tuple[int, Any, Any]] = []
         self._seconds = [0.0] * 4
@@ -111,7 +113,7 @@ class StageTimes:
     @contextmanager
     def window(self, micro_batches: int) -> Iterator[None]:
         """Inside, a window runs."""
-        if not micro_batches or not (self.listens or self.keeps_spans):
+        if not micro_batches or not (self.listens or self.listener):
             yield
             return
         self._tape, self._inside = [], True
@@ -127,7 +129,7 @@ class StageTimes:
             return
         before, blocks, behind, backward = self._seconds
         spans = tuple(Span(part, begun - begin, ended - begin) for part, begun, ended in self._tape)
-        self._windows.append(WindowOfStage(begin, end, (before, blocks, behind, backward), micro_batches, spans))
+        self._note(WindowOfStage(begin, end, (before, blocks, behind, backward), micro_batches, spans))
 
     def wrapped(self, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, whose time counts for a part of a window that is measured."""
@@ -156,10 +158,15 @@ class StageTimes:
 
         return timed if self._make is None else timed_on_gpu
 
+    def _note(self, window: WindowOfStage) -> None:
+        self._windows.append(window)
+        if self.listener is not None:
+            self.listener(window)
+
     def take(self) -> list[WindowOfStage]:
         """The windows since this was asked last that the device is through with; nobody waits for it."""
         while self._pending and self._pending[0].last.query():
-            self._windows.append(self._pending.popleft().read())
+            self._note(self._pending.popleft().read())
         found = list(self._windows)
         self._windows.clear()
         return found
