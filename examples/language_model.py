@@ -16,6 +16,7 @@ import argparse
 import sysconfig
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lockstep.callbacks import StageTimeline
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 
@@ -177,27 +179,29 @@ class SlowRank(Callback):
     Args:
         rank: which.
         factor: how much slower; 3.0 computes all twice more.
+        since: the step from which on it is slower.
         sizes: of the model.
     """
 
-    def __init__(self, rank: int, factor: float, **sizes: int) -> None:
-        self.rank, self.more = rank, factor - 1
+    def __init__(self, rank: int, factor: float, since: int, **sizes: int) -> None:
+        self.rank, self.more, self.since = rank, factor - 1, since
         self.twin = build_gpt(**sizes)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """In a pipeline each block is slower by itself, on the rank that runs it."""
         if isinstance(trainer.strategy, BalancedStrategy) and trainer.global_rank == self.rank:
             for block in pl_module.gpt.blocks:
-                block.register_forward_hook(self._slow_down)
+                block.register_forward_hook(partial(self._slow_down, trainer))
 
-    def _slow_down(self, block: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        if out.requires_grad:
-            (x,) = args
+    def _slow_down(self, trainer: Any, block: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        (x,) = args
+        if out.requires_grad and trainer.global_step >= self.since:
             self._again(self.twin.blocks[0].to(x.device), x.detach(), lambda out: out.sum())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Elsewhere each batch takes longer."""
-        if trainer.global_rank != self.rank or isinstance(trainer.strategy, BalancedStrategy):
+        elsewhere = trainer.global_rank != self.rank or trainer.global_step < self.since
+        if elsewhere or isinstance(trainer.strategy, BalancedStrategy):
             return
         bytes_in, bytes_out = batch
         twin = self.twin.to(bytes_in.device)
@@ -212,12 +216,13 @@ class SlowRank(Callback):
             left -= 1
 
     @staticmethod
-    def parse(text: str) -> tuple[int, float]:
-        """``"1:3"`` is rank 1, 3 times slower."""
-        rank, _, factor = text.partition(":")
-        if not rank.isdigit() or not float(factor or 0) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a rank and a factor above 1, 1:3 say")
-        return int(rank), float(factor)
+    def parse(text: str) -> tuple[int, float, int]:
+        """``"1:3"`` is rank 1, 3 times slower; ``"1:3@50"`` from step 50 on."""
+        slower, _, since = text.partition("@")
+        rank, _, factor = slower.partition(":")
+        if not rank.isdigit() or not float(factor or 0) > 1 or not (since or "0").isdigit():
+            raise argparse.ArgumentTypeError(f"{text!r}: give a rank and a factor above 1, 1:3 say, or 1:3@50")
+        return int(rank), float(factor), int(since or 0)
 
 
 class PrintSpeed(Callback):
@@ -272,7 +277,10 @@ def main() -> None:
         "--split", type=split_of, default="measured", help="of --strategy balanced: measured, equal, or blocks by stage"
     )
     parser.add_argument("--balance", action="store_true", help="let shares of a batch follow the ranks' speed")
-    parser.add_argument("--slow-rank", type=SlowRank.parse, help="rank:factor makes a rank slower, 1:3 say")
+    parser.add_argument(
+        "--slow-rank", type=SlowRank.parse, help="rank:factor@step makes a rank slower, 1:3 or 1:3@50 say"
+    )
+    parser.add_argument("--picture", type=Path, help="of the stages of a pipeline, as PNG")
     parser.add_argument("--out", type=Path, help="folder for checkpoints; nothing is kept without")
     args = parser.parse_args()
 
@@ -282,6 +290,8 @@ def main() -> None:
     of_speed: list[Callback] = [PrintSpeed()] if args.balance or args.slow_rank or args.strategy == "balanced" else []
     if args.slow_rank is not None:
         of_speed.append(SlowRank(*args.slow_rank, **sizes))
+    if args.picture is not None:
+        of_speed.append(StageTimeline(args.picture))
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,

@@ -25,7 +25,7 @@ from .shares import OFF, Factor, Times, begin
 
 BATCH, MICRO_BATCHES = 16, 8
 """Samples of a batch, and its parts."""
-BLOCKS_OF_CHAIN, SIZE = 8, Size(64, 8)
+BLOCKS_OF_CHAIN, SIZE = 12, Size(64, 12)
 MILLISECONDS = 1.5
 """Of a forward of a sleeping block; its backward takes twice as long."""
 SETTLED = 20

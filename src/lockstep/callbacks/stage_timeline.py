@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
 
-SHOWN = 3
-"""Windows after the start, and behind each change of the split, whose parts are kept; the last of them is drawn."""
 MOST_WINDOWS = 4096
 """Windows whose seconds are kept; where there are more, every other one is."""
 MOST_DRAWN = 4
-"""Windows that are drawn by their parts: the first and the last of them, and those before the last."""
+"""Windows that are drawn by their parts: of the first split and of the last ones."""
 
 
 class _Shown(NamedTuple):
@@ -43,8 +41,8 @@ class StageTimeline(Callback):
     """Draws the stages of ``strategy="balanced"`` into a PNG when a fit ends.
 
     On top is what a micro-batch takes each stage, without waiting, step by step, with the changes of the split. Below
-    are single windows, one behind each change: what each stage computes when, and where it waits. Of several replicas
-    the first is drawn. A rank measures all its windows meanwhile, a microsecond for each part of a micro-batch.
+    are single windows, the last one before each change and the last of all: what each stage computes when, and where it
+    waits. Of several replicas the first is drawn. A rank measures all its windows meanwhile, a microsecond for each part of a micro-batch.
 
     Args:
         path: of the picture.
@@ -62,7 +60,7 @@ class StageTimeline(Callback):
         self.path = os.fspath(path)
         self._seconds: list[tuple[int, float]] = []  # step, and seconds of a micro-batch
         self._shown: dict[int, _Shown] = {}  # by the number of decisions before it
-        self._left, self._every, self._changes = 0, 1, 0
+        self._every = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the strategy for the times of all windows."""
@@ -75,7 +73,6 @@ class StageTimeline(Callback):
         if trainer.is_global_zero:
             _figure()
         self._seconds, self._shown, self._every = [], {}, 1
-        self._left, self._changes = SHOWN, 0
         times.listener, times.keeps_spans = partial(self._take, trainer, times), True
 
     @staticmethod
@@ -91,12 +88,7 @@ class StageTimeline(Callback):
         if len(self._seconds) > MOST_WINDOWS:
             self._every *= 2
             self._seconds = [each for each in self._seconds if each[0] % self._every == 0]
-        if len(strategy.decisions) > self._changes:
-            self._changes, self._left = len(strategy.decisions), SHOWN
-        elif window.spans:
-            self._shown[self._changes] = _Shown(step, strategy.split, window.begin, window.spans)
-            self._left -= 1
-        times.keeps_spans = self._left > 0
+        self._shown[len(strategy.decisions)] = _Shown(step, strategy.split, window.begin, window.spans)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bring all ranks' times together, and draw them."""

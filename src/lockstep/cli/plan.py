@@ -204,7 +204,7 @@ def draw(found: Plan, path: str) -> None:
     rows.sort(key=lambda one: (one.fits, one.rate))
     names = [one.candidate.name for one in rows]
     kinds = list(dict.fromkeys(kind for one in rows for kind in one.parts))
-    staged = next((one for one in reversed(rows) if one.fits and one.split is not None), None)
+    staged = next((one for one in reversed(rows) if one.fits and one.split and len(one.split.stages) > 1), None)
     depth = 0 if staged is None or staged.split is None else len(staged.split.stages)
     heights = [1.5 + 0.3 * len(rows), *([1.2 + 0.4 * depth] if depth else [])]
     figure = Figure(figsize=(12, sum(heights)), layout="constrained")
