@@ -40,9 +40,10 @@ class _Shown(NamedTuple):
 class StageTimeline(Callback):
     """Draws the stages of ``strategy="balanced"`` into a PNG when a fit ends.
 
-    On top is what a micro-batch takes each stage, without waiting, step by step, with the changes of the split. Below
-    are single windows, the last one before each change and the last of all: what each stage computes when, and where it
-    waits. Of several replicas the first is drawn. A rank measures all its windows meanwhile, a microsecond for each part of a micro-batch.
+    On top is what a micro-batch takes each stage, without waiting, step by step, with the changes of the split.
+    Below are single windows, the last one before each change and the last of all: what each stage computes when,
+    and where it waits. Of several replicas the first is drawn. A rank measures all its windows meanwhile, a
+    microsecond for each part of a micro-batch.
 
     Args:
         path: of the picture.
@@ -60,7 +61,7 @@ class StageTimeline(Callback):
         self.path = os.fspath(path)
         self._seconds: list[tuple[int, float]] = []  # step, and seconds of a micro-batch
         self._shown: dict[int, _Shown] = {}  # by the number of decisions before it
-        self._every = 1
+        self._every, self._before = 1, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the strategy for the times of all windows."""
@@ -73,6 +74,7 @@ class StageTimeline(Callback):
         if trainer.is_global_zero:
             _figure()
         self._seconds, self._shown, self._every = [], {}, 1
+        self._before = len(trainer.strategy.decisions)  # type: ignore[attr-defined]  # of earlier fits
         times.listener, times.keeps_spans = partial(self._take, trainer, times), True
 
     @staticmethod
@@ -99,7 +101,7 @@ class StageTimeline(Callback):
         told = trainer.strategy.gather_objects((self._seconds, list(self._shown.values())))
         if trainer.is_global_zero:
             strategy: Any = trainer.strategy
-            decisions = [each for each in strategy.decisions if each.before != each.after]
+            decisions = [each for each in strategy.decisions[self._before :] if each.before != each.after]
             stages = trainer.world_size // strategy.replicas.count
             self._draw(told[:stages][::-1], decisions, trainer.num_nodes == 1)
 

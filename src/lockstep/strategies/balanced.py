@@ -241,7 +241,7 @@ class BalancedStrategy(RankedStrategy):
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
         super().setup_optimizers(optimizers, configs)
         self._parts.free(optimizers)
-        if self._asked_split == "measured":
+        if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
             assert self.times is not None
             self._watch = SplitWatch(self.times, self._size(self.world), self.world.local_size)
 

@@ -108,7 +108,7 @@ class SplitWatch:
     ) -> Resplit | None:
         """Measure all blocks on each rank; where a stage has no rank with samples, the next window does it."""
         first = stages.layout.place_of(0)
-        like = Like.of(stages.begin(turns[0])) if turns and stages.is_first else None
+        like = _input_of(stages, turns[0]) if turns and stages.is_first else None
         like = comm.broadcast_object(like, first, stages.group)
         told = None if like is None else self._told(stages, owned, optimizers, like, len(turns))
         ranks: list[_Told] = [each for each in comm.all_gather_object(told) if each is not None]
@@ -159,6 +159,13 @@ class SplitWatch:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
+
+
+def _input_of(stages: Stages, turn: Turn) -> Like:
+    """What a micro-batch's step calls the chain with; the step draws the same random numbers again later."""
+    devices = [] if stages.device.type == "cpu" else [stages.device]
+    with torch.random.fork_rng(devices, device_type=stages.device.type):
+        return Like.of(stages.begin(turn))
 
 
 def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:
