@@ -155,15 +155,19 @@ def carried() -> tuple[list[float], list[float], list[bool]]:
                 for layer in pl_module.layers:
                     layer.factor.fill_(2.0 + place)
                     layer.extra = 2.0 + place
+                if place == 1:  # made by a forward, on the rank that ran it
+                    pl_module.layers[2].register_buffer("late", torch.tensor(7.0), persistent=False)
                 trainer.strategy.resplit([1, 6])
                 self.factors = [layer.factor.item() for layer in pl_module.layers]
                 self.extras = [layer.extra for layer in pl_module.layers]
+                self.late = pl_module.layers[2].late.item()
                 self.away = [stands_in(layer.linear.bias) for layer in pl_module.layers]
 
     moves = Moves()
     quiet(strategy=BalancedStrategy(split=[4, 3]), devices=2, max_epochs=1, precision="64-true", callbacks=[moves]).fit(
         Tied(), rows(4)(4)
     )
+    assert moves.late == 7.0
     return moves.factors, moves.extras, moves.away
 
 

@@ -28,11 +28,11 @@ from lockstep.parallel.pipeline import gradients
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.control import Resplit
 from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
+from lockstep.parallel.pipeline.measured_split import MeasuredSplit
 from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
 from lockstep.parallel.pipeline.moves import move
 from lockstep.parallel.pipeline.stages import SCHEDULES, Stages, Turn
 from lockstep.parallel.pipeline.times import StageTimes
-from lockstep.parallel.pipeline.watch import SplitWatch
 from lockstep.parallel.pipeline.weights import WholeModule
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import ReplicaMap
@@ -143,7 +143,7 @@ class BalancedStrategy(RankedStrategy):
         self._stages: Stages | None = None
         self._owned: Ownership | None = None
         self._whole: WholeModule | None = None
-        self._watch: SplitWatch | None = None
+        self._measured: MeasuredSplit | None = None
         self._counts_now: tuple[int, ...] = ()
         self.times: StageTimes | None = None
         self.decisions: list[Resplit] = []
@@ -198,7 +198,7 @@ class BalancedStrategy(RankedStrategy):
         self._close()
         self._chain = chain = Chain(module, self._chain_name)
         self.times = StageTimes(self.root_device)
-        self._watch = None
+        self._measured = None
         self._lay_out(self._counts(chain))
         self._whole = WholeModule(module, self._ownership, self._pipeline, self.root_device)
         self._whole.place()
@@ -243,7 +243,7 @@ class BalancedStrategy(RankedStrategy):
         self._parts.free(optimizers)
         if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
             assert self.times is not None
-            self._watch = SplitWatch(self.times, self._size(self.world), self.world.local_size)
+            self._measured = MeasuredSplit(self.times, self._size(self.world), self.world.local_size)
 
     @property
     def _ownership(self) -> Ownership:
@@ -258,17 +258,17 @@ class BalancedStrategy(RankedStrategy):
     def end_training(self) -> None:
         """Leave every rank with the whole model, as it came, those of others' blocks on the CPU. Collective."""
         self._parts.gather()
-        if self._watch is not None:
-            self._watch.close()
+        if self._measured is not None:
+            self._measured.close()
 
     def _close(self) -> None:
         if self._stages is not None:
             self._stages.close()
         if self._chain is not None:
             self._chain.detach()
-        if self._watch is not None:
-            self._watch.close()
-        self._chain = self._stages = self._watch = None
+        if self._measured is not None:
+            self._measured.close()
+        self._chain = self._stages = self._measured = None
 
     def teardown(self) -> None:
         """Let the module's blocks be called by anybody again."""
@@ -322,22 +322,22 @@ class BalancedStrategy(RankedStrategy):
 
     def _follow(self, turns: Sequence[Turn]) -> None:
         """Before a window: let the split follow what the ranks have measured."""
-        watch, stages = self._watch, self._stages
-        if watch is None:
+        measured, stages = self._measured, self._stages
+        if measured is None:
             return
         assert stages is not None
-        found = watch.at_boundary(stages, self._ownership, self.optimizers, turns)
+        found = measured.at_boundary(stages, self._ownership, self.optimizers, turns)
         if found is None:
             return
-        assert watch.control is not None
-        if watch.control.warning:
-            warn_once(NO_FIT.format(why=watch.control.warning), key="stages do not fit")
+        assert measured.control is not None
+        if measured.control.warning:
+            warn_once(NO_FIT.format(why=measured.control.warning), key="stages do not fit")
         found = replace(found, step=self.module.global_step)
         self.decisions.append(found)
         rank_zero_info(f"balanced: step {found.step}: {found}.")
         if found.after != found.before:
-            size = watch.control.moved_between(found.before, found.after)
-            watch.control.note_move(size, self.resplit(found.after))
+            size = measured.control.moved_between(found.before, found.after)
+            measured.control.note_move(size, self.resplit(found.after))
 
     @does("moving blocks to other ranks")
     def resplit(self, split: Sequence[int]) -> float:
@@ -363,10 +363,10 @@ class BalancedStrategy(RankedStrategy):
             )
         begin, before = time.perf_counter(), self._ownership
         self._lay_out(tuple(split))
-        move(self.module, before, self._ownership, self.optimizers, self._pipeline)
+        move(self.module, before, self._ownership, self.optimizers, self._pipeline, self.root_device)
         self._parts.change_owners(self._ownership, self.optimizers)
-        if self._watch is not None and self._watch.control is not None:
-            self._watch.control.adopt(self._counts_now)
+        if self._measured is not None and self._measured.control is not None:
+            self._measured.control.adopt(self._counts_now)
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
         return comm.all_reduce(took, "max").item()
 

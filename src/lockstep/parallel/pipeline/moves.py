@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground import comm
@@ -40,13 +39,21 @@ class _Enclosed:
     """Whether its place is the rank's device; else it is the CPU, as of a count of steps."""
 
 
+PARAMETER, BUFFER, EXTRA = range(3)
+
+
 @dataclass(frozen=True)
 class _Item:
-    """Something that goes from a rank to another: a parameter, a buffer, or the layer whose extra state goes."""
+    """Something that goes from this rank to another.
 
-    of: Any
+    Attributes:
+        kind: a parameter, a buffer, or the extra state of a layer.
+        name: in the module; of a layer with extra state, the layer's.
+        target: the rank.
+    """
+
+    kind: int
     name: str
-    source: int
     target: int
 
 
@@ -105,7 +112,12 @@ class _Post:
 
 
 def move(
-    module: nn.Module, before: Ownership, after: Ownership, optimizers: Sequence[Optimizer], group: comm.Group
+    module: nn.Module,
+    before: Ownership,
+    after: Ownership,
+    optimizers: Sequence[Optimizer],
+    group: comm.Group,
+    device: torch.device,
 ) -> int:
     """Bring to each rank what it holds ``after`` and did not hold ``before``. Collective.
 
@@ -116,73 +128,81 @@ def move(
         before, after: of this rank.
         optimizers: that keep states for the parameters.
         group: the ranks of the pipeline.
+        device: of this rank.
 
     Returns:
-        bytes that this rank has sent.
+        bytes that this rank has sent, small tensors apart.
     """
-    device = next(iter(before.held)).device
-    post, items = _Post(group, device), list(_items(module, before, after))
-    mine = {at: _described(item, optimizers, post) for at, item in enumerate(items) if item.source == before.place}
-    told: dict[int, dict[str, Any]] = {}
-    for part in comm.all_gather_object(mine, group):
-        told.update(part)
-    arrived: dict[int, dict[str, Any]] = {}
-    for at, item in enumerate(items):
-        if item.source == before.place:
-            for value in _values(item, optimizers).values():
-                post.send(value, item.target)
-        elif item.target == before.place:
-            arrived[at] = {key: post.receive(value, item.source) for key, value in told[at].items()}
+    post, place = _Post(group, device), before.place
+    mine: list[tuple[_Item, dict[Any, Any]]] = []
+    for item in _items(module, before, after):
+        values = _values(module, item, optimizers)
+        mine.append((item, {key: post.announce(value) for key, value in values.items()}))
+        for value in values.values():
+            post.send(value, item.target)
+    arrived: list[tuple[_Item, dict[Any, Any]]] = []
+    # what a rank announces is what it has: a layer may have made a buffer in its forward, which others do not know of
+    for source, announced in enumerate(comm.all_gather_object(mine, group)):
+        for item, told in announced:
+            if item.target == place:
+                arrived.append((item, {key: post.receive(value, source) for key, value in told.items()}))
     post.exchange()
-    for at, values in arrived.items():
-        _take(items[at], values, optimizers)
+    for item, values in arrived:
+        _take(module, item, values, optimizers)
     return post.size
 
 
 def _items(module: nn.Module, before: Ownership, after: Ownership) -> Iterator[_Item]:
-    """What goes where, in an order that is the same on all ranks."""
+    """What goes from this rank to others."""
+    place = before.place
     for name, parameter in module.named_parameters():
-        source = before.owner(parameter)
-        for target in sorted(after.holders(parameter) - before.holders(parameter)):
-            yield _Item(parameter, name, source, target)
-    for name, buffer in module.named_buffers():
-        if after.owner_of(name) != before.owner_of(name):
-            yield _Item(buffer, name, before.owner_of(name), after.owner_of(name))
+        if before.owner(parameter) == place:
+            for target in sorted(after.holders(parameter) - before.holders(parameter)):
+                yield _Item(PARAMETER, name, target)
+    for name, _ in module.named_buffers():
+        if before.owner_of(name) == place != after.owner_of(name):
+            yield _Item(BUFFER, name, after.owner_of(name))
     for name, layer in module.named_modules():
-        own = type(layer).get_extra_state is not nn.Module.get_extra_state
-        if own and after.owner_of(f"{name}.") != before.owner_of(f"{name}."):
-            yield _Item(layer, name, before.owner_of(f"{name}."), after.owner_of(f"{name}."))
+        inside, has_state = f"{name}.", type(layer).get_extra_state is not nn.Module.get_extra_state
+        if has_state and before.owner_of(inside) == place != after.owner_of(inside):
+            yield _Item(EXTRA, name, after.owner_of(inside))
 
 
-def _values(item: _Item, optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
+def _values(module: nn.Module, item: _Item, optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
     """All that goes with an item, by a key."""
-    if isinstance(item.of, nn.Module):
-        return {"extra": item.of.get_extra_state()}
-    values: dict[Any, Any] = {"value": item.of}
-    if isinstance(item.of, Parameter):
-        if item.of.grad is not None:
-            values["gradient"] = item.of.grad
-        for number, optimizer in enumerate(optimizers):
-            if item.of in optimizer.state:
-                values[number, None] = None  # it has a state, if an empty one
-                values.update({(number, key): value for key, value in optimizer.state[item.of].items()})
+    if item.kind == EXTRA:
+        return {"extra": module.get_submodule(item.name).get_extra_state()}
+    if item.kind == BUFFER:
+        layer, _, name = item.name.rpartition(".")
+        persists = name not in module.get_submodule(layer)._non_persistent_buffers_set
+        return {"value": module.get_buffer(item.name), "persists": persists}
+    parameter = module.get_parameter(item.name)
+    values: dict[Any, Any] = {"value": parameter}
+    if parameter.grad is not None:
+        values["gradient"] = parameter.grad
+    for number, optimizer in enumerate(optimizers):
+        if parameter in optimizer.state:
+            values[number, None] = None  # it has a state, if an empty one
+            values.update({(number, key): value for key, value in optimizer.state[parameter].items()})
     return values
 
 
-def _described(item: _Item, optimizers: Sequence[Optimizer], post: _Post) -> dict[Any, Any]:
-    return {key: post.announce(value) for key, value in _values(item, optimizers).items()}
-
-
-def _take(item: _Item, values: dict[Any, Any], optimizers: Sequence[Optimizer]) -> None:
+def _take(module: nn.Module, item: _Item, values: dict[Any, Any], optimizers: Sequence[Optimizer]) -> None:
     """Put what has arrived into its place."""
-    if isinstance(item.of, nn.Module):
-        item.of.set_extra_state(values["extra"])
+    if item.kind == EXTRA:
+        module.get_submodule(item.name).set_extra_state(values["extra"])
         return
-    item.of.data = values.pop("value")
-    if isinstance(item.of, Parameter):
-        item.of.grad = values.pop("gradient", None)
-    for key, value in values.items():
-        number, name = key
-        state = optimizers[number].state[item.of]
+    if item.kind == BUFFER:
+        layer, _, name = item.name.rpartition(".")
+        own = module.get_submodule(layer)
+        if own._buffers.get(name) is None:
+            own.register_buffer(name, values["value"], values["persists"])
+        else:
+            module.get_buffer(item.name).data = values["value"]
+        return
+    parameter = module.get_parameter(item.name)
+    parameter.data, parameter.grad = values.pop("value"), values.pop("gradient", None)
+    for (number, name), value in values.items():
+        state = optimizers[number].state[parameter]
         if name is not None:
             state[name] = value

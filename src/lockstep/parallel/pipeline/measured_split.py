@@ -41,7 +41,7 @@ class _Told:
     """Micro-batches of the window."""
 
 
-class SplitWatch:
+class MeasuredSplit:
     """What a pipeline's ranks know of their speed.
 
     Args:
