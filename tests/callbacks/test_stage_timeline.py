@@ -31,7 +31,7 @@ def drawn(path: Path) -> dict[str, Any]:
 
 
 def test_a_fit_of_a_pipeline_leaves_a_picture(ranks: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / "stages.png"
+    path = tmp_path / "new" / "stages.png"  # whose folder is made
     first, second = ranks(2).run(drawn, path, timeout=40)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert second["given"] is None

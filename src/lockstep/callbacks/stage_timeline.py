@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,6 +74,8 @@ class StageTimeline(Callback):
             )
         if trainer.is_global_zero:
             _figure()
+            with _writing(self.path):
+                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
         self._seconds, self._shown, self._every = [], {}, 1
         self._before = len(trainer.strategy.decisions)  # type: ignore[attr-defined]  # of earlier fits
         times.listener, times.keeps_spans = partial(self._take, trainer, times), True
@@ -131,10 +134,8 @@ class StageTimeline(Callback):
             place.set_title(f"step {same[0].step}", loc="left", fontsize="medium")
         if drawn:
             figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
-        try:
+        with _writing(self.path):
             figure.savefig(self.path, dpi=110, format="png")
-        except OSError as error:
-            raise MisconfigurationException(f"StageTimeline({self.path!r}): {error}") from error
 
 
 def _bars(stage: int, window: _Shown, origin: float) -> list[Bar]:
@@ -158,6 +159,14 @@ def _draw_seconds(axes: Axes, stages: Sequence[list[tuple[int, float]]], decisio
     axes.set_xlabel("step")
     axes.set_ylabel("ms of a micro-batch,\nwithout waiting")
     axes.legend(loc="lower right", fontsize="small")
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MisconfigurationException(f"StageTimeline({path!r}): {error}") from error
 
 
 def _figure() -> Figure:
