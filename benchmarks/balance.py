@@ -1,10 +1,11 @@
-"""What balancing gains and costs: shares of a global batch on ranks of unequal speed.
+"""What balancing gains and costs on ranks of unequal speed: shares of a global batch, and the stages of a pipeline.
 
     python benchmarks/balance.py             # prints tables
+    python benchmarks/balance.py --parts stages
     python benchmarks/balance.py --quick     # small counts, to see that it runs
 
-Each round is a fit with equal and one with balanced shares on the same two ranks, in turns as to which is first. A
-figure is the median of the rounds' ratios with its 90 % interval.
+Each round is a fit with equal and one with balanced shares or stages on the same two ranks, in turns as to which is
+first. A figure is the median of the rounds' ratios with its 90 % interval.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ SLOWED = (1.0, 2.0, 4.0)
 """By how much the second of two ranks is slower."""
 PROMISED = {1.0: 0.98, 2.0: 1.3, 4.0: 1.8}
 """Throughput of balanced shares over that of equal ones, at least."""
+PROMISED_OF_STAGES = {1.0: 1.0, 2.0: 1.2, 4.0: 1.2}
+"""Throughput of measured stages over that of equal ones, at least."""
 WITHIN = 50
 """Steps within which shares settle after a slowdown has moved to the other rank."""
 PART, GLOBAL_BATCH = 0.1, 32
@@ -75,6 +78,63 @@ def costs(args: argparse.Namespace) -> str:
     )
 
 
+def gain_of_stages(kind: str, slow: float, args: argparse.Namespace) -> list[str]:
+    """A row: milliseconds of a step, how many times faster, the splits, and the bottleneck by that of the best one."""
+    found: dict[str, Any] = {"equal": [], "measured": [], "splits": [], "over the best": []}
+    for _ in range(args.runs):
+        settings = {"kind": kind, "slow": slow, "steps": args.steps, "rounds": args.rounds}
+        for name, values in ranks.run("stages:pairs", 2, settings).items():
+            found[name] += values
+    ratio = ratios(found["equal"], found["measured"])
+    splits = ["/".join(map(str, split)) for split in found["splits"]]
+    times = [f"{median(found[name]) * 1e3:.1f}" for name in ("equal", "measured")]
+    over = f"{median(found['over the best']):.2f}, at most {max(found['over the best']):.2f}"
+    usual = max(set(splits), key=splits.count)
+    return [kind, f"{slow:g} x", *times, f"{ratio:.2f}", f"{PROMISED_OF_STAGES[slow]:g}", usual, over]
+
+
+def stages_follow(kind: str, slow: float, args: argparse.Namespace) -> list[str]:
+    """A row: what was decided in a fit whose slowdown moves to the other rank."""
+    at = args.steps // 2
+    found = ranks.run("stages:moved", 2, {"kind": kind, "slow": slow, "at": at, "steps": at + 3 * WITHIN})["decisions"]
+    told = [f"step {step}: {'/'.join(map(str, after))}" for step, before, after in found if before != after]
+    return [kind, f"{slow:g} x", str(at), "; ".join(told)]
+
+
+def stages(args: argparse.Namespace) -> None:
+    """Print the tables of the pipeline."""
+    head = [
+        "block",
+        "one rank slower",
+        "ms, equal",
+        "ms, measured",
+        "equal / measured",
+        "promised",
+        "split",
+        "bottleneck",
+    ]
+    print(table(head, [gain_of_stages(kind, slow, args) for kind in args.kinds for slow in SLOWED]), "\n", flush=True)
+    head = ["block", "one rank slower", "until step", "splits"]
+    print(
+        table(head, [stages_follow(kind, slow, args) for kind in args.kinds for slow in SLOWED[1:]]), "\n", flush=True
+    )
+    found = ranks.run("stages:watched", 2, {"rounds": 10 * args.steps})
+    windows, looks = (found[name] * 1e6 for name in ("windows", "looks"))
+    print(f"CPU time of the watch, in us a step: {windows:.1f} to measure, {looks:.1f} to tell others and decide.")
+
+
+def shares(args: argparse.Namespace) -> None:
+    """Print the tables of shares of a batch."""
+    head = ["step", "one rank slower", "ms, equal", "ms, balanced", "equal / balanced", "promised", "samples"]
+    print(table(head, [gain(kind, slow, args) for kind in args.kinds for slow in SLOWED]), "\n", flush=True)
+    head = ["step", "one rank slower", "steps until settled", "samples of rank 0 before", "and after"]
+    print(table(head, [settles(kind, slow, args) for kind in args.kinds for slow in SLOWED[1:]]), "\n", flush=True)
+    print(costs(args))
+
+
+PARTS = {"shares": shares, "stages": stages}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure balanced shares.")
@@ -82,16 +142,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="pairs of fits in a run")
     parser.add_argument("--steps", type=int, default=90, help="steps of a fit")
     parser.add_argument("--kinds", nargs="+", default=["computes", "sleeps"], help="what takes a rank's time")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
     parser.add_argument("--quick", action="store_true", help="small counts")
     args = parser.parse_args()
     if args.quick:
         args.runs, args.rounds, args.steps, args.kinds = 1, 1, 60, ["sleeps"]
     load = os.getloadavg()[0]
-    head = ["step", "one rank slower", "ms, equal", "ms, balanced", "equal / balanced", "promised", "samples"]
-    print(table(head, [gain(kind, slow, args) for kind in args.kinds for slow in SLOWED]), "\n", flush=True)
-    head = ["step", "one rank slower", "steps until settled", "samples of rank 0 before", "and after"]
-    print(table(head, [settles(kind, slow, args) for kind in args.kinds for slow in SLOWED[1:]]), "\n", flush=True)
-    print(costs(args))
+    for part in args.parts:
+        PARTS[part](args)
     print(f"Load average before and after: {load:.1f} and {os.getloadavg()[0]:.1f}.")
 
 

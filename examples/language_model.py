@@ -5,7 +5,8 @@
     python examples/language_model.py --devices 2 --strategy fsdp:SHARD_GRAD_OP
     python examples/language_model.py --devices 2 --strategy deepspeed_stage_3_offload
     python examples/language_model.py --devices 4 --strategy model_parallel
-    python examples/language_model.py --devices 2 --strategy balanced:1,3
+    python examples/language_model.py --devices 2 --strategy balanced --slow-rank 1:3
+    python examples/language_model.py --devices 2 --strategy balanced --split 1,3
     python examples/language_model.py --devices 2 --balance --slow-rank 1:3
 
 The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minute on one core.
@@ -14,7 +15,11 @@ The loss starts near ln 256 = 5.5 nats a byte and falls below 2.5 within a minut
 import argparse
 import sysconfig
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lockstep.callbacks import StageTimeline
 from lockstep.strategies import BalancedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 
@@ -168,39 +174,59 @@ class PrintLoss(Callback):
 
 
 class SlowRank(Callback):
-    """Makes one rank slower, as a throttled device is: it computes each batch again and again, on a model of its own.
+    """Makes one rank slower, as a throttled device is: it computes all again and again, on a model of its own.
 
     Args:
         rank: which.
-        factor: how much slower; 3.0 computes each batch twice more.
+        factor: how much slower; 3.0 computes all twice more.
+        since: the step from which on it is slower.
         sizes: of the model.
     """
 
-    def __init__(self, rank: int, factor: float, **sizes: int) -> None:
-        self.rank, self.more = rank, factor - 1
+    def __init__(self, rank: int, factor: float, since: int, **sizes: int) -> None:
+        self.rank, self.more, self.since = rank, factor - 1, since
         self.twin = build_gpt(**sizes)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """In a pipeline each block is slower by itself, on the rank that runs it."""
+        if isinstance(trainer.strategy, BalancedStrategy) and trainer.global_rank == self.rank:
+            for block in pl_module.gpt.blocks:
+                block.register_forward_hook(partial(self._slow_down, trainer))
+
+    def _slow_down(self, trainer: Any, block: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        (x,) = args
+        if out.requires_grad and trainer.global_step >= self.since:
+            self._again(self.twin.blocks[0].to(x.device), x.detach(), lambda out: out.sum())
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank != self.rank:
+        """Elsewhere each batch takes longer."""
+        elsewhere = trainer.global_rank != self.rank or trainer.global_step < self.since
+        if elsewhere or isinstance(trainer.strategy, BalancedStrategy):
             return
-        twin, left = self.twin.to(batch[0].device), self.more
+        bytes_in, bytes_out = batch
+        twin = self.twin.to(bytes_in.device)
+        self._again(twin, bytes_in, lambda out: cross_entropy(out.flatten(0, 1), bytes_out[: len(out)].flatten()))
+
+    def _again(self, twin: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
+        """Forward and backward as often as the rank is slower; the last time of a part of the samples."""
+        left = self.more
         while left > 0:
-            bytes_in, bytes_out = (each[: max(1, round(min(left, 1.0) * len(each)))] for each in batch)
-            loss = cross_entropy(twin(bytes_in).flatten(0, 1), bytes_out.flatten())
-            torch.autograd.grad(loss, [*twin.parameters()])
+            part = x[: max(1, round(min(left, 1.0) * len(x)))]
+            torch.autograd.grad(loss(twin(part)), [*twin.parameters()])
             left -= 1
 
     @staticmethod
-    def parse(text: str) -> tuple[int, float]:
-        """``"1:3"`` is rank 1, 3 times slower."""
-        rank, _, factor = text.partition(":")
-        if not rank.isdigit() or not float(factor or 0) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a rank and a factor above 1, 1:3 say")
-        return int(rank), float(factor)
+    def parse(text: str) -> tuple[int, float, int]:
+        """``"1:3"`` is rank 1, 3 times slower; ``"1:3@50"`` from step 50 on."""
+        slower, _, since = text.partition("@")
+        rank, _, factor = slower.partition(":")
+        if not rank.isdigit() or not float(factor or 0) > 1 or not (since or "0").isdigit():
+            raise argparse.ArgumentTypeError(f"{text!r}: give a rank and a factor above 1, 1:3 say, or 1:3@50")
+        return int(rank), float(factor), int(since or 0)
 
 
 class PrintSpeed(Callback):
-    """At the end, how many pieces a second all ranks took at first and at last, over ten steps each."""
+    """At the end, how many pieces a second all ranks took in the median of the first and of the last ten steps."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.times = [time.perf_counter()]
@@ -209,19 +235,25 @@ class PrintSpeed(Callback):
         self.times.append(time.perf_counter())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        pieces = 10 * trainer.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.world_size
-        if len(self.times) > 24:
-            first, last = (pieces / (times[-1] - times[0]) for times in (self.times[1:12], self.times[-11:]))
+        pieces = trainer.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.strategy.replicas.count
+        took = [end - begin for begin, end in pairwise(self.times[1:])]
+        if len(took) >= 20:
+            first, last = pieces / median(took[:10]), pieces / median(took[-10:])
             trainer.print(f"pieces a second: {first:.1f} at first, {last:.1f} at last")
 
 
-def strategy_named(name: str, devices: int) -> str | Strategy:
-    """A strategy by its name, behind a colon the mode of FSDP or blocks by stage; "model_parallel" has rows of two."""
+def split_of(text: str) -> str | list[int]:
+    """``"1,3"`` is one block on the first stage and three on the second."""
+    return text if text in ("measured", "equal") else [int(blocks) for blocks in text.split(",")]
+
+
+def strategy_named(name: str, devices: int, split: str | list[int]) -> str | Strategy:
+    """A strategy by its name, behind a colon the mode of FSDP; "model_parallel" has rows of two."""
     kind, _, mode = name.partition(":")
     if kind == "model_parallel":
         return ModelParallelStrategy(data_parallel_size=devices // 2, tensor_parallel_size=2)
-    if kind == "balanced" and mode:
-        return BalancedStrategy(split=[int(blocks) for blocks in mode.split(",")])
+    if kind == "balanced":
+        return BalancedStrategy(split=split)
     return FSDPStrategy(sharding_strategy=mode) if mode else name
 
 
@@ -241,21 +273,29 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=128, help="bytes in a piece")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--split", type=split_of, default="measured", help="of --strategy balanced: measured, equal, or blocks by stage"
+    )
     parser.add_argument("--balance", action="store_true", help="let shares of a batch follow the ranks' speed")
-    parser.add_argument("--slow-rank", type=SlowRank.parse, help="rank:factor makes a rank slower, 1:3 say")
+    parser.add_argument(
+        "--slow-rank", type=SlowRank.parse, help="rank:factor@step makes a rank slower, 1:3 or 1:3@50 say"
+    )
+    parser.add_argument("--picture", type=Path, help="of the stages of a pipeline, as PNG")
     parser.add_argument("--out", type=Path, help="folder for checkpoints; nothing is kept without")
     args = parser.parse_args()
 
     seed_everything(args.seed, workers=True)
     sizes = {"layers": args.layers, "heads": args.heads, "width": args.width, "block": args.block}
     model = LanguageModel(args.lr, **sizes)
-    of_speed: list[Callback] = [PrintSpeed()] if args.balance or args.slow_rank else []
+    of_speed: list[Callback] = [PrintSpeed()] if args.balance or args.slow_rank or args.strategy == "balanced" else []
     if args.slow_rank is not None:
         of_speed.append(SlowRank(*args.slow_rank, **sizes))
+    if args.picture is not None:
+        of_speed.append(StageTimeline(args.picture))
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
-        strategy=strategy_named(args.strategy, args.devices),
+        strategy=strategy_named(args.strategy, args.devices, args.split),
         precision=args.precision,
         accumulate_grad_batches=args.accumulate,
         max_steps=args.steps,

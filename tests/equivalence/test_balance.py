@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+from torch.utils.data import DataLoader
 
 from lockstep.strategies import DDPStrategy
-from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
+from lockstep.testing import (
+    EquivalenceReport,
+    ManualOptimBoringModel,
+    RandomDataset,
+    RankPool,
+    check_equivalence,
+)
 from tests.equivalence.models import Blocks, Plain, Weighted, rows
 from tests.loop.balanced import Takes, made_up_clock, slow_rank
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class ByHand(Plain):
-    """Steps its optimizer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.losses(batch[0]).mean())
-        optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+def noise(length: int) -> Callable[[int], Any]:
+    return lambda batch_size: DataLoader(RandomDataset(32, length), batch_size, shuffle=True)
 
 
 def balanced(make: Any, length: int, given: dict[str, Any]) -> tuple[EquivalenceReport, dict[int, int]]:
@@ -38,7 +32,8 @@ def balanced(make: Any, length: int, given: dict[str, Any]) -> tuple[Equivalence
     with made_up_clock() as clock:
         takes = Takes(clock, slow_rank(0, until=16))
         settings = {"strategy": "ddp", "batch_size": 8, "steps": 36, "devices": 2, **given}
-        report = check_equivalence(make, rows(length), callbacks=[takes], balance=True, **settings)
+        data = noise(length) if make is ManualOptimBoringModel else rows(length)
+        report = check_equivalence(make, data, callbacks=[takes], balance=True, **settings)
     return report, takes.parts
 
 
@@ -48,7 +43,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulation, clipping": (Plain, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "sharded optimizer": (Plain, {"strategy": lambda: DDPStrategy(shard_optimizer=True)}),
     "fsdp": (Blocks, {"strategy": "fsdp"}),
-    "manual optimization": (ByHand, {}),
+    "manual optimization": (ManualOptimBoringModel, {}),
 }
 
 

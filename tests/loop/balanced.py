@@ -25,9 +25,12 @@ class Clock:
 
 @contextmanager
 def made_up_clock() -> Iterator[Clock]:
-    """Inside, fits that begin measure their steps by this clock."""
+    """Inside, fits that begin measure their steps, and the stages of a pipeline, by this clock."""
     clock = Clock()
-    with patch("lockstep.loop.balance.perf_counter", clock):
+    with (
+        patch("lockstep.loop.balance.perf_counter", clock),
+        patch("lockstep.parallel.pipeline.times.perf_counter", clock),
+    ):
         yield clock
 
 

@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
     "BatchNorm": (Statistics, {}, "'layers.2' (BatchNorm1d) would take its statistics from parts of a batch"),
     "two chains": (TwoChains, {}, "the module has several chains. Give the name of an nn.Sequential or nn.ModuleList"),
     "no such chain": (Tied, {"chain": "net"}, "BalancedStrategy(chain='net'): there is none of this name"),
-    "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "equal", or'),
+    "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "measured", "equal", or'),
     "one block": (OneBlock, {"chain": "layers"}, "it has 1 block(s)"),
     "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
     "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),
@@ -442,7 +442,7 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks: RankPool, case: str
         ({"stages": 1}, r"stages=1\): give a number of ranks above 1"),
         ({"micro_batches": 0}, r"micro_batches=0\): give a number above 0"),
         ({"schedule": "2f2b"}, r"schedule='2f2b'\): choose '1f1b' or 'gpipe'"),
-        ({"split": "even"}, r"split='even'\): give \"equal\""),
+        ({"split": "even"}, r"split='even'\): give \"measured\", \"equal\""),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], text: str) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lockstep.callbacks.spike import (
         TrainingSpikeException as TrainingSpikeException,
     )
+    from lockstep.callbacks.stage_timeline import StageTimeline as StageTimeline
     from lockstep.callbacks.stochastic_weight_avg import StochasticWeightAveraging as StochasticWeightAveraging
     from lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from lockstep.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
@@ -79,6 +80,7 @@ _FILES = {
     "RichProgressBarTheme": "progress.rich",
     "SpikeDetection": "spike",
     "StochasticWeightAveraging": "stochastic_weight_avg",
+    "StageTimeline": "stage_timeline",
     "StragglerMonitor": "straggler_monitor",
     "TQDMProgressBar": "progress.tqdm",
     "ThroughputMonitor": "throughput_monitor",

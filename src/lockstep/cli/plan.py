@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,9 +20,14 @@ from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
 from lockstep.loop import choice
+from lockstep.planner.cost import Prediction
 from lockstep.planner.hardware import Hardware, bytes_said, described
 from lockstep.planner.plan import Plan
+from lockstep.planner.timeline import draw_stages, play
 from lockstep.trainer import Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 USAGE = "lockstep plan [options] script.py [options] [arguments of the script]"
 ABOUT = """\
@@ -90,7 +95,7 @@ def _parser() -> CommandParser:
     add("--goal", default="speed", choices=("speed", "memory"), help="what the choice is to be best in; default: speed")
     add("--blocks", metavar="NAMES", help="submodules that are blocks, with commas between them; default: found")
     add("--save", metavar="FILE", help="write the choice, for Trainer(strategy=FILE); a name that ends with .yaml")
-    add("--plot", metavar="FILE", help="draw memory and step time of each way as PNG")
+    add("--plot", metavar="FILE", help="draw memory and step time of each way, and the stages of a pipeline, as PNG")
     return parser
 
 
@@ -182,7 +187,7 @@ def _without_memory(elsewhere: bool) -> Iterator[None]:
 
 
 def draw(found: Plan, path: str) -> None:
-    """Memory and step time of each way, as PNG.
+    """Memory and step time of each way, as PNG; below, the stages of the fastest pipeline that fits, who waits when.
 
     Args:
         found: the plan.
@@ -199,8 +204,14 @@ def draw(found: Plan, path: str) -> None:
     rows.sort(key=lambda one: (one.fits, one.rate))
     names = [one.candidate.name for one in rows]
     kinds = list(dict.fromkeys(kind for one in rows for kind in one.parts))
-    figure = Figure(figsize=(12, 1.5 + 0.3 * len(rows)), layout="constrained")
-    memory, time = figure.subplots(1, 2, sharey=True)
+    staged = next((one for one in reversed(rows) if one.fits and one.split and len(one.split.stages) > 1), None)
+    depth = 0 if staged is None or staged.split is None else len(staged.split.stages)
+    heights = [1.5 + 0.3 * len(rows), *([1.2 + 0.4 * depth] if depth else [])]
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    memory = figure.add_subplot(grid[0, 0])
+    time = figure.add_subplot(grid[0, 1], sharey=memory)
+    time.tick_params(labelleft=False)
     left = [0.0] * len(rows)
     for kind in kinds:
         sizes = [one.parts.get(kind, 0.0) / 2**30 for one in rows]
@@ -217,5 +228,17 @@ def draw(found: Plan, path: str) -> None:
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     time.set_xlabel("ms a step, of what fits")
     time.legend(fontsize="small")
+    if staged is not None:
+        _draw_pipeline(figure.add_subplot(grid[1, :]), staged)
     figure.suptitle(f"{found.profile.name} on {found.hardware.nodes} x {found.hardware.devices} devices")
     figure.savefig(path)
+
+
+def _draw_pipeline(axes: Axes, staged: Prediction) -> None:
+    assert staged.split is not None
+    stages, way = staged.split.stages, staged.candidate
+    bars = play([stage.seconds for stage in stages], way.micro_batches, way.schedule)
+    names = [f"stage {at}: blocks {stage.start} to {stage.stop - 1}" for at, stage in enumerate(stages)]
+    draw_stages(axes, bars, names)
+    axes.set_title(f"a step of: {way.name}", loc="left", fontsize="medium")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")

@@ -107,6 +107,50 @@ class Move:
 
 
 @dataclass
+class Votes:
+    """Whether a change is due: at once where it gains much, after several looks in a row where it gains little.
+
+    Where small changes go to and fro between ranks, ever more looks are asked for.
+
+    Example:
+        >>> votes = Votes()
+        >>> votes.are_enough(0.1, giver=0), votes.are_enough(0.1, giver=0)
+        (False, True)
+    """
+
+    _count: int = 0
+    _wanted: int = 2
+    _giver: int = -1  # who gave most in the newest look
+    _last_giver: int = -1  # the same of the last small change that was made
+
+    def are_enough(self, saved: float, giver: int) -> bool:
+        """Count a look.
+
+        Args:
+            saved: the part by which the change shortens a window.
+            giver: the rank that the change would take most from.
+        """
+        if saved >= LARGE:
+            self._wanted, self._last_giver = 2, -1
+            return True
+        if saved < SMALL:
+            self._count = 0
+            return False
+        self._count = self._count + 1 if giver == self._giver else 1
+        self._giver = giver
+        if self._count < self._wanted:
+            return False
+        if self._last_giver not in (-1, giver):  # to and fro
+            self._wanted = min(2 * self._wanted, MOST_VOTES)
+        self._last_giver = giver
+        return True
+
+    def reset(self) -> None:
+        """A change was made, or a look asked for none."""
+        self._count = 0
+
+
+@dataclass
 class ShareControl:
     """Decides, look by look, by how much each rank's share is to change.
 
@@ -125,10 +169,7 @@ class ShareControl:
     """Number of ranks."""
     _free: list[float] = field(init=False)  # of each rank, the samples that would take as long as what is fixed
     _before: tuple[tuple[int, ...], tuple[float, ...]] | None = None  # the look that led to the last change
-    _votes: int = 0
-    _wanted: int = 2
-    _giver: int = -1  # the rank whose share a small change would cut most
-    _last_giver: int = -1  # the same of the last small change that was made
+    _votes: Votes = field(default_factory=Votes)
 
     def __post_init__(self) -> None:
         self._free = [0.0] * self.size
@@ -147,38 +188,23 @@ class ShareControl:
         self._learn(seconds, parts)
         now = max(seconds)
         if min(seconds) > (1 - SMALL) * now:  # no cut brings the slowest below the fastest of now
-            self._votes = 0
+            self._votes.reset()
             return None
         costs = [
             Cost(part, time, time * free / (free + part), max(part, room))
             for time, part, free, room in zip(seconds, parts, self._free, most or [2**62] * self.size, strict=True)
         ]
         if _bound(costs, total) > (1 - SMALL) * now:
-            self._votes = 0
+            self._votes.reset()
             return None
         after = best_parts(costs, total)
         then = bottleneck(costs, after)
-        if not self._is_due(1 - then / now, parts, after):
-            return None
-        self._before, self._votes = (parts, tuple(seconds)), 0
-        return Move(parts, after, tuple(seconds), now / then)
-
-    def _is_due(self, saved: float, parts: tuple[int, ...], after: tuple[int, ...]) -> bool:
-        if saved >= LARGE:
-            self._wanted, self._last_giver = 2, -1
-            return True
         giver = max(range(self.size), key=lambda rank: (parts[rank] - after[rank], -rank))
-        if saved < SMALL or parts == after:
-            self._votes = 0
-            return False
-        self._votes = self._votes + 1 if giver == self._giver else 1
-        self._giver = giver
-        if self._votes < self._wanted:
-            return False
-        if self._last_giver not in (-1, giver):  # to and fro
-            self._wanted = min(2 * self._wanted, MOST_VOTES)
-        self._last_giver = giver
-        return True
+        if not self._votes.are_enough(1 - then / now if parts != after else 0.0, giver):
+            return None
+        self._votes.reset()
+        self._before = parts, tuple(seconds)
+        return Move(parts, after, tuple(seconds), now / then)
 
     def _learn(self, seconds: Sequence[float], parts: tuple[int, ...]) -> None:
         """What of each rank's seconds is fixed, from this look and the one before the change."""

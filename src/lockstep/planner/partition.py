@@ -11,10 +11,11 @@ lower bound of each stage's knapsack. The stages of its solution are then solved
 bounds, until a solution has exact stages only: it is optimal, since all others cost at least their bounds. The
 recomputation of a stage of dozens of different blocks is the best of those tried: see `TRIES` and `PEAKS`.
 
-**Assumed.** Devices stand in the order given, and one may be left empty. A block's time on a device is its time divided
-by the device's speed. A stage sends and receives one after another and beside its computation: the activation and its
-gradient, over its own link. A device holds the activations of `Device.in_flight` micro-batches at a time; a block
-that is computed again keeps its inputs for each, and all of its activations for one, while its backward runs.
+**Assumed.** Devices stand in the order given, and one may be left empty, unless each shall have a block. A block's time
+on a device is its time divided by the device's speed. A stage sends and receives one after another and beside its
+computation: the activation and its gradient, over its own link. A device holds the activations of `Device.in_flight`
+micro-batches at a time; a block that is computed again keeps its inputs for each, and all of its activations for one,
+while its backward runs.
 """
 
 from __future__ import annotations
@@ -328,8 +329,13 @@ class _Chain:
             found.append((kinds[first], self._total(saved)))
         return found
 
-    def bounds(self, device: Device) -> Tensor:
-        """A lower bound of the seconds of each stage on a device; infinite where it cannot fit."""
+    def bounds(self, device: Device, spare: bool = True) -> Tensor:
+        """A lower bound of the seconds of each stage on a device; infinite where it cannot fit.
+
+        Args:
+            device: on which.
+            spare: whether it may stay without blocks.
+        """
         cost = (self.seconds[:, None] - self.seconds) / device.speed
         link = 2 * (device.latency * self.inner + self.sends / device.bandwidth)
         cost += link[:, None]
@@ -349,7 +355,7 @@ class _Chain:
                 again = self._again(device, start, stop, missing)
                 sent = link[stop] + link[start]
                 cost[stop, start] = (self.seconds[stop] - self.seconds[start] + again) / device.speed + sent
-        return cost.masked_fill_(self.empty, 0.0)
+        return cost.masked_fill_(self.empty, 0.0 if spare else math.inf)
 
     def _again(self, device: Device, start: Tensor, stop: Tensor, missing: Tensor) -> Tensor:
         """The least seconds in which recomputation can save ``missing`` bytes, if it takes parts of blocks, too."""
@@ -375,8 +381,8 @@ class _Program:
         width: no stage with more blocks can be part of a better solution.
     """
 
-    def __init__(self, blocks: Sequence[Block], devices: Sequence[Device]) -> None:
-        self.chain, self.devices = _Chain(blocks), devices
+    def __init__(self, blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> None:
+        self.chain, self.devices, self._spare = _Chain(blocks), devices, spare
         self.exact: dict[int, Exact] = {at: {} for at in range(len(devices))}
         self.width = len(blocks)
         self._bands: dict[Device, Tensor] = {}
@@ -386,7 +392,9 @@ class _Program:
         found = self._bands.get(device)
         if found is None:
             start = torch.arange(self.chain.size + 1)[:, None] + torch.arange(-self.width, 1)
-            found = self.chain.bounds(device).gather(1, start.clamp(min=0)).masked_fill_(start < 0, math.inf)
+            found = (
+                self.chain.bounds(device, self._spare).gather(1, start.clamp(min=0)).masked_fill_(start < 0, math.inf)
+            )
             if self.width < self.chain.size or len(self._bands) < 8:  # whole ones of a thousand blocks have 8 MB each
                 self._bands[device] = found
         return found
@@ -430,16 +438,17 @@ class _Program:
             self.width = widest
 
 
-def partition(blocks: Sequence[Block], devices: Sequence[Device]) -> Split:
+def partition(blocks: Sequence[Block], devices: Sequence[Device], spare: bool = True) -> Split:
     """Split a chain over devices so that the slowest stage takes the least time; see the head of this file.
 
     Args:
         blocks: in the order in which they run.
         devices: in the order in which they get them.
+        spare: a device may stay without blocks; else each gets one at least.
 
     Raises:
         DoesNotFit: no split fits, with what is missing.
-        ValueError: there is no block or no device.
+        ValueError: there is no block or no device, or too few blocks for all devices.
 
     Example:
         >>> chain = [Block(seconds=1.0), Block(seconds=1.0), Block(seconds=4.0)]
@@ -448,11 +457,13 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device]) -> Split:
     """
     if not blocks or not devices:
         raise ValueError(f"partition: {len(blocks)} blocks over {len(devices)} devices: give one of each at least")
-    program = _Program(blocks, devices)
+    if not spare and len(blocks) < len(devices):
+        raise ValueError(f"partition: {len(blocks)} blocks cannot be on each of {len(devices)} devices: give fewer")
+    program = _Program(blocks, devices, spare)
     while True:
         bound, path = program.solve()
         if not math.isfinite(bound):
-            raise _too_large(blocks, devices)
+            raise _too_large(blocks, devices, spare)
         new = [(at, start, stop) for at, start, stop in path if (start, stop) not in program.exact[at]]
         for at, start, stop in new:
             program.exact[at][start, stop] = stage_of(blocks, devices[at], at, start, stop)
@@ -464,9 +475,9 @@ def partition(blocks: Sequence[Block], devices: Sequence[Device]) -> Split:
             program.narrow(split.bottleneck)
 
 
-def _too_large(blocks: Sequence[Block], devices: Sequence[Device]) -> DoesNotFit:
+def _too_large(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> DoesNotFit:
     """Which block is larger than any device, or what all of them lack."""
-    missing = _missing(blocks, devices)
+    missing = _missing(blocks, devices, spare)
     for index, block in enumerate(blocks):
         gaps = []
         for device in devices:
@@ -485,7 +496,7 @@ def _too_large(blocks: Sequence[Block], devices: Sequence[Device]) -> DoesNotFit
     )
 
 
-def _missing(blocks: Sequence[Block], devices: Sequence[Device]) -> float:
+def _missing(blocks: Sequence[Block], devices: Sequence[Device], spare: bool) -> float:
     """With so many bytes more on each device a split is found."""
     chain = _Chain(blocks)
     reached = torch.full((chain.size + 1,), math.inf, dtype=torch.float64)
@@ -497,6 +508,7 @@ def _missing(blocks: Sequence[Block], devices: Sequence[Device]) -> float:
             again = stays - device.in_flight * chain.saves
             peak = chain._most([block.working + block.saves for block in blocks])
             need = torch.minimum(need, again[:, None] - again + peak)
-        need = (need - device.memory).masked_fill_(chain.backward, math.inf).masked_fill_(chain.empty, -math.inf)
+        need = (need - device.memory).masked_fill_(chain.backward, math.inf)
+        need.masked_fill_(chain.empty, -math.inf if spare else math.inf)
         reached = torch.maximum(need, reached).amin(1)
     return float(reached[-1])

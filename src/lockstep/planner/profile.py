@@ -54,7 +54,7 @@ def find_units(module: nn.Module, named: Sequence[str] = ()) -> dict[str, nn.Mod
     return {names[id(layer)]: layer for layer in found}
 
 
-def _kind(layer: nn.Module) -> str:
+def kind_of(layer: nn.Module) -> str:
     """What blocks of one kind have in common: class, parameters and configuration."""
     shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in layer.named_parameters()]
     text = f"{type(layer).__qualname__} {shapes} {layer}"
@@ -374,7 +374,7 @@ def _blocks(
     for unit in order:
         layer = units[names[unit]]
         sends = trace.sends.get(unit, 0)
-        yield BlockProfile(names[unit], _kind(layer), id(layer) in repeated, kept.get(unit, 0), sends)
+        yield BlockProfile(names[unit], kind_of(layer), id(layer) in repeated, kept.get(unit, 0), sends)
 
 
 def _renumbered(step: StepProfile, place: dict[int, int]) -> StepProfile:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -17,16 +19,20 @@ from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
-from lockstep.ground.rank import does
+from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.consistency import check_same_module
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.pipeline import gradients
 from lockstep.parallel.pipeline.chain import Chain
+from lockstep.parallel.pipeline.control import Resplit
 from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
+from lockstep.parallel.pipeline.measured_split import MeasuredSplit
 from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
+from lockstep.parallel.pipeline.moves import move
 from lockstep.parallel.pipeline.stages import SCHEDULES, Stages, Turn
+from lockstep.parallel.pipeline.times import StageTimes
 from lockstep.parallel.pipeline.weights import WholeModule
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import ReplicaMap
@@ -40,10 +46,16 @@ ONE_DEVICE = (
 STAGES = (
     "BalancedStrategy(stages={stages!r}): the run has {world} ranks, {why}: give a number above 1 that divides {world}."
 )
+KINDS = ("measured", "equal")
 SPLIT = (
-    'BalancedStrategy(split={split!r:.100}): give "equal", or the number of blocks of each stage: {stages} numbers, '
-    "whose sum is {blocks}, the blocks of the chain {chain!r}."
+    'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage: {stages} '
+    "numbers, whose sum is {blocks}, the blocks of the chain {chain!r}."
 )
+NO_FIT = (
+    "BalancedStrategy: {why}. This follows from bytes that were measured before the first step; the split by speed "
+    "alone is taken."
+)
+NOT_IN_A_FIT = "BalancedStrategy.resplit: blocks move while a fit runs, between two windows: call it in a hook of one."
 FEW_BLOCKS = (
     "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: give stages={blocks} or fewer, or "
     "cut its blocks into smaller ones."
@@ -85,13 +97,19 @@ class BalancedStrategy(RankedStrategy):
         micro_batches: parts into which each batch of a loader is cut; those of all batches of a window go through the
             stages one after another. Default: twice the stages.
         schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it) or "gpipe" (of all).
-        split: "equal" (numbers of blocks), or the number of blocks of each stage, [3, 5] say.
+        split: "measured": by the seconds that each block takes the ranks, within their memory; blocks move to other
+            ranks where their speed changes. "equal" numbers of blocks, or the number of blocks of each stage, [3, 5]
+            say: these stay.
         chain: its name in the module, "model.layers" say; None: the only one that the module has.
         others: as of `lockstep.strategies.ranks.RankedStrategy`.
 
     Raises:
         MisconfigurationException: for arguments that do not go together; when a call begins, for a module that cannot
             be split.
+
+    Attributes:
+        decisions: on the split, of the fits so far.
+        times: what windows take this rank, while a call runs.
 
     Example::
 
@@ -103,7 +121,7 @@ class BalancedStrategy(RankedStrategy):
         stages: int | Literal["all"] = "all",
         micro_batches: int | None = None,
         schedule: str = "1f1b",
-        split: str | Sequence[int] = "equal",
+        split: str | Sequence[int] = "measured",
         chain: str | None = None,
         *,
         cluster_environment: object = None,
@@ -125,6 +143,10 @@ class BalancedStrategy(RankedStrategy):
         self._stages: Stages | None = None
         self._owned: Ownership | None = None
         self._whole: WholeModule | None = None
+        self._measured: MeasuredSplit | None = None
+        self._counts_now: tuple[int, ...] = ()
+        self.times: StageTimes | None = None
+        self.decisions: list[Resplit] = []
 
     # -- set up
 
@@ -136,6 +158,11 @@ class BalancedStrategy(RankedStrategy):
         size = self._size(world)
         of_rank = tuple(rank // size for rank in range(world.size))
         self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Blocks of each stage now; none before the first call."""
+        return self._counts_now
 
     def _size(self, world: World) -> int:
         if world.size == 1:
@@ -169,21 +196,31 @@ class BalancedStrategy(RankedStrategy):
         comm.broadcast_tensors([t.detach() for t in (*module.parameters(), *module.buffers())], 0, None)
         self._begin_recomputation()
         self._close()
-        self._chain = Chain(module, self._chain_name)
-        layout = Layout(self._counts(self._chain))
-        place = comm.rank(self._pipeline)
-        self._owned = Ownership(module, self._chain, layout, place)
-        self._whole = WholeModule(module, self._owned, self._pipeline, self.root_device)
+        self._chain = chain = Chain(module, self._chain_name)
+        self.times = StageTimes(self.root_device)
+        self._measured = None
+        self._lay_out(self._counts(chain))
+        self._whole = WholeModule(module, self._ownership, self._pipeline, self.root_device)
         self._whole.place()
+        chain.attach()
+
+    def _lay_out(self, counts: tuple[int, ...]) -> None:
+        """Say which blocks are on which rank."""
+        assert self._chain is not None
+        self._counts_now, layout = counts, Layout(counts)
+        self._owned = Ownership(self.module, self._chain, layout, comm.rank(self._pipeline))
+        if self._stages is not None:
+            self._stages.close()
         self._stages = Stages(
-            self._chain, layout, self._pipeline, self.root_device, self._schedule, self.precision.context
+            self._chain, layout, self._pipeline, self.root_device, self._schedule, self.precision.context, self.times
         )
-        self._chain.attach()
 
     def _counts(self, chain: Chain) -> tuple[int, ...]:
         stages, blocks, split = self._size(self.world), len(chain.blocks), self._asked_split
         if blocks < stages:
             raise MisconfigurationException(FEW_BLOCKS.format(chain=chain.name, blocks=blocks, stages=stages))
+        if split == "measured" and (len(self._counts_now), sum(self._counts_now)) == (stages, blocks):
+            return self._counts_now  # of the call before
         if isinstance(split, str):
             return equal_split(blocks, stages)
         if len(split) != stages or sum(split) != blocks:
@@ -204,6 +241,14 @@ class BalancedStrategy(RankedStrategy):
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
         super().setup_optimizers(optimizers, configs)
         self._parts.free(optimizers)
+        if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
+            assert self.times is not None
+            self._measured = MeasuredSplit(self.times, self._size(self.world), self.world.local_size)
+
+    @property
+    def _ownership(self) -> Ownership:
+        assert self._owned is not None  # a call has begun
+        return self._owned
 
     @property
     def _parts(self) -> WholeModule:
@@ -213,13 +258,17 @@ class BalancedStrategy(RankedStrategy):
     def end_training(self) -> None:
         """Leave every rank with the whole model, as it came, those of others' blocks on the CPU. Collective."""
         self._parts.gather()
+        if self._measured is not None:
+            self._measured.close()
 
     def _close(self) -> None:
         if self._stages is not None:
             self._stages.close()
         if self._chain is not None:
             self._chain.detach()
-        self._chain = self._stages = None
+        if self._measured is not None:
+            self._measured.close()
+        self._chain = self._stages = self._measured = None
 
     def teardown(self) -> None:
         """Let the module's blocks be called by anybody again."""
@@ -238,21 +287,23 @@ class BalancedStrategy(RankedStrategy):
 
     def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
         """Forwards and backwards of a window by the schedule; then gradients are those of the whole batch."""
-        stages, owned = self._stages, self._owned
-        assert stages is not None
-        assert owned is not None
-        if self.replicas.count > 1 or owned.outside_buffers:
-            self._parts.align_buffers(self.peers if self.replicas.count > 1 else None)
-        count = self._micro_batches or 2 * stages.layout.stages
+        count = self._micro_batches or 2 * self._size(self.world)
         needed = tuple(parameter.requires_grad for parameter in self.module.parameters())
         turns: list[tuple[int, Turn]] = []
         for number, each in enumerate(micro_batches):
             if not each.empty and each.args[0] is not None:
                 turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
+        self._follow([turn for _, turn in turns])
+        owned, stages, times = self._ownership, self._stages, self.times
+        assert stages is not None
+        assert times is not None
+        if self.replicas.count > 1 or owned.outside_buffers:
+            self._parts.align_buffers(self.peers if self.replicas.count > 1 else None)
         outputs: list[list[Any]] = [[] for _ in micro_batches]
-        for run in _alike(turns):
-            for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
-                outputs[number].append(returned)
+        with times.window(len(turns)):
+            for run in _alike(turns):
+                for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
+                    outputs[number].append(returned)
         gradients.reduce(owned, self._pipeline, self.peers, self.replicas.count)
         self.rounds += 1
         return [_put_together(each) for each in outputs]
@@ -268,6 +319,56 @@ class BalancedStrategy(RankedStrategy):
             part.rows,
             (gradients.shapes_of(part.filled), needed),
         )
+
+    def _follow(self, turns: Sequence[Turn]) -> None:
+        """Before a window: let the split follow what the ranks have measured."""
+        measured, stages = self._measured, self._stages
+        if measured is None:
+            return
+        assert stages is not None
+        found = measured.at_boundary(stages, self._ownership, self.optimizers, turns)
+        if found is None:
+            return
+        assert measured.control is not None
+        if measured.control.warning:
+            warn_once(NO_FIT.format(why=measured.control.warning), key="stages do not fit")
+        found = replace(found, step=self.module.global_step)
+        self.decisions.append(found)
+        rank_zero_info(f"balanced: step {found.step}: {found}.")
+        if found.after != found.before:
+            size = measured.control.moved_between(found.before, found.after)
+            measured.control.note_move(size, self.resplit(found.after))
+
+    @does("moving blocks to other ranks")
+    def resplit(self, split: Sequence[int]) -> float:
+        """Let the stages have so many blocks from here on, which move to their ranks with all that belongs to them.
+
+        To be called on all ranks between two windows of a fit, in ``on_train_batch_start`` say. Collective.
+
+        Args:
+            split: blocks of each stage.
+
+        Returns:
+            the seconds that it took the slowest rank.
+
+        Raises:
+            MisconfigurationException: numbers that make no split of the chain; no fit is under way.
+        """
+        if self._chain is None or not self._parts.is_freed:
+            raise MisconfigurationException(NOT_IN_A_FIT)
+        blocks, stages = len(self._chain.blocks), self._size(self.world)
+        if len(split) != stages or sum(split) != blocks or min(split) < 1:
+            raise MisconfigurationException(
+                SPLIT.format(split=split, stages=stages, blocks=blocks, chain=self._chain.name)
+            )
+        begin, before = time.perf_counter(), self._ownership
+        self._lay_out(tuple(split))
+        move(self.module, before, self._ownership, self.optimizers, self._pipeline, self.root_device)
+        self._parts.change_owners(self._ownership, self.optimizers)
+        if self._measured is not None and self._measured.control is not None:
+            self._measured.control.adopt(self._counts_now)
+        took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
+        return comm.all_reduce(took, "max").item()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip the whole gradient, of which each rank has a part. Collective."""
@@ -312,15 +413,19 @@ class BalancedStrategy(RankedStrategy):
         states: list[dict[str, Any] | None] = [
             self._parts.optimizer_state(o, sends, self.collectives.gather_on_zero) for o in self.optimizers
         ]
-        return EngineState(module, states, {})
+        return EngineState(module, states, {"split": list(self._counts_now)})
 
     def load(self, state: EngineState) -> None:
-        """Take what this rank holds of a whole state."""
+        """Take what this rank holds of a whole state; the split is the saved one, if it is of this chain and ranks."""
         if state.module is not None:
             self._parts.load_state_dict(state.module, self.module.strict_loading)
         for optimizer, saved in zip(self.optimizers, state.optimizers or (), strict=False):
             if saved is not None:
                 self._parts.load_optimizer(optimizer, saved)
+        split = (state.own or {}).get("split", ())
+        same = (len(split), sum(split)) == (len(self._counts_now), sum(self._counts_now))
+        if self._asked_split == "measured" and same and tuple(split) != self._counts_now:
+            self.resplit(split)
 
 
 def _check_arguments(stages: object, micro_batches: object, schedule: object, split: object) -> None:
@@ -341,9 +446,10 @@ def _check_arguments(stages: object, micro_batches: object, schedule: object, sp
             f"BalancedStrategy(schedule={schedule!r:.100}): choose {' or '.join(map(repr, SCHEDULES))}."
         )
     numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(is_number(n, 1) for n in split)
-    if split != "equal" and not numbers:
+    if split not in KINDS and not numbers:
         raise MisconfigurationException(
-            f'BalancedStrategy(split={split!r:.100}): give "equal", or the number of blocks of each stage, [3, 5] say.'
+            f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
+            "[3, 5] say."
         )
 
 

@@ -98,6 +98,10 @@ class Ownership:
         """The rank that answers for what has this name in the module's state dict."""
         return self._of_block(name) or 0
 
+    def holders(self, parameter: Parameter) -> set[int]:
+        """The ranks that hold a parameter."""
+        return self._holders[id(parameter)]
+
     def owner(self, parameter: Parameter) -> int:
         """The rank that answers for a parameter."""
         return min(self._holders[id(parameter)])

@@ -19,6 +19,7 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -104,6 +105,7 @@ class Stages:
         device: of this rank.
         schedule: one of `SCHEDULES`; with fewer micro-batches than stages it is "gpipe".
         context: around forwards, of the run's precision; None: nothing.
+        times: measures the windows; None: nobody does.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Stages:
         device: torch.device,
         schedule: str = "1f1b",
         context: Callable[[], AbstractContextManager[Any]] | None = None,
+        times: StageTimes | None = None,
     ) -> None:
         self.chain, self.layout, self.group, self.device, self.schedule = chain, layout, group, device, schedule
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext if context is None else context
@@ -130,6 +133,10 @@ class Stages:
         self._error: BaseException | None = None
         self._expected: torch.Size | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
+        self._timed = _untimed if times is None else times.wrapped
+        self._run_begin = self._timed(BEFORE, self.begin)
+        self._run_blocks = self._timed(BLOCKS, self._through)
+        self._run_end = self._timed(BEHIND, self._end)
 
     # -- training
 
@@ -171,8 +178,8 @@ class Stages:
             if self.is_first:
                 turn = self._turns[int(x)]
                 turn.enter()
-                x = self._begin(turn)
-            out = self._through(x)
+                x = self._run_begin(turn)
+            out: Tensor = self._run_blocks(x)
             if self._expected is not None and not self.is_last and out.shape != self._expected:
                 block = self.layout.blocks_of(self.stage)[-1]
                 found, expected = tuple(out.shape), tuple(self._expected)
@@ -184,7 +191,8 @@ class Stages:
             self._error = error
             raise
 
-    def _begin(self, turn: Turn) -> Tensor:
+    def begin(self, turn: Turn) -> Tensor:
+        """What a step calls the chain with."""
         with self.context():
             x, _ = self.chain.input_of(turn.take)
         if x is None:
@@ -196,10 +204,15 @@ class Stages:
             out: Any = x.clone() if self._in_place else x
             for block, place in zip(self.own, self.layout.blocks_of(self.stage), strict=True):
                 out = block(out)
-                self._check(out, place)
+                self.check(out, place)
         return out if self.is_last else out.contiguous()
 
-    def _check(self, out: object, block: int) -> None:
+    def check(self, out: object, block: int) -> None:
+        """Refuse what cannot go from stage to stage.
+
+        Raises:
+            MisconfigurationException: with the block that gives it.
+        """
         told = {"block": block, "chain": self.chain.name, "verb": "gives"}
         if not isinstance(out, Tensor):
             raise MisconfigurationException(NOT_FLOATING.format(what=type(out).__name__, **told))
@@ -209,28 +222,32 @@ class Stages:
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         """The last stage's: the user's step goes on with what the chain gave."""
-        turn = self._turns[int(number)]
         try:
-            turn.enter()
-            if turn.samples != turn.rows and (not output.ndim or output.shape[0] != turn.rows):
-                raise MisconfigurationException(
-                    NOT_ROWS.format(
-                        chain=self.chain.name,
-                        shape=tuple(output.shape),
-                        rows=turn.rows,
-                        samples=turn.samples,
-                        count=len(self._turns),
-                    )
-                )
-            counted = output if turn.samples == turn.rows else output[: turn.samples]
-            with self.context():
-                returned = self._returned[int(number)] = self.chain.with_output(turn.give, counted)
-            loss = turn.loss(returned)
-            if loss is None:
-                raise MisconfigurationException(NO_LOSS)
+            loss: Tensor = self._run_end(output, int(number))
         except BaseException as error:
             self._error = error
             raise
+        return loss
+
+    def _end(self, output: Tensor, number: int) -> Tensor:
+        turn = self._turns[number]
+        turn.enter()
+        if turn.samples != turn.rows and (not output.ndim or output.shape[0] != turn.rows):
+            raise MisconfigurationException(
+                NOT_ROWS.format(
+                    chain=self.chain.name,
+                    shape=tuple(output.shape),
+                    rows=turn.rows,
+                    samples=turn.samples,
+                    count=len(self._turns),
+                )
+            )
+        counted = output if turn.samples == turn.rows else output[: turn.samples]
+        with self.context():
+            returned = self._returned[number] = self.chain.with_output(turn.give, counted)
+        loss = turn.loss(returned)
+        if loss is None:
+            raise MisconfigurationException(NO_LOSS)
         return loss
 
     # -- stages for a shape
@@ -250,6 +267,8 @@ class Stages:
             output_args=sent,
             group=self.group,
         )
+        # its own method alone: what it calls waits for nobody
+        vars(stage)["backward_one_chunk"] = self._timed(BACKWARD, stage.backward_one_chunk)
         stage.stage_index_to_group_rank = {s: self.layout.place_of(s) for s in range(self.layout.stages)}
         kind = Schedule1F1B if self.schedule == "1f1b" and count >= self.layout.stages else ScheduleGPipe
         # losses are weighed by their shares, and so added up
@@ -261,8 +280,8 @@ class Stages:
         with torch.random.fork_rng(devices, device_type=self.device.type), torch.enable_grad():
             if self.is_first:
                 received: Tensor = torch.zeros(1, dtype=torch.int64)
-                x = self._begin(self._turns[0])
-                self._check(x, 0)
+                x = self.begin(self._turns[0])
+                self.check(x, 0)
             else:
                 arrived = self._receive()
                 assert arrived is not None  # each training step calls the chain
@@ -329,6 +348,10 @@ class Stages:
         """Wait for what is under way, and let go of all buffers."""
         self._wait()
         self._plans.clear()
+
+
+def _untimed(part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
 
 
 def _valueless(tensor: Tensor) -> Tensor:

@@ -61,6 +61,12 @@ class WholeModule:
                 optimizer.state.pop(parameter, None)
         self.is_freed = True
 
+    def change_owners(self, owned: Ownership, optimizers: list[Optimizer]) -> None:
+        """Blocks have moved: what came is here, and what went is let go of."""
+        self.owned = owned
+        self.place()
+        self.free(optimizers)
+
     def gather(self) -> None:
         """Let each rank have all weights and buffers again, those of others' blocks on the CPU. Collective."""
         if self.is_freed:

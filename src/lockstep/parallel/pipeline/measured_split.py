@@ -1,0 +1,184 @@
+"""The ranks of a pipeline measure their blocks and their windows, tell one another, and decide alike on a split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.ground import comm
+from lockstep.ground.free_memory import free_memory
+from lockstep.ground.row_exchange import RowExchange
+from lockstep.parallel.pipeline.control import BlockCost, Resplit, SplitControl, StageCost, StageLook, shares_of_blocks
+from lockstep.parallel.pipeline.layout import Ownership
+from lockstep.parallel.pipeline.probe import Like, probe, states_of
+from lockstep.parallel.pipeline.stages import Stages, Turn
+from lockstep.parallel.pipeline.times import StageTimes, typical
+from lockstep.planner.profile import kind_of
+
+SOONEST, LATEST = 8, 32
+"""Windows from one look to the next: at first and behind a change, and when nothing has changed for a while."""
+MEASURED = 8
+"""Windows before a look that are measured."""
+ROOM = 0.9
+"""The part of a rank's free memory that blocks may fill."""
+ROW = 3
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank says once of the blocks: what they took it, and what it has room for."""
+
+    stage: int
+    seconds: tuple[float, ...]
+    keeps: tuple[int, ...]
+    states: float
+    memory: float
+    count: int
+    """Micro-batches of the window."""
+
+
+class MeasuredSplit:
+    """What a pipeline's ranks know of their speed.
+
+    Args:
+        times: of this rank's windows.
+        stages: of a pipeline.
+        ranks_of_host: that share its memory.
+
+    Attributes:
+        control: decides; None before the blocks were measured.
+    """
+
+    def __init__(self, times: StageTimes, stages: int, ranks_of_host: int) -> None:
+        self.times = times
+        self.control: SplitControl | None = None
+        self._stages, self._ranks_of_host = stages, ranks_of_host
+        self._rows: RowExchange | None = None
+        self._period, self._since = SOONEST, 0
+
+    def at_boundary(
+        self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
+    ) -> Resplit | None:
+        """Before a window: the split that was decided on; None: nothing was. Collective.
+
+        Args:
+            stages: of this rank.
+            owned: what it holds.
+            optimizers: of the fit.
+            turns: the micro-batches of the window to come.
+        """
+        if self.control is None:
+            return self._measure(stages, owned, optimizers, turns)
+        if self._rows is not None and self._rows.is_told:
+            return self._hear(self.control, self._rows)
+        self._since += 1
+        if self._since >= self._period:
+            self._since = 0
+            if self._rows is None:
+                self._rows = RowExchange(ROW)
+            self._rows.tell(typical(self.times.take()[-MEASURED:]))
+        self.times.listens = self._period - self._since <= MEASURED
+        return None
+
+    def _hear(self, control: SplitControl, rows: RowExchange) -> Resplit | None:
+        by_rank = rows.hear()
+        looks, count = [], 0.0
+        for stage in range(self._stages):
+            told = [row for rank, row in enumerate(by_rank) if self._stage_of(rank) == stage and not math.isnan(row[0])]
+            slowest = max(told, key=lambda row: row[0] + row[1], default=(math.nan, math.nan, 0.0))
+            looks.append(StageLook(*slowest[:2]))
+            count = max(count, slowest[2])
+        found = control.look(looks, int(count))
+        if found is not None:
+            self.times.take()  # these are of the split before
+        self._period = SOONEST if found is not None else min(2 * self._period, LATEST)
+        return found
+
+    def _stage_of(self, rank: int) -> int:
+        return self._stages - 1 - rank % self._stages
+
+    # -- blocks by themselves
+
+    def _measure(
+        self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], turns: Sequence[Turn]
+    ) -> Resplit | None:
+        """Measure all blocks on each rank; where a stage has no rank with samples, the next window does it."""
+        first = stages.layout.place_of(0)
+        like = _input_of(stages, turns[0]) if turns and stages.is_first else None
+        like = comm.broadcast_object(like, first, stages.group)
+        told = None if like is None else self._told(stages, owned, optimizers, like, len(turns))
+        ranks: list[_Told] = [each for each in comm.all_gather_object(told) if each is not None]
+        if not ranks:
+            return None
+        keeps = [max(of_block) for of_block in zip(*(rank.keeps for rank in ranks), strict=True)]
+        sizes = sizes_of(stages, max(rank.states for rank in ranks))
+        shares = shares_of_blocks([rank.seconds for rank in ranks], [kind_of(block) for block in stages.chain.blocks])
+        blocks = [BlockCost(share, *size, float(kept)) for share, size, kept in zip(shares, sizes, keeps, strict=True)]
+        count = max(rank.count for rank in ranks)
+        costs = []
+        for stage in range(self._stages):
+            mine = [rank for rank in ranks if rank.stage == stage]
+            chain, memory = max(sum(rank.seconds) for rank in mine), min(rank.memory for rank in mine)
+            flight = count if stages.schedule == "gpipe" else min(count, self._stages - stage)
+            costs.append(StageCost(chain, 0.0, memory, flight))
+        self.control = SplitControl(blocks, costs, stages.layout.counts)
+        took = ", ".join(f"{cost.chain * 1e3:.3g}" for cost in costs)
+        self.times.take()
+        return self.control.first(f"the stages' ranks run all blocks in {took} ms", count)
+
+    def _told(self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], like: Like, count: int) -> _Told:
+        found = probe(stages, like, self.times.clock)
+        states = states_of(optimizers)
+        return _Told(
+            stages.stage,
+            tuple(max(each.seconds, 1e-9) for each in found),
+            tuple(each.keeps for each in found),
+            states,
+            self._room(stages, owned, optimizers, states),
+            count,
+        )
+
+    def _room(self, stages: Stages, owned: Ownership, optimizers: Sequence[Optimizer], states: float) -> float:
+        """Bytes that this rank has for blocks, with those that its own take now."""
+        free = free_memory(stages.device, self._ranks_of_host)
+        if free is None:
+            return math.inf
+        inside = {id(parameter) for block in stages.chain.blocks for parameter in block.parameters()}
+        now = sum(p.nbytes for p in owned.held if id(p) in inside)
+        kept = [o.state[p] for o in optimizers for p in owned.held if id(p) in inside and p in o.state]
+        now += sum(v.nbytes for state in kept for v in state.values() if isinstance(v, torch.Tensor))
+        to_come = sum(p.nbytes for p in owned.held if id(p) not in inside and p.requires_grad) * (1 + states)
+        return ROOM * max(free + now - to_come, 0.0)
+
+    def close(self) -> None:
+        """Give back what the ranks talk over."""
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+
+
+def _input_of(stages: Stages, turn: Turn) -> Like:
+    """What a micro-batch's step calls the chain with; the step draws the same random numbers again later."""
+    devices = [] if stages.device.type == "cpu" else [stages.device]
+    with torch.random.fork_rng(devices, device_type=stages.device.type):
+        return Like.of(stages.begin(turn))
+
+
+def sizes_of(stages: Stages, states: float) -> list[tuple[float, float]]:
+    """Bytes of each block that move with it, and those that it takes on its rank.
+
+    Args:
+        stages: of the chain.
+        states: bytes of optimizer states for a byte of a trained parameter.
+    """
+    found = []
+    for block in stages.chain.blocks:
+        plain = sum(p.nbytes for p in block.parameters()) + sum(buffer.nbytes for buffer in block.buffers())
+        trained = sum(p.nbytes for p in block.parameters() if p.requires_grad)
+        moves = plain + states * trained
+        found.append((moves, moves + trained))
+    return found
