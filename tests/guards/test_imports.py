@@ -38,17 +38,20 @@ LATE = (
     "tqdm",
     "yaml",
 )
-SECONDS = 0.15
+PART = 0.15
+"""Of what `import torch` costs beside it: other work on the machine makes both slower."""
 TRIES = 8
 
 PROGRAM = """
 import json, sys, time
+start = time.process_time()
 import torch
-before, start, found = set(sys.modules), time.process_time(), {}
+before, found, of_torch = set(sys.modules), {}, time.process_time() - start
+start = time.process_time()
 import lockstep
 for use in sys.argv[1:]:
     exec(use)
-    found[use] = [time.process_time() - start, sorted(set(sys.modules) - before)]
+    found[use] = [(time.process_time() - start) / of_torch, sorted(set(sys.modules) - before)]
 print(json.dumps(found))
 """
 NAMES = "from lockstep import Callback, LightningDataModule, LightningModule, Trainer, seed_everything"
@@ -63,7 +66,7 @@ USES = ("", NAMES, BARS, "import yaml")
 
 @cache
 def costs() -> dict[str, tuple[float, list[str]]]:
-    """By use: CPU seconds over `import torch`, and the modules that came on top, in a fresh interpreter so far."""
+    """By use: CPU time over that of `import torch`, and the modules that came on top, in a fresh interpreter so far."""
     # with compiled files, as installed packages have them, also where Python is told not to write any
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", PROGRAM, *USES]
@@ -88,11 +91,11 @@ def test_rich_and_tqdm_are_imported_when_they_draw() -> None:
 def test_import_is_quick() -> None:
     best = costs()[NAMES][0]
     for _ in range(TRIES - 1):  # a busy machine is slow now and then; the minimum is what the import costs
-        if best <= SECONDS:
+        if best <= PART:
             break
         costs.cache_clear()
         best = min(best, costs()[NAMES][0])
-    assert best <= SECONDS
+    assert best <= PART
 
 
 def test_a_heavy_import_would_be_seen() -> None:
