@@ -20,11 +20,12 @@ from typing import Any
 from unittest import mock
 
 from lockstep.cluster import meeting
+from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.world import World
 from lockstep.supervise import hub, monitor
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang import RUNS, SLEEPS, RankSnapshot
-from lockstep.supervise.hub import Nodes, raise_limit
+from lockstep.supervise.hub import Nodes
 from lockstep.supervise.monitor import HangMonitor
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
