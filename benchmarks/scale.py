@@ -2,7 +2,8 @@
 
     pip install -c constraints.txt -e ".[plot]"
     python benchmarks/scale.py                        # prints a table; writes docs/scale.md and docs/scale.png
-    python benchmarks/scale.py --nodes 2 32 --wait 60 # fewer; prints only
+    python benchmarks/scale.py --nodes 2 32 --wait 80 # fewer; prints only
+    python benchmarks/scale.py --between-ranks        # half a minute; writes the second part of the page anew
 
 The supervisors, their connections and their messages are the product's own; ranks and clock are made up
 (`lockstep.testing.scale`). Processor time is that of node 0's threads, so that a busy machine changes little.
@@ -190,12 +191,13 @@ def on_real_ranks() -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row], wait: int, command: str, ranks: str, measured: str) -> str:
-    """docs/scale.md."""
+def page(rows: Sequence[Row], wait: int) -> str:
+    """docs/scale.md, up to what is between ranks."""
     most = rows[-1]
     return f"""# A thousand nodes
 
-Written by `{command}` (Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU cores).
+Written by `python benchmarks/scale.py` (Python {platform.python_version()}, torch {torch.__version__},
+{os.cpu_count()} CPU cores).
 
 Nodes are played in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks of
 each node are made up (`lockstep.testing.scale`). In the wait all ranks but one wait in an all-reduce for
@@ -222,11 +224,19 @@ How each part grows with the number of nodes N:
 
 Node 0 is the center of a star: what it sends and hears grows with the number of nodes. Each other node's part does not
 grow. `docs/failures.md` has the same failures with real ranks.
+"""
 
-## Between ranks
+
+BETWEEN = "\n## Between ranks\n"
+
+
+def second_part(ranks: str, measured: str) -> str:
+    """The rest of it."""
+    return f"""{BETWEEN}
+Written by `python benchmarks/scale.py --between-ranks` (Python {platform.python_version()}, torch {torch.__version__}).
 
 Messages are counted as lockstep's own code makes them, by ranks that are played in one process
-(`lockstep.testing.scale_messages`); each result is compared with the true one. {RANKS_PER_NODE} ranks are on a host.
+(`lockstep.testing.scale_messages`); each result is compared with the true one. What is sent and what is got both count. {RANKS_PER_NODE} ranks are on a host.
 
 {ranks}
 
@@ -277,18 +287,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
     parser.add_argument("--wait", type=int, default=WAIT, help="seconds of the run's clock")
+    parser.add_argument("--between-ranks", action="store_true", help="only what ranks tell one another")
     options = parser.parse_args()
     rows = []
-    for nodes in options.nodes:
+    for nodes in [] if options.between_ranks else options.nodes:
         began = time.monotonic()
         rows.append(measure(nodes, options.wait))
         print(f"{nodes} nodes: {time.monotonic() - began:.0f} s", flush=True)
-    print(table(rows))
-    ranks, measured = between_ranks([nodes for nodes in options.nodes if nodes > 1]), on_real_ranks()
-    print(ranks, measured, sep="\n")
+    if rows:
+        print(table(rows))
+    found = second_part(between_ranks(options.nodes), on_real_ranks())
+    print(found)
     if options.nodes == list(NODES) and options.wait == WAIT:
-        (DOCS / "scale.md").write_text(page(rows, options.wait, "python benchmarks/scale.py", ranks, measured))
-        plot(rows, DOCS / "scale.png")
+        path = DOCS / "scale.md"
+        first = page(rows, options.wait) if rows else path.read_text().partition(BETWEEN)[0]
+        path.write_text(first + found)
+        if rows:
+            plot(rows, DOCS / "scale.png")
 
 
 if __name__ == "__main__":
