@@ -236,7 +236,8 @@ def second_part(ranks: str, measured: str) -> str:
 Written by `python benchmarks/scale.py --between-ranks` (Python {platform.python_version()}, torch {torch.__version__}).
 
 Messages are counted as lockstep's own code makes them, by ranks that are played in one process
-(`lockstep.testing.scale_messages`); each result is compared with the true one. What is sent and what is got both count. {RANKS_PER_NODE} ranks are on a host.
+(`lockstep.testing.scale_messages`); each result is compared with the true one. What is sent and what is got both count.
+{RANKS_PER_NODE} ranks are on a host.
 
 {ranks}
 
