@@ -2,7 +2,8 @@
 
     pip install -c constraints.txt -e ".[plot]"
     python benchmarks/scale.py                        # prints a table; writes docs/scale.md and docs/scale.png
-    python benchmarks/scale.py --nodes 2 32 --wait 60 # fewer; prints only
+    python benchmarks/scale.py --nodes 2 32 --wait 80 # fewer; prints only
+    python benchmarks/scale.py --between-ranks        # half a minute; writes the second part of the page anew
 
 The supervisors, their connections and their messages are the product's own; ranks and clock are made up
 (`lockstep.testing.scale`). Processor time is that of node 0's threads, so that a busy machine changes little.
@@ -13,14 +14,23 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from lockstep.testing.scale import Cost, SimulatedRun, meet
+from lockstep import Callback, LightningModule, Trainer
+from lockstep.ground import pages
+from lockstep.testing.pool import RankPool
+from lockstep.testing.scale import Cost, SimulatedRun, draw, meet
+from lockstep.testing.scale_messages import agree, reduce_logged
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NODES = (2, 8, 32, 64, 128, 256, 512, 1024)
@@ -89,12 +99,105 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[Row], wait: int, command: str) -> str:
-    """docs/scale.md."""
+# -- what ranks tell one another -------------------------------------------------------------------------------
+
+
+def between_ranks(nodes: Sequence[int]) -> str:
+    """Messages and calls of ranks, as Markdown."""
+    head = (
+        f"| ranks | messages of rank 0 to reduce {NAMES} logged values | most of another rank | KB of a rank | deep | "
+        "messages of a host to agree | deep | calls to draw a micro-batch by a user's sampler |"
+    )
+    lines = [head, "|" + "---|" * 8]
+    for count in nodes:
+        ranks = RANKS_PER_NODE * count
+        logged, agreed = reduce_logged(ranks, NAMES), agree(count)
+        cells = [logged["rank 0"], logged["another rank"], round(logged["bytes"] / 1e3), logged["depth"]]
+        cells += [agreed["most"], agreed["depth"], draw(ranks)]
+        lines.append(f"| {ranks:,} | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+NAMES = 10
+REAL = (2, 4, 8, 16)
+
+
+class Big(LightningModule):
+    """A model of 2.9 MB that is saved in the middle of a window of manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = torch.nn.Linear(850, 850)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.layer(batch).square().mean())
+        self.log("loss", 0.0, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def real(path: str) -> tuple[int, int, int]:
+    """In a rank: sockets of torch's group and in training, on two hosts, and bytes sent in tensors for a checkpoint."""
+    flags: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    sent, found = [0], [0]
+
+    def sockets() -> int:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found[0] = max(found[0], sockets())
+            send = dist.send
+
+            def counted(tensor: torch.Tensor, *to: Any) -> None:
+                sent[0] += tensor.nbytes
+                send(tensor, *to)
+
+            if batch_idx == 1:
+                with mock.patch.object(dist, "send", counted):
+                    trainer.save_checkpoint(path)
+
+    world = dist.get_world_size()
+    dist.all_reduce(torch.ones(1))
+    before = sockets()
+    with mock.patch.object(pages, "host", return_value=f"host {2 * dist.get_rank() // world}"):
+        Trainer(accelerator="cpu", strategy="ddp", devices=world, max_epochs=1, callbacks=[Save()], **flags).fit(
+            Big(), DataLoader(torch.randn(3 * world, 850), 1)
+        )
+    return before, found[0], sent[0]
+
+
+def on_real_ranks() -> str:
+    """What real ranks open and send, as Markdown."""
+    head = (
+        "| ranks on two hosts | sockets of torch's group | more in training | MB that a rank sends to save in a window "
+        "of manual optimization | MB of the file |"
+    )
+    lines = [head, "|" + "---|" * 5]
+    with RankPool(max(REAL)) as pool, tempfile.TemporaryDirectory() as folder:
+        for world in REAL:
+            path = os.path.join(folder, f"{world}.ckpt")
+            found = pool(world).run(real, path, timeout=240)
+            # the pool's own sockets, those of its other ranks among them, are there before and after
+            more = max(after - before for before, after, _ in found)
+            sent = max(each for _, _, each in found) / 1e6
+            lines.append(
+                f"| {world} | {min(each for each, _, _ in found)} | {more} | {sent:.2f} | "
+                f"{os.path.getsize(path) / 1e6:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row], wait: int) -> str:
+    """docs/scale.md, up to what is between ranks."""
     most = rows[-1]
     return f"""# A thousand nodes
 
-Written by `{command}` (Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} CPU cores).
+Written by `python benchmarks/scale.py` (Python {platform.python_version()}, torch {torch.__version__},
+{os.cpu_count()} CPU cores).
 
 Nodes are played in one process: supervisors, connections and messages are lockstep's own, and {RANKS_PER_NODE} ranks of
 each node are made up (`lockstep.testing.scale`). In the wait all ranks but one wait in an all-reduce for
@@ -121,9 +224,38 @@ How each part grows with the number of nodes N:
 
 Node 0 is the center of a star: what it sends and hears grows with the number of nodes. Each other node's part does not
 grow. `docs/failures.md` has the same failures with real ranks.
+"""
 
-Not on this page: what ranks tell one another in collectives (torch's and gloo's own connections, the agreement over
-hosts, logged values). It is measured with real ranks only.
+
+BETWEEN = "\n## Between ranks\n"
+
+
+def second_part(ranks: str, measured: str) -> str:
+    """The rest of it."""
+    return f"""{BETWEEN}
+Written by `python benchmarks/scale.py --between-ranks` (Python {platform.python_version()}, torch {torch.__version__}).
+
+Messages are counted as lockstep's own code makes them, by ranks that are played in one process
+(`lockstep.testing.scale_messages`); each result is compared with the true one. What is sent and what is got both count.
+{RANKS_PER_NODE} ranks are on a host.
+
+{ranks}
+
+- **logged values:** neighbours by eights along a tree, log8(ranks) levels of at most 7 messages to a rank, and gloo's
+  broadcast. Up to 8 ranks, and between GPUs (NCCL), each rank gets all ranks' rows by one all_gather.
+- **agreement over hosts:** a page of memory within each host, and messages of 0.5 KB between the hosts' leaders: 8 of
+  them exchange what they have, more do so along a tree of eights. There is one agreement every 8 windows, or every
+  50 ms, or less often where it costs more than a tenth of the time.
+- **a user's sampler:** each rank draws all of it, as the order is the user's, and cuts its own part by arithmetic.
+
+Of real ranks, on two hosts that are made up (the model has 2.9 MB):
+
+{measured}
+
+Gradients that were reduced are the same on all ranks: they are sent by none and are in the file once. The agreement
+goes over the connections of torch's group.
+
+Not on this page: the connections themselves, which are torch's and gloo's, one between each two ranks.
 """
 
 
@@ -156,16 +288,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
     parser.add_argument("--wait", type=int, default=WAIT, help="seconds of the run's clock")
+    parser.add_argument("--between-ranks", action="store_true", help="only what ranks tell one another")
     options = parser.parse_args()
     rows = []
-    for nodes in options.nodes:
+    for nodes in [] if options.between_ranks else options.nodes:
         began = time.monotonic()
         rows.append(measure(nodes, options.wait))
         print(f"{nodes} nodes: {time.monotonic() - began:.0f} s", flush=True)
-    print(table(rows))
+    if rows:
+        print(table(rows))
+    found = second_part(between_ranks(options.nodes), on_real_ranks())
+    print(found)
     if options.nodes == list(NODES) and options.wait == WAIT:
-        (DOCS / "scale.md").write_text(page(rows, options.wait, "python benchmarks/scale.py"))
-        plot(rows, DOCS / "scale.png")
+        path = DOCS / "scale.md"
+        first = page(rows, options.wait) if rows else path.read_text().partition(BETWEEN)[0]
+        path.write_text(first + found)
+        if rows:
+            plot(rows, DOCS / "scale.png")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,11 @@ def _reduce() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def _race(mode: str, every: int | None, windows: int, seed: int) -> tuple[list[int], Seen]:
-    """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit)."""
+def _race(mode: str, every: int | None, windows: int, seed: int, held: bool = True) -> tuple[list[int], Seen]:
+    """Random requests and pauses; answers what this rank asked for and what it saw, as (window, bit).
+
+    ``held``: a reduction holds the ranks up in most windows, as gloo's do and NCCL's do not.
+    """
     chance = random.Random(seed * 100 + dist.get_rank())
     agreement = ConsensusFlags(mode=None if mode == "hosts" else mode, every=every)  # type: ignore[arg-type]
     bits = [agreement.register(name) for name in ("stop", "save", "signal")]
@@ -51,7 +54,7 @@ def _race(mode: str, every: int | None, windows: int, seed: int) -> tuple[list[i
         agreement.publish()
         ask()
         pause()
-        if synced:
+        if synced and held:
             _reduce()
         pause()
         ask()
@@ -106,6 +109,30 @@ def test_ranks_of_several_hosts_agree_over_the_sockets_that_they_have(
     for (kind, (_, other)), opened in results:
         assert (kind, other, opened) == ("_Messages", seen, 0)
     assert {bit for _, bit in seen} == {bit for (_, (asked, _)), _ in results for bit in asked}
+
+
+def _race_without_reductions(hosts: list[str], every: int | None, windows: int) -> tuple[str, Any]:
+    with (
+        mock.patch.object(pages, "host", return_value=hosts[dist.get_rank()]),
+        mock.patch.object(module, "_shared_page", return_value=None),  # which needs reductions that hold up
+    ):
+        agreement = ConsensusFlags(every=every)
+        heads = agreement._channel._maximum._heads  # type: ignore[attr-defined]
+        agreement.close()
+        return str(heads), _race("hosts", every, windows, 7, held=False)
+
+
+@pytest.mark.parametrize("every", [1, 3, None])
+@pytest.mark.parametrize(("hosts", "heads"), [("aaa", [0]), ("aabb", [0, 2])])
+def test_ranks_agree_where_no_reduction_holds_them_up(
+    ranks: RankPool, hosts: str, heads: list[int], every: int | None
+) -> None:
+    """As under NCCL, whose reductions are only queued. On one host it takes no message at all."""
+    results = ranks(len(hosts)).run(_race_without_reductions, list(hosts), every, 200, timeout=60)
+    assert [leaders for leaders, _ in results] == [str(heads)] * len(hosts)
+    seen = results[0][1][1]
+    assert all(other == seen for _, (_, other) in results)
+    assert {bit for _, bit in seen} == {bit for _, (asked, _) in results for bit in asked}
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from lockstep.supervise import hub
 from lockstep.supervise.causes import Cause
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.hub import SILENCE, Hub, Nodes
@@ -111,3 +114,77 @@ def test_the_first_claim_is_believed_by_all() -> None:
     finally:
         one.close()
         zero.close()
+
+
+def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
+    nodes: list[Node], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It took the place of the first, which then believed that node 0 was gone, and ended the run."""
+    assert nodes[0].hub._door is not None
+    place = "127.0.0.1", nodes[0].hub._door.getsockname()[1], nodes[0].hub._token
+    second = Nodes(1, 3, lambda event, what: None, lambda first: None)
+    assert second.hub is not None
+    second.hub.host = "another"
+    second._call(*place)
+    said = capfd.readouterr().err
+    assert "lockstep: another calls itself node 1, and host1 is that: each node needs a number of its own" in said
+    assert "is not the first with this number" in said
+    second.close()
+    nodes[1].hub.send("news", "still there", to=0)
+    assert nodes[0].heard.get(timeout=SECONDS) == (1, "still there")
+    assert nodes[0].lost.empty()
+    assert nodes[1].lost.empty()
+
+
+def test_a_node_that_calls_again_is_let_in_again(nodes: list[Node]) -> None:
+    """Its first call may have come to nothing on its side alone."""
+    assert nodes[0].hub._door is not None
+    place = "127.0.0.1", nodes[0].hub._door.getsockname()[1], nodes[0].hub._token
+    assert nodes[1].hub.join(*place)
+    nodes[1].hub.send("news", "again", to=0)
+    assert nodes[0].heard.get(timeout=SECONDS) == (1, "again")
+    assert nodes[0].lost.empty()
+
+
+def test_node_0_says_once_that_it_may_open_no_more_files(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nodes called for a minute and then said that they could not reach it."""
+
+    class Full:
+        def __init__(self, door: socket.socket) -> None:
+            self.door, self.left = door, 2
+
+        def accept(self) -> Any:
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.door.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.door, name)
+
+    monkeypatch.setattr(hub, "raise_limit", lambda: False)
+    zero, one = Node(0), Node(1)
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *args, **kwargs: Full(create(*args, **kwargs)))
+    port, token = zero.hub.open("127.0.0.1")
+    assert one.hub.join("127.0.0.1", port, token)
+    for each in (one, zero):
+        each.hub.close()
+    said = capfd.readouterr().err
+    assert said.count("files, and more nodes call than that") == 1
+    assert "`ulimit -n`" in said
+
+
+def test_a_node_that_may_start_no_thread_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    nodes = Nodes(2, 3, lambda event, what: None, lambda first: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        nodes.join("127.0.0.1", 1, "word")
+    assert "may start no more threads (`ulimit -u`)" in capfd.readouterr().err

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import RankProcesses
+from lockstep.supervise.channel import Channel
+from lockstep.supervise.signals import SignalPipe
+from lockstep.supervise.status import Mailbox
+from lockstep.supervise.supervisor import Supervisor
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -98,3 +107,53 @@ def test_standard_input_is_closed(children: RankProcesses) -> None:
     start(children, "import sys; raise SystemExit(sys.stdin.read() != '')")
     assert children.wait(30)
     assert children.failed == []
+
+
+def one_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more process may be started, and then none."""
+    start, left = subprocess.Popen, [1]
+
+    def popen(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+
+
+def test_no_more_processes_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last line was "BlockingIOError: [Errno 11] Resource temporarily unavailable"; to end the others hung."""
+    one_start(monkeypatch)
+    processes = RankProcesses(None)
+    try:
+        processes.start(1, [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+        with pytest.raises(RuntimeError, match=r"^rank 2 could not be started .* more processes \(`ulimit -u`"):
+            processes.start(2, [sys.executable, "-c", ""], dict(os.environ))
+    finally:
+        processes.stop(0.0)
+
+
+def test_a_supervisor_that_may_start_no_more_ranks_says_why_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was told that the supervisor had ended with exit code 1."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    zero = subprocess.Popen(sleep)
+    one_start(monkeypatch)
+    here, there = map(Channel, socket.socketpair())
+    counts = {"rank": 0, "size": 3, "local_size": 3, "node": 0, "nodes": 1, "process": zero.pid}
+    others = {"environ": dict(os.environ), "parent": PARENT, "folder": os.getcwd(), "name": "", "scheduled": False}
+    order = {**counts, **others, "command": sleep, "one_screen": False}
+    supervisor = Supervisor(there, Mailbox(), SignalPipe().fileno(), order)
+    try:
+        assert not supervisor.starts()
+        message = here.receive()
+        assert message is not None
+        assert message["do"] == "end"
+        assert message["text"].startswith("lockstep: rank 2 could not be started (")
+        assert list(supervisor._processes.running) == [0]
+    finally:
+        zero.kill()
+        zero.wait()
+        supervisor._processes.wait()
+        supervisor.close()
+        here.close()

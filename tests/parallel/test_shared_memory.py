@@ -322,15 +322,15 @@ def _kind(what: str) -> tuple[bool, list[str]]:
     """Whether there is a reduction, where rank 1 is on another host, or the library has no such semaphores."""
     from lockstep.parallel import shared_memory
 
-    host, function = shared_memory.host, shared_memory._function
+    host, function = pages.host, shared_memory._function
     if what == "host" and dist.get_rank() == 1:
-        shared_memory.host = lambda: "elsewhere"
+        pages.host = lambda: "elsewhere"
     if what == "library" and dist.get_rank() == 0:
         shared_memory._function = lambda name, *types: lambda *arguments: -1 if name == "sem_init" else 0
     try:
         opened = SharedReduction.open(None)
     finally:
-        shared_memory.host, shared_memory._function = host, function
+        pages.host, shared_memory._function = host, function
     if opened is not None:
         opened.close()
     return opened is not None, _files()

@@ -6,14 +6,17 @@ The variables are those that Lightning's own launch uses, so that scripts which 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from lockstep.cluster.world import World, read_number, world_of
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import log
 
 
 def is_started(environ: Mapping[str, str]) -> bool:
@@ -102,6 +105,63 @@ def loopback_of(address: str) -> str:
         return found[0] if found and all(ipaddress.ip_address(each).is_loopback for each in found) else ""
     except (OSError, ValueError):
         return ""
+
+
+def is_own(address: str) -> bool:
+    """Whether an address means the host itself on every host: 127.0.0.1, localhost.
+
+    A name that is 127.0.1.1 in this host's own table of names is none: elsewhere it may be another address.
+    """
+    if address.lower() in ("localhost", "localhost.localdomain", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def let_others_call(world: World) -> None:
+    """Have gloo tell other nodes an address by which they can call this one.
+
+    gloo takes what the host's name is here, and in many tables of names that is 127.0.1.1: ranks of other nodes would
+    call themselves by it. `GLOO_SOCKET_IFNAME` is set then, to the interface that leads to node 0.
+    """
+    if world.num_nodes == 1 or INTERFACE in os.environ or is_own(world.address):
+        return
+    name = socket.gethostname()
+    try:
+        own = loopback_of(name) if socket.getaddrinfo(name, None) else ""
+    except OSError:
+        own = "unknown"
+    if not own:
+        return
+    found = _interface_towards(world.address, world.port)
+    if found:
+        os.environ[INTERFACE] = found
+    if world.local_rank == 0:
+        what = f"{INTERFACE}={found} is set" if found else f"set {INTERFACE} to the interface that leads to the others"
+        log.info(f"Other nodes cannot call this host by its name, {name}, which is {own} here (/etc/hosts): {what}.")
+
+
+def _interface_towards(address: str, port: int) -> str:
+    """The name of the interface by which this host would send there; "" where that cannot be told."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        for target in (address, "192.0.2.1"):  # the second is nobody's: the way out of this network. Nothing is sent
+            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, port or 9))
+                own = probe.getsockname()[0]
+                for _, name in [] if ipaddress.ip_address(own).is_loopback else socket.if_nameindex():
+                    with contextlib.suppress(OSError):
+                        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                        if socket.inet_ntoa(answer[20:24]) == own:
+                            return name
+    return ""
+
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""
 
 
 def on_one_host(address: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.cluster.local import loopback_of
+from lockstep.cluster.local import is_own
 from lockstep.cluster.slurm import attempt
 from lockstep.cluster.world import World, read_number
 from lockstep.ground.errors import MisconfigurationException
@@ -43,7 +43,7 @@ def meet(
     listens = world.is_zero and not by_agent
     patience = min(timeout, patience)
     left = patience if listens else _wait_for_the_door(world.address, world.port, patience)
-    alone = world.num_nodes == 1 or bool(loopback_of(world.address))
+    alone = world.num_nodes == 1 or is_own(world.address)
     door = listen(world.address, world.port) if listens and alone else None
     try:
         store = dist.TCPStore(

@@ -98,7 +98,7 @@ def common_pages(
             if handle is None:
                 handle = _open(place)
             memory = None if handle is None else _map(handle, size, part or (0, size))
-            everyone = all(comm.all_gather_object(memory is not None, group))
+            everyone = comm.all_reduce(torch.tensor([memory is not None]).int(), "min", group).item() == 1
         finally:
             if made and not made[1].space:
                 with contextlib.suppress(FileNotFoundError):  # somebody tidies up there

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -36,6 +38,10 @@ class Process(Protocol):
 
     def wait(self) -> int:
         """Wait for its end; the exit code, or the negative number of the signal that killed it."""
+
+
+NO_MORE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors by which the system lets a process start no more."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,26 @@ class RankProcesses:
             handed: descriptors of open files that it takes over.
             folder: its working folder; None: the one of this process.
             first: what the new process does before anything else; only where this one has few threads.
+
+        Raises:
+            RuntimeError: the system lets this process start no more.
         """
         group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
         if first is not None:
             group["preexec_fn"] = first
-        process = subprocess.Popen(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handed, **group)
+        try:
+            process = subprocess.Popen(
+                command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, pass_fds=handed, **group
+            )
+        except OSError as error:
+            if error.errno not in NO_MORE:
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+            most = "" if limit == resource.RLIM_INFINITY else f" is {limit}"
+            raise RuntimeError(
+                f"rank {rank} could not be started ({error.strerror}): there is no room for more processes "
+                f"(`ulimit -u`{most}), open files (`ulimit -n`) or memory: raise what is too low, or use fewer devices"
+            ) from None
         self._processes[rank] = _Started(process, group=True)
 
     def take(self, rank: int, process: Process) -> None:
@@ -203,6 +224,12 @@ class RankProcesses:
         with self._lock:
             self._stopping = True
         processes = [process for process in self._processes.values() if process.stops]
+        try:
+            self.watch()  # their end is seen by who watches them
+        except RuntimeError:  # no more threads may be started
+            for process in processes:
+                process.signal_group(signal.SIGKILL)
+            return
         for process in processes:
             process.signal(signal.SIGTERM)
         until = time.monotonic() + grace

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.ground import comm
-from lockstep.ground.pages import Pages, common_pages, host, space
+from lockstep.ground.pages import Pages, common_pages, on_one_host, space
 from lockstep.ground.rank import waits
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.transport import AllReduce, Size
@@ -96,9 +96,11 @@ class Semaphores:
 
         A collective; None, on all ranks alike, where they cannot have memory in common.
         """
-        ranks = comm.all_gather_object((host(), space(), os.getpid()), group)
-        if len({where for where, _, _ in ranks}) > 1 or len(set(ranks)) < len(ranks) or sys.platform != "linux":
-            return None  # several hosts; ranks that are threads of one process
+        if not on_one_host(group) or sys.platform != "linux":
+            return None
+        ranks = comm.all_gather_object((space(), os.getpid()), group)
+        if len(set(ranks)) < len(ranks):
+            return None  # ranks that are threads of one process
         return cls.open(group, 2 * len(ranks) ** 2)
 
     def __getitem__(self, index: int) -> ctypes.c_void_p:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.io import CheckpointIO
+from lockstep.cluster.limits import provide_files
+from lockstep.cluster.local import let_others_call
 from lockstep.cluster.meeting import meet
 from lockstep.cluster.world import World
 from lockstep.ground import comm
@@ -117,6 +119,9 @@ class RankedStrategy(Strategy):
         world, backend = self.world, self.process_group_backend
         if backend == "nccl" and self.root_device.type != "cuda":
             _check_nccl(self.root_device.type)  # `connect` asks for several ranks only
+        let_others_call(world)
+        if world.size > 1 and "nccl" not in backend:  # which has few connections
+            provide_files(world.size)
         # one rank has nobody to meet, so that no port is needed
         store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
         meet_nodes(side(), world, store)

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.cluster.local import loopback_of
+from lockstep.cluster.limits import raise_limit
+from lockstep.cluster.local import is_own, loopback_of
 from lockstep.supervise.causes import First, located
 from lockstep.supervise.channel import Message
 
@@ -58,7 +59,7 @@ class _Connection:
     """One connection, served by the hub's thread.
 
     Attributes:
-        node, host: at its other end; -1 before that has said who it is.
+        node, host, name: at its other end; -1 before that has said who it is.
         joined: it has been let in, or this end has.
         well: the other end has said farewell.
         error: of the system, where the other end has not simply hung up.
@@ -69,7 +70,7 @@ class _Connection:
     def __init__(self, opened: socket.socket, node: int = -1, host: str = "") -> None:
         opened.setblocking(False)
         self.socket = opened
-        self.node, self.host = node, host
+        self.node, self.host, self.name = node, host, ""
         self.joined = self.well = False
         self.error: OSError | None = None
         self.deadline = time.monotonic() + CALLING
@@ -166,6 +167,9 @@ class Hub:
             reason.
         on_met: called with the number of a node that has joined; of the hub, when this one has joined it.
 
+    Attributes:
+        is_refused: the hub has not let this node in, since another has its number.
+
     All three functions, and those of `listen`, are called in the hub's thread, and must not wait.
     """
 
@@ -177,6 +181,8 @@ class Hub:
         on_met: Callable[[int], None] = lambda node: None,
     ) -> None:
         self.node, self.host = node, host
+        self.is_refused = False
+        self._name = secrets.token_hex(8)  # by which a second call is known
         self._on_lost, self._on_met = on_lost, on_met
         self._listeners: dict[str, Heard] = {}
         self._connections: dict[int, _Connection] = {}
@@ -184,6 +190,7 @@ class Hub:
         self._changed: set[_Connection] = set()  # of which the thread has to see for what it watches them
         self._lock = threading.RLock()
         self._door: socket.socket | None = None
+        self._has_said_limit = False
         self._opens_at = 0.0  # when the door is looked at again, after no file could be opened for a caller
         self._token = ""
         self._ends_at: float | None = None  # when `close` has waited long enough
@@ -205,13 +212,14 @@ class Hub:
         """Be the hub.
 
         Args:
-            address: by which the others call. It listens there alone if only this host can call by it, else everywhere.
+            address: by which the others call. It listens there alone if it means the host itself on every host, else
+                everywhere.
 
         Returns:
             the port where it listens, and the word by which the others prove that they belong here.
         """
         self._token = secrets.token_hex(16)
-        host = loopback_of(address) if address else ""
+        host = loopback_of(address) if is_own(address) else ""
         everywhere = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET
         door = socket.create_server((host, 0), family=family, backlog=4096, dualstack_ipv6=everywhere)
@@ -227,8 +235,9 @@ class Hub:
         except OSError:
             return False
         try:
-            opened.sendall(_text({"token": token, "node": self.node, "host": self.host}))
+            opened.sendall(_text({"token": token, "node": self.node, "host": self.host, "name": self._name}))
             welcome = opened.recv(1)  # the hub's first byte: nothing else is sent before it
+            self.is_refused = welcome == TAKEN
         except OSError:
             welcome = b""
         if welcome != WELCOME:
@@ -372,6 +381,7 @@ class Hub:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not raise_limit():
                     selector.unregister(self._door)  # it would be ready all the time
+                    self._say_limit()
                     self._opens_at = time.monotonic() + 1.0
                     return
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -381,6 +391,16 @@ class Hub:
             with self._lock:
                 self._strangers.add(connection)
                 self._changed.add(connection)
+
+    def _say_limit(self) -> None:
+        """Say once that nodes wait outside."""
+        if not self._has_said_limit:
+            self._has_said_limit = True
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            _say(
+                f"node {self.node} ({self.host}) may open {limit} files, and more nodes call than that: failures of "
+                "those that cannot join are told on their own screens only. Raise the limit (`ulimit -n`)"
+            )
 
     def _look_at(self, connection: _Connection, events: int) -> None:
         messages: list[Message] = []
@@ -401,12 +421,26 @@ class Hub:
             self._lose(connection)
 
     def _meet(self, connection: _Connection, hello: Message) -> bool:
-        """The first message of a caller; whether it is one of ours. One that calls again takes the place of before."""
+        """The first message of a caller; whether it is one of ours.
+
+        One that calls again takes the place of before. Another with the number of one that is there is sent away: the
+        run goes on with the first.
+        """
         with self._lock:
             self._strangers.discard(connection)
         if not secrets.compare_digest(str(hello.get("token")), self._token):
             self._drop(connection)
             return False
+        with self._lock:
+            there = self._connections.get(int(hello["node"]))
+        name = str(hello.get("name"))
+        if there is not None and there.name != name:
+            with contextlib.suppress(OSError):
+                connection.socket.send(TAKEN)
+            _say(f"{hello['host']} calls itself node {there.node}, and {there.host} is that: {SENT_AWAY}")
+            self._drop(connection)
+            return False
+        connection.name = name
         connection.node, connection.host, connection.joined = int(hello["node"]), str(hello["host"]), True
         with self._lock:
             before = self._connections.pop(connection.node, None)
@@ -457,6 +491,12 @@ class Hub:
 WELCOME = b"\n"
 """What the hub says first to a node that it has let in: a message without content."""
 
+TAKEN = b"!"
+"""What it says to one whose number another has."""
+
+SENT_AWAY = "each node needs a number of its own (NODE_RANK, --node_rank). The run goes on with the first"
+"""What is said of two nodes with one number."""
+
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -464,15 +504,13 @@ def _text(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def raise_limit() -> bool:
-    """Let this process open as many files as its hard limit allows; False where it does already."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return False
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        return True
-    return False
+def _say(words: str) -> None:
+    """Write a line on the screen."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"lockstep: {words}.\n".encode())
+
+
+UNTOLD = "failures of other nodes are not told here"
 
 
 # -- the first cause of all nodes ----------------------------------------------------------------------------
@@ -521,16 +559,22 @@ class Nodes:
         """Call the first node, in a thread, until it answers."""
         assert self.hub is not None
         self.hub.listen("first", lambda node, body: self._put("first", body))
-        threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True).start()
+        thread = threading.Thread(target=self._call, args=(address, port, token), name="lockstep-call", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads may be started: the run can do without
+            _say(f"node {self._node} ({self.host}) may start no more threads (`ulimit -u`): {UNTOLD}")
 
     def _call(self, address: str, port: int, token: str) -> None:
         assert self.hub is not None
         until = time.monotonic() + MEETING
         while not self.hub.join(address, port, token):
+            if self.hub.is_refused:
+                _say(f"node {self._node} ({self.host}) is not the first with this number: {SENT_AWAY}")
+                return
             if time.monotonic() >= until:
                 told = f"node {self._node} ({self.host}) could not reach the supervisor of node 0 at {address}:{port}"
-                with contextlib.suppress(OSError):
-                    os.write(2, f"lockstep: {told}: failures of other nodes are not told here.\n".encode())
+                _say(f"{told}: {UNTOLD}")
                 return
             time.sleep(1.0)
 

@@ -122,6 +122,16 @@ class Supervisor:
         self._thread(self._hear, self._channel, self._rank)
         self._thread(self._hear_presses)
 
+    def starts(self) -> bool:
+        """`start`; where the system lets no more ranks start, those that run are ended, and rank 0 says why."""
+        try:
+            self.start()
+        except RuntimeError as error:  # of processes, or of threads
+            self._processes.stop(0.0)
+            self._channel.send({"do": "end", "text": f"lockstep: {error}.", "code": 1})
+            return False
+        return True
+
     def _thread(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
 
@@ -497,7 +507,7 @@ def main(channel: int, mailbox: int, signal_pipe: int) -> None:
         if signal.getsignal(known) is not signal.SIG_IGN:
             signal.signal(known, lambda number, frame: supervisor.on_signal(number))
     promise_cause()
-    supervisor.start()
-    supervisor.run()
+    if supervisor.starts():
+        supervisor.run()
     supervisor.close()
     os._exit(0)  # threads that wait for messages have nobody to wait for

@@ -10,6 +10,7 @@ import contextlib
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +20,18 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import torch
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
 from lockstep.cluster import meeting
+from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.world import World
+from lockstep.data.source import Replicas
+from lockstep.loop.feed import Feed
 from lockstep.supervise import hub, monitor
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang import RUNS, SLEEPS, RankSnapshot
-from lockstep.supervise.hub import Nodes, raise_limit
+from lockstep.supervise.hub import Nodes
 from lockstep.supervise.monitor import HangMonitor
 from lockstep.supervise.stack import Frame, Stack
 from lockstep.supervise.trace_memory import Members, Note, shared
@@ -532,3 +539,48 @@ def meet(ranks: int) -> Mapping[str, int]:
     if numbers != {1}:
         raise RuntimeError(f"{ranks} ranks did not agree on their attempt: {numbers}")
     return {"rank 0": clients[0].requests, "another rank": max(client.requests for client in clients[1:])}
+
+
+# -- a sampler of the user's -----------------------------------------------------------------------------------
+
+
+class _InOrder(Sampler[int]):
+    """A sampler as users write them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def draw(ranks: int) -> int:
+    """Calls of functions, Python's own among them, by which one of many ranks draws a micro-batch by a user's sampler.
+
+    Args:
+        ranks: how many.
+    """
+    length = GLOBAL_BATCHES * ranks * 2
+    loader = DataLoader(TensorDataset(torch.arange(length)), 2, sampler=_InOrder(length))
+    replicas = Replicas(ranks // 2, ranks, lambda tensor: tensor.expand(ranks, *tensor.shape))
+    feed = Feed.train(loader, replicas=replicas, seed=1)
+    found = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        feed.begin(0)
+        drawn = sum(1 for window in feed.windows(1) for _ in window)
+    finally:
+        sys.setprofile(None)
+    return found // drawn
+
+
+GLOBAL_BATCHES = 16
+"""Of the epoch that is drawn."""
