@@ -118,9 +118,9 @@ def stages(args: argparse.Namespace) -> None:
     print(
         table(head, [stages_follow(kind, slow, args) for kind in args.kinds for slow in SLOWED[1:]]), "\n", flush=True
     )
-    found = ranks.run("stages:watched", 2, {"rounds": 10 * args.steps})
+    found = ranks.run("stages:measuring", 2, {"rounds": 10 * args.steps})
     windows, looks = (found[name] * 1e6 for name in ("windows", "looks"))
-    print(f"CPU time of the watch, in us a step: {windows:.1f} to measure, {looks:.1f} to tell others and decide.")
+    print(f"CPU time of measuring, in us a step: {windows:.1f} for the windows, {looks:.1f} to tell others and decide.")
 
 
 def shares(args: argparse.Namespace) -> None:

@@ -143,8 +143,8 @@ def moved(kind: str, slow: float, at: int, steps: int) -> dict[str, Any]:
     return {"decisions": [[found.step, list(found.before), list(found.after)] for found in strategy.decisions]}
 
 
-def watched(rounds: int) -> dict[str, float]:
-    """Seconds of the CPU that the watch takes a step: measuring windows, and a look, shared out over its windows."""
+def measuring(rounds: int) -> dict[str, float]:
+    """Seconds of the CPU that measuring takes a step: of the windows, and of a look, shared out over its windows."""
     begin()
     size, control = dist.get_world_size(), SplitControl([BlockCost(1 / 8)] * 8, [StageCost(1.0)] * 2, (4, 4))
     rows, times = RowExchange(ROW), StageTimes(torch.device("cpu"))

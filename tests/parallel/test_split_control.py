@@ -74,6 +74,14 @@ def test_stages_that_are_alike_keep_their_blocks() -> None:
     assert all(found.look([StageLook(0.5 + noise), StageLook(0.5)], 4) is None for noise in (0.0, 0.03, -0.04, 0.05))
 
 
+def test_what_a_moment_shows_moves_blocks_only_for_a_large_gain() -> None:
+    """Blocks timed for a third of a second on a busy machine made one of two equal ranks a fifth slower."""
+    found = control([1.0] * 12, [1.2, 1.0], (6, 6))
+    assert found.best() == (5, 7)
+    assert found.first("measured", 8).after == (6, 6)
+    assert control([1.0] * 12, [2.0, 1.0], (6, 6)).first("measured", 8).after == (4, 8)
+
+
 def test_a_stage_that_becomes_slow_gives_blocks_at_once_and_takes_them_back() -> None:
     found = control([1.0] * 8, [1.0, 1.0], (4, 4))
     moved = found.look([StageLook(1.5), StageLook(0.5)], 4)

@@ -216,6 +216,46 @@ def test_replicas_log_each_sample_once(ranks: RankPool) -> None:
         assert found["fitted"]["val"] == pytest.approx(expected["val"], rel=1e-12)
 
 
+# -- sixteen bits --------------------------------------------------------------------------------------------
+
+
+class Overflows(Tied):
+    """In its second step the gradient of one block overflows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 1e-3 * super().training_step(batch, batch_idx).float()  # in 16 bits the whole would overflow
+
+    def on_after_backward(self) -> None:
+        gradient = self.layers[1].weight.grad
+        if self.trainer.global_step == 1 and gradient is not None:
+            gradient.fill_(float("inf"))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        scaler = self.trainer.strategy.precision.scaler
+        self.scales = [*getattr(self, "scales", []), scaler.get_scale()]
+        self.scaled = [*getattr(self, "scaled", []), self.scale.item()]
+
+
+def in_sixteen_bits(strategy: Any, devices: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(4)
+    module = Overflows()
+    quiet(strategy=strategy, devices=devices, max_epochs=1, precision="16-mixed").fit(module, rows(32)(8))
+    return module.scales, module.scaled
+
+
+def test_all_ranks_leave_out_a_step_in_which_one_overflows(ranks: RankPool) -> None:
+    scales, scaled = in_sixteen_bits("auto", 1)
+    assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
+    assert scaled[0] == scaled[1] != scaled[2]
+    for found, weights in ranks(2).run(in_sixteen_bits, BalancedStrategy(split=[3, 2]), 2, timeout=40):
+        assert found == scales
+        assert weights == pytest.approx(scaled, rel=1e-3)
+        assert weights[0] == weights[1]
+
+
 # -- memory --------------------------------------------------------------------------------------------------
 
 

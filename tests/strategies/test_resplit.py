@@ -318,7 +318,7 @@ def numbered(batch_size: int) -> DataLoader[Any]:
 
 
 def live(folder: Path, strategy: Any, devices: int, batch_size: int, dies: tuple[int, list[int]] | None) -> Any:
-    """A life of a run: (samples by step, weights, split at the first step); it may end early."""
+    """A life of a run: (samples by step, weights, strategy at the end); it may end early."""
     torch.manual_seed(5)
     module = Reads()
     callbacks: list[Callback] = [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)]
@@ -337,7 +337,9 @@ def live(folder: Path, strategy: Any, devices: int, batch_size: int, dies: tuple
     except Killed:
         return module.seen, None, None
     weights = {name: value.detach().clone() for name, value in module.state_dict().items() if torch.is_tensor(value)}
-    return module.seen, weights, getattr(trainer.strategy, "_counts_now", None)
+    known = trainer.strategy
+    told = (known.split, known.decisions) if isinstance(known, BalancedStrategy) else None
+    return module.seen, weights, told
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, BalancedStrategy()), (3, BalancedStrategy()), (1, "auto")])
@@ -350,18 +352,19 @@ def test_a_run_that_was_killed_goes_on_with_other_stages(
     saved = torch.load(next(folder.glob("*step=4.ckpt")), weights_only=True)
     assert saved["lockstep"]["strategy"] == {"split": [1, 6]}
     if world > 1:
-        seen, found, _ = ranks(world).run(live, folder, strategy, world, 6, None, timeout=60)[0]
+        seen, found, (_, decisions) = ranks(world).run(live, folder, strategy, world, 6, None, timeout=60)[0]
+        assert decisions[0].before == {2: (1, 6), 3: (3, 2, 2)}[world]  # that of the checkpoint, where it can be
     else:
         seen, found, _ = live(folder, strategy, 1, 6, None)
     torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-12)
     assert [each for each in first[0][0] if each[0] < 4] + seen == whole
 
 
-def test_a_resume_goes_on_with_the_split_of_the_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_split_that_was_asked_for_counts_more_than_the_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(live, tmp_path, BalancedStrategy(split="equal"), 2, 6, (5, [2, 5]), timeout=60)
     strategies = BalancedStrategy(split="equal"), BalancedStrategy(split=[6, 1])
-    for strategy, split in zip(strategies, ((4, 3), (6, 1)), strict=True):  # what was asked for counts
-        assert ranks(2).run(live, tmp_path, strategy, 2, 6, None, timeout=60)[0][2] == split
+    for strategy, split in zip(strategies, ((4, 3), (6, 1)), strict=True):
+        assert ranks(2).run(live, tmp_path, strategy, 2, 6, None, timeout=60)[0][2] == (split, [])
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------

@@ -53,6 +53,21 @@ class LossScaler:
                 self.unscale_gradients(self._grad_scaler, optimizer)
             self._checked = True
 
+    def share_overflow(self, optimizer: Optimizer, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """Between :meth:`unscale` and :meth:`step`: let ranks with different gradients decide alike. Collective.
+
+        Args:
+            optimizer: whose gradients were unscaled on the ranks that have any.
+            largest: of a number of each rank.
+            device: of this rank.
+        """
+        found = self._grad_scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found:
+            found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        for overflow in found.values():
+            overflow.copy_(largest(overflow))
+        self._checked = True
+
     def step(self, optimizer: Optimizer) -> Any:
         """``optimizer.step()``, left out if a gradient is not finite.
 

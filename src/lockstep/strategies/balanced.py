@@ -68,10 +68,6 @@ BATCH_NORM = (
     "BalancedStrategy: {name!r} ({kind}) would take its statistics from parts of a batch, and from samples that only "
     'fill up the last part: use GroupNorm or LayerNorm, call its eval(), or use strategy="ddp" and sync_batchnorm=True.'
 )
-SCALED = (
-    'Trainer(precision="16-mixed") with BalancedStrategy: its stages would have to agree on what overflows; use '
-    'precision="bf16-mixed" or "32-true".'
-)
 STRANGE = (
     "{optimizer} holds a parameter of shape {shape} that the module does not have, so that nobody knows its stage: "
     "make it an attribute of the module."
@@ -153,8 +149,6 @@ class BalancedStrategy(RankedStrategy):
     def connect(self, world: World, device: torch.device, precision: Precision) -> None:
         """As of any ranks, of which those of a pipeline see the same samples."""
         super().connect(world, device, precision)
-        if precision.scaler is not None:
-            raise MisconfigurationException(SCALED)
         size = self._size(world)
         of_rank = tuple(rank // size for rank in range(world.size))
         self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
@@ -241,6 +235,8 @@ class BalancedStrategy(RankedStrategy):
                 raise MisconfigurationException(STRANGE.format(optimizer=name, shape=shape))
         super().setup_optimizers(optimizers, configs)
         self._parts.free(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler.scale(torch.zeros((), device=self.root_device))  # the last stage alone sees losses
         if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
             assert self.times is not None
             self._measured = MeasuredSplit(self.times, self._size(self.world), self.world.local_size)
@@ -378,6 +374,12 @@ class BalancedStrategy(RankedStrategy):
             gradients.clip_by_norm(parameters, self._owned, value, self._pipeline, self.root_device)
         else:
             clip_by_value(parameters, value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """As the base does it; with a loss scale, all ranks leave the step out that one of them has to leave out."""
+        if self.precision.scaler is not None:
+            self.precision.scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self.root_device)
+        return super().step(optimizer, closure, **options)
 
     def divide_gradients(self, weight: float | Tensor) -> float:
         """As the base does it; of a replica one rank has weights, and ranks average over replicas."""

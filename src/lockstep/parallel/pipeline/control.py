@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import median
 
-from lockstep.data.shares import SMALL, Votes
+from lockstep.data.shares import LARGE, SMALL, Votes
 from lockstep.planner.partition import Block, Device, DoesNotFit, partition
 
 PAYS_WITHIN = 200
@@ -193,10 +193,13 @@ class SplitControl:
         return tuple(stage.stop - stage.start for stage in found.stages)
 
     def first(self, reason: str, micro_batches: int) -> Resplit:
-        """The split to begin with, right after the blocks were measured; it may be the one of now."""
+        """The split to begin with, right after the blocks were measured; it may be the one of now.
+
+        What is measured in a moment has to show a large gain; a smaller one is taken when windows ask for it.
+        """
         now, after = self.predict(self.counts), self.best()
         then = self.predict(after)
-        if max(then) > (1 - SMALL) * max(now) or not self._pays(max(now) - max(then), after, micro_batches):
+        if max(then) > (1 - LARGE) * max(now) or not self._pays(max(now) - max(then), after, micro_batches):
             after, then = self.counts, now
         found = Resplit(self.counts, after, now, then, reason)
         self.adopt(after)
