@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -62,12 +63,15 @@ def calls(make: Any, size: int, planned: int | None = None) -> int:
         nonlocal found
         found += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # what it calls for other tests' garbage is not the feed's
     sys.setprofile(count)
     try:
         feed.begin(0)
         drawn = [batch for window in feed.windows(1) for batch, _, _ in window]
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert len(drawn) >= GLOBAL_BATCHES
     return found
 
