@@ -40,7 +40,8 @@ def memory_of(name: str, way: str, world: int) -> float:
 
 def seconds_of(name: str, way: str, world: int) -> float:
     """Seconds of a step of this rank."""
-    strategy = DDPStrategy() if way == "ddp" else WAYS[way][1]()  # as users have it: in shared memory
+    in_memory = {"ddp": DDPStrategy(), "sharded": DDPStrategy(shard_optimizer=True)}  # as users have it
+    strategy = in_memory[way] if way in in_memory else WAYS[way][1]()
     return timed(name, strategy, world, steps=16)
 
 

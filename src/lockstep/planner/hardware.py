@@ -243,13 +243,17 @@ def _host_memory() -> float:
         return 16 * GB
 
 
-def _work() -> None:
-    """Some milliseconds of what models do: a product, and passes over memory."""
-    a = torch.ones(384, 384)
-    b = a @ a
-    wide = torch.ones(2**20)
-    (wide * 2 + 1).sum()
-    b.tanh_().sum()
+def _small_step() -> Callable[[], None]:
+    """A step of some milliseconds: products, and an update of more memory than a core has for itself."""
+    net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)])
+    optimizer, x = torch.optim.AdamW(net.parameters(), 1e-6), torch.ones(64, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return step
 
 
 def probe(rank: int, folder: str) -> None:
@@ -285,13 +289,18 @@ def probe(rank: int, folder: str) -> None:
             seconds.append(_median(step, cpu, 9))
         extra.append(max(seconds[1] - seconds[0], 1e-6))
     size = 4.0 * 1448 * 1448
-    alone = _median(_work, cpu, 9) if rank == 0 else 0.0
+    work = _small_step()
+    alone = _median(work, cpu, 25) if rank == 0 else 0.0
     dist.barrier()
-    together = _median(_work, cpu, 9)
+    together = _median(work, cpu, 25)
+    dist.barrier()
+    if rank == 0:
+        alone = min(alone, _median(work, cpu, 25))
+    dist.barrier()
     tiny = torch.zeros(1)
 
     def work_and_meet() -> None:
-        _work()
+        work()
         dist.all_reduce(tiny)
 
     meeting = _median(work_and_meet, cpu, 9) - together  # ranks that compute do not come at the same time
