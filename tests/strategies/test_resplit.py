@@ -331,6 +331,7 @@ def live(folder: Path, strategy: Any, devices: int, batch_size: int, dies: tuple
         callbacks=[*callbacks, *([] if dies is None else [Dies(*dies)])],
         order="lockstep",
     )
+    trainer.seed = 5
     latest = max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
     try:
         trainer.fit(module, numbered(batch_size), ckpt_path=latest)
