@@ -11,22 +11,10 @@ import pytest
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.loop.progress import BatchCounting
+from lockstep.testing.scale import InOrder
 from tests.data.loaders import feed_of, numbers
 
 GLOBAL_BATCHES = 6
-
-
-class InOrder(Sampler[int]):
-    """A sampler of the user's."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 class Pairs(Sampler[list[int]]):

@@ -260,16 +260,15 @@ def check_files(folder: PathLike, index: Index, names: list[str] | None = None) 
     Raises:
         CorruptCheckpoint: with the file.
     """
+    sizes = storage.sizes(folder)
     for name, known in index.files.items():
-        file = storage.inside(folder, name)
-        try:
-            size = storage.size(file)
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} lacks its file {name}: {WAY_OUT}.") from None
+        size = sizes.get(name)
+        if size is None:
+            raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} lacks its file {name}: {WAY_OUT}.")
         if size != known["bytes"]:
             raise CorruptCheckpoint(
-                f"{file!r} is {'cut short' if size < known['bytes'] else 'too long'}: it has {size} bytes of "
-                f"{known['bytes']}: {WAY_OUT}."
+                f"{storage.inside(folder, name)!r} is {'cut short' if size < known['bytes'] else 'too long'}: it has "
+                f"{size} bytes of {known['bytes']}: {WAY_OUT}."
             )
     for name in index.files if names is None else names:
         file = storage.inside(folder, name)
@@ -500,17 +499,15 @@ class _Writing:
 
     def _check_arrival(self, index: Index) -> None:
         """Refuse a URL at which rank 0 does not see what other ranks have written, or somebody has removed it."""
+        sizes = storage.sizes(self.path)
         for name, known in index.files.items():
-            file = storage.inside(self.path, name)
-            try:
-                size = storage.size(file)
-            except FileNotFoundError:
-                size = 0
+            size = sizes.get(name, 0)
             if size != known["bytes"]:
                 raise OSError(
                     errno.EIO,
-                    f"rank 0 sees {size} of the {known['bytes']} bytes that were written to {file!r}: save to a URL "
-                    "that all ranks see, and that no other run writes to",
+                    f"rank 0 sees {size} of the {known['bytes']} bytes that were written to "
+                    f"{storage.inside(self.path, name)!r}: save to a URL that all ranks see, and that no other run "
+                    "writes to",
                 )
 
 
@@ -619,11 +616,14 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
         OnRank: another rank has found that.
     """
     rank, world = comm.rank(), comm.world_size()
+    within = os.fspath(path)
 
     def check() -> None:
+        nonlocal within
         index = _index(path)
         if index is not None:
             check_files(path, index, _share(index.files, rank, world))
+            within = index.within(path)
 
     try:
         together(check, lambda given: [None] * len(given), None)
@@ -631,7 +631,7 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
         raise CorruptCheckpoint(str(error)) from None
     if deepspeed.is_engines(path):
         return deepspeed.read(path, place, weights_only)
-    made = _Reading(_within(path, _index(path)), weights_only, "cpu")
+    made = _Reading(within, weights_only, "cpu")
     mine = [rank] if made.ranks == world else sorted({0, *range(rank, made.ranks, world)})
     return made.whole(made.tensors(place), mine)
 

@@ -439,12 +439,14 @@ def size(path: PathLike) -> int:
     return local(path).stat().st_size
 
 
-def sizes(folder: PathLike) -> list[int]:
-    """Bytes of each file in `folder` and in folders within it."""
+def sizes(folder: PathLike) -> dict[str, int]:
+    """Bytes of each file in `folder` and in folders within it, by its path from there; a URL is listed once."""
     if is_remote(folder):
         system, name = _remote(folder)
-        return [int(each["size"]) for each in system.find(name, detail=True).values()]
-    return [each.stat().st_size for each in local(folder).rglob("*") if each.is_file()]
+        found = system.find(name, detail=True)
+        return {path[len(name) :].lstrip("/"): int(each["size"]) for path, each in found.items()}
+    here = local(folder)
+    return {each.relative_to(here).as_posix(): each.stat().st_size for each in here.rglob("*") if each.is_file()}
 
 
 def modified(path: PathLike) -> float:

@@ -151,7 +151,7 @@ def _kind(path: str) -> str:
         return f"one file, {_size(storage.size(path))}"
     of = " of DeepSpeed's" if deepspeed.is_engines(path) else ""
     sizes = storage.sizes(path)
-    return f"folder of {len(sizes)} files{of}, {_size(sum(sizes))}"
+    return f"folder of {len(sizes)} files{of}, {_size(sum(sizes.values()))}"
 
 
 def _size(count: int) -> str:

@@ -283,16 +283,11 @@ class Drawn(Indexed):
 
     def _cut_of(self, count: int) -> Cut:
         """The cut of the next positions, counted from 0, into micro-batches from the next one on."""
-        batch, size, drop_last, weights = (
-            self.batch,
-            self._size,
-            self._sampling.drop_last,
-            self._weights_at(self._reached),
-        )
+        drop_last, weights = self._sampling.drop_last, self._weights_at(self._reached)
         if self._plan is None:
-            return Cut(count, batch, size, drop_last, weights=weights, number=self._reached)
+            return Cut(count, self.batch, self._size, drop_last, weights=weights, number=self._reached)
         here = WindowPlan(self._plan.ranks, self._plan.accumulate, number=self._reached)
-        return here.cut(count, batch, size, drop_last, weights)
+        return here.cut(count, self.batch, self._size, drop_last, weights)
 
     def _note_stretch(self, chunk: _Chunk) -> None:
         """Whether this chunk goes on as the one before, so that its micro-batches need not be looked at one by one."""

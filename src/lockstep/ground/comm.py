@@ -190,7 +190,9 @@ def combined(tensor: Tensor, combine: Combine, group: Group = None) -> Tensor:
     world = world_size(group)
     if world == 1:
         return combine(tensor.detach().cpu().unsqueeze(0))
-    if world <= BRANCHES or carrier(group, tensor.device).type != "cpu":
+    if world <= BRANCHES:
+        return combine(all_gather_tensor(tensor, group).cpu())
+    if carrier(group, tensor.device).type != "cpu":
         return _by_tree(all_gather_tensor(tensor, group).cpu(), combine)
     return combined_by_messages(tensor.detach().contiguous(), combine, group)
 

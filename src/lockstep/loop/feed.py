@@ -539,10 +539,8 @@ class Feed:
                 self._even = even = min(source.even_until(number), stop)
                 if after <= even:  # all windows up to there weigh the same
                     sizes = source.weights(number)
-                    mine, of_rank = (
-                        [sizes[self._rank]] * accumulate,
-                        list(map(mul, sizes, itertools.repeat(accumulate))),
-                    )
+                    mine = [sizes[self._rank]] * accumulate
+                    of_rank = list(map(mul, sizes, itertools.repeat(accumulate)))
                     same = weigh(mine, sum(of_rank), self._size)
                     if source.uneven:
                         among = partial(self._among, mine, [], of_rank, [of_rank])
@@ -565,9 +563,7 @@ class Feed:
         of_rank = list(map(sum, zip(*weights, strict=True)))
         of_parts = [list(map(sum, zip(*of_rows, strict=True))) for of_rows in zip(*rows, strict=True)]
         among = partial(self._among, [max(row) for row in mine], mine, of_rank, of_parts)
-        absent = [
-            tuple(itertools.compress(itertools.count(), map(not_, each))) if 0 in each else () for each in weights
-        ]
+        absent = list(map(_empty, weights))
         drawn = self._batches if all(map(all, mine)) else self._with_gaps(mine[begun:])
         gaps = (
             (rank, loader)

@@ -544,7 +544,7 @@ def meet(ranks: int) -> Mapping[str, int]:
 # -- a sampler of the user's -----------------------------------------------------------------------------------
 
 
-class _InOrder(Sampler[int]):
+class InOrder(Sampler[int]):
     """A sampler as users write them."""
 
     def __init__(self, length: int) -> None:
@@ -564,7 +564,7 @@ def draw(ranks: int) -> int:
         ranks: how many.
     """
     length = GLOBAL_BATCHES * ranks * 2
-    loader = DataLoader(TensorDataset(torch.arange(length)), 2, sampler=_InOrder(length))
+    loader = DataLoader(TensorDataset(torch.arange(length)), 2, sampler=InOrder(length))
     replicas = Replicas(ranks // 2, ranks, lambda tensor: tensor.expand(ranks, *tensor.shape))
     feed = Feed.train(loader, replicas=replicas, seed=1)
     found = 0
