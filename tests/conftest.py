@@ -18,6 +18,7 @@ from collections.abc import Generator, Iterator  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from lockstep.ground import seed  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 
@@ -57,6 +58,14 @@ def ranks() -> Iterator[RankPool]:
     """The session's rank pool: ``ranks(2).run(fn, *args)`` gives ``[fn(*args) on rank 0, ... on rank 1]``."""
     with RankPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def has_no_seed() -> Iterator[None]:
+    """A test that seeds everything does not choose the order of samples in those after it."""
+    before, seed._current = seed._current, None
+    yield
+    seed._current = before
 
 
 @pytest.fixture(autouse=True)
