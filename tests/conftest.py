@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 
 # Before torch is imported: tests run on one thread each, as the ranks of the pool do.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -15,6 +16,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from collections.abc import Generator, Iterator  # noqa: E402
 
+import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -61,9 +63,12 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(autouse=True)
-def has_no_seed() -> Iterator[None]:
-    """A test that seeds everything does not choose the order of samples in those after it."""
+def begins_alike() -> Iterator[None]:
+    """Each test draws the same numbers, whatever ran before it: weights, and the order of samples."""
     before, seed._current = seed._current, None
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
     yield
     seed._current = before
 

@@ -147,7 +147,7 @@ class Counts(nn.Module):
 
 def stages_of(module: nn.Module) -> Stages:
     chain = Chain(module)
-    return Stages(chain, Layout((len(chain.blocks),)), None, torch.device("cpu"))
+    return Stages(chain, Layout((len(chain.blocks),), 1), None, torch.device("cpu"))
 
 
 def test_blocks_are_measured_and_left_as_they_were() -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import Share, share_of
 from lockstep.parallel.pipeline.micro_batches import cut
+from lockstep.parallel.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from lockstep.testing.pool import RankFailure
@@ -43,16 +45,29 @@ def equivalence(case: str, options: dict[str, Any]) -> EquivalenceReport:
     return check_equivalence(module, rows(length), strategy=strategy, devices=dist.get_world_size(), **given)
 
 
-RUNS: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {"schedule": "gpipe"}), (4, {"stages": 2})]
-QUICK = [(2, case) for case in CASES if "accumulation" in case or "weights" in case]
-QUICK += [(3, "outside the chain"), (4, "empty shares"), (4, "unused in some steps")]
+RUNS: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {"schedule": "gpipe"}),
+    (4, {"stages": 2}),
+    (2, {"schedule": "interleaved"}),
+    (3, {"schedule": "zero-bubble"}),
+    (4, {"schedule": "zero-bubble", "stages": 2, "stages_per_rank": 2}),
+]
+QUICK = [(0, case) for case in CASES if "accumulation" in case or "weights" in case]
+QUICK += [(1, "outside the chain"), (2, "empty shares"), (2, "unused in some steps")]
+QUICK += [(3, "accumulation 3, clipped"), (4, "outside the chain"), (5, "unused in some steps")]
 
 
 @pytest.mark.parametrize(
     ("world", "options", "case"),
     [
-        pytest.param(*run, case, id=f"{case}, {run[0]}", marks=[] if (run[0], case) in QUICK else [pytest.mark.slow])
-        for run in RUNS
+        pytest.param(
+            *run,
+            case,
+            id=f"{case}, {run[0]}, {run[1].get('schedule', '1f1b')}",
+            marks=[] if (number, case) in QUICK else [pytest.mark.slow],
+        )
+        for number, run in enumerate(RUNS)
         for case in CASES
     ],
 )
@@ -89,10 +104,12 @@ class Tied(LightningModule):
 def random_case(seed: int) -> EquivalenceReport:
     draw, world = random.Random(seed), dist.get_world_size()
     sizes = [n for n in range(2, world + 1) if world % n == 0]
-    stages, blocks = draw.choice(sizes), draw.randint(world, 7)
-    strategy = BalancedStrategy(
-        stages, draw.choice([None, 1, 2, 3, 5]), draw.choice(["1f1b", "gpipe"]), draw_split(draw, blocks, stages)
-    )
+    ranks, schedule = draw.choice(sizes), draw.choice(SCHEDULES)
+    each = draw.choice([1, 2, 3]) if schedule in IN_ROUNDS else 1
+    blocks, parts = draw.randint(ranks * each, ranks * each + 4), draw.choice([None, 1, 2, 3, 5])
+    if parts and schedule in IN_ROUNDS and not goes_in_rounds(parts, ranks):
+        parts = None
+    strategy = BalancedStrategy(ranks, parts, schedule, draw_split(draw, blocks, ranks * each), stages_per_rank=each)
     return check_equivalence(
         partial(Tied, blocks, draw.randint(2, 9)),
         rows(draw.randint(10, 40)),
@@ -109,7 +126,7 @@ def draw_split(draw: random.Random, blocks: int, stages: int) -> list[int]:
     return [stop - start for start, stop in pairwise(cuts)]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_pipelines_with_tied_blocks_train_as_one_process(ranks: RankPool, world: int, seed: int) -> None:
     for report in ranks(world).run(random_case, seed, timeout=60):
@@ -157,15 +174,156 @@ class Unfreezes(Frozen):
             self.net.requires_grad_(True)
 
 
-def odd(kind: type[LightningModule]) -> EquivalenceReport:
-    strategy = BalancedStrategy(split=[3, len(kind().net) - 3])  # type: ignore[arg-type]
+class Constant(nn.Module):
+    """Gives a parameter, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value.expand(len(x), 8)
+
+
+class Ignores(Plain):
+    """The first block of the second stage does not look at what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Constant(), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Views(Plain):
+    """The stages end with a view, and with what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Flatten(0), nn.Identity(), nn.Unflatten(0, (-1, 8)), nn.Linear(8, 1)
+        )
+
+
+class Recomputes(nn.Module):
+    """Runs its forward again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Recomputed(Plain):
+    """Keeps no activations of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), *(Recomputes() for _ in range(4)), nn.Linear(8, 1))
+
+
+class Hooks(nn.Module):
+    """Scales gradients on their way: by a hook of a tensor, of a layer, and of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first.register_full_backward_hook(lambda layer, of_input, of_output: (of_input[0] * 0.7,))
+        self.second.bias.register_hook(lambda gradient: gradient * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 0.5)
+        return torch.tanh(self.second(torch.tanh(y)))
+
+
+class Hooked(Plain):
+    """Its gradients are changed on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), *(Hooks() for _ in range(4)), nn.Linear(8, 1))
+
+
+class Sums(nn.Module):
+    """Two parameters get one gradient, which autograd makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.linspace(0, 1, 8)), nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.one + (self.one + self.other)
+
+
+class Summed(Plain):
+    """Has parameters with one gradient for two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), *(Sums() for _ in range(4)), nn.Linear(8, 1))
+
+
+class TiedEnd(Tied):
+    """What is behind the chain shares matrices with a block of the first stage and one of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.one.weight, self.other.weight = self.layers[1].weight, self.layers[3].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.table(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        return ((self.one(x) + self.other(x)).sum(1) - batch[1]).square().mean()
+
+
+class LossWithoutChain(Tied):
+    """In every other step its loss is one of weights alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else self.scale.square() + self.layers[4].weight.square().sum()
+
+
+def odd(kind: type[LightningModule], schedule: str) -> EquivalenceReport:
+    module = kind()
+    chain = module.layers if isinstance(module, Tied) else module.net
+    strategy = BalancedStrategy(split=[3, len(chain) - 3], schedule=schedule)  # type: ignore[arg-type]
     return check_equivalence(kind, rows(23), strategy=strategy, devices=2, batch_size=5)
 
 
-@pytest.mark.parametrize("kind", [Frozen, FrozenEnd, InPlace, Unfreezes])
-def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule]) -> None:
-    for report in ranks(2).run(odd, kind, timeout=40):
+ODD = [Frozen, FrozenEnd, InPlace, Unfreezes, Views, Recomputed, Hooked, Summed, TiedEnd]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_stages_train_as_one_process(ranks: RankPool, kind: type[LightningModule], schedule: str) -> None:
+    for report in ranks(2).run(odd, kind, schedule, timeout=40):
         assert report, report
+
+
+def weights_of(kind: type[LightningModule], strategy: Any, devices: int) -> dict[str, Tensor]:
+    torch.manual_seed(6)
+    module = kind()
+    quiet(strategy=strategy, devices=devices, max_epochs=2, precision="64-true").fit(module, rows(23, shuffle=False)(5))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("kind", [Ignores, LossWithoutChain])
+def test_a_loss_without_the_chain_has_the_gradients_of_what_it_uses(
+    ranks: RankPool, kind: type[LightningModule], schedule: str
+) -> None:
+    """The weights' part of a backward is found by the road to the input, and here there is none."""
+    expected = weights_of(kind, "auto", 1)
+    for found in ranks(2).run(weights_of, kind, BalancedStrategy(split="equal", schedule=schedule), 2, timeout=40):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
 # -- evaluation, prediction, logging -------------------------------------------------------------------------
@@ -200,9 +358,10 @@ def seen(strategy: Any, devices: int, batch_size: int) -> dict[str, Any]:
     return {"fitted": fitted, "weights": weights, "predictions": predictions, "validated": validated}
 
 
-def test_what_is_logged_and_predicted_is_that_of_one_process(ranks: RankPool) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_is_logged_and_predicted_is_that_of_one_process(ranks: RankPool, schedule: str) -> None:
     expected = seen("auto", 1, 6)
-    for found in ranks(2).run(seen, BalancedStrategy(micro_batches=4), 2, 6, timeout=60):
+    for found in ranks(2).run(seen, BalancedStrategy(micro_batches=4, schedule=schedule), 2, 6, timeout=60):
         assert found["fitted"] == pytest.approx(expected["fitted"], rel=1e-12)
         torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-11, atol=1e-13)
         torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=1e-11, atol=1e-13)
@@ -429,6 +588,21 @@ class OneBlock(Tied):
         super().__init__(blocks=1)
 
 
+class Compiled(Tied):
+    """One of its blocks is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].compile()
+
+
+class TakesWeights(Tied):
+    """Behind the chain it takes a weight out of a block of another rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.layers[1].weight.square().sum()
+
+
 class NoLoss(Tied):
     """Returns no loss."""
 
@@ -458,6 +632,18 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
     "another split": (Tied, {"split": [1, 3]}, 'BalancedStrategy(split=[1, 3]): give "measured", "equal", or'),
     "one block": (OneBlock, {"chain": "layers"}, "it has 1 block(s)"),
     "stages": (Tied, {"stages": 3}, "BalancedStrategy(stages=3): the run has 2 ranks, which 3 does not divide"),
+    "rounds": (Tied, {"micro_batches": 5, "schedule": "interleaved"}, "in rounds of equal size: give a multiple of 2"),
+    "more stages than blocks": (
+        Tied,
+        {"schedule": "interleaved", "stages_per_rank": 3},
+        "the chain 'layers' has 5 blocks for 6 stages",
+    ),
+    "compiled": (
+        Compiled,
+        {"schedule": "zero-bubble"},
+        "'layers.2' is compiled, which has one: leave torch.compile out",
+    ),
+    "a block's weight outside of it": (TakesWeights, {}, "used 'layers.1.weight' outside of its block"),
     "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),
     "the user's error": (Fails, {}, "of the user's"),
 }
@@ -483,7 +669,9 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(ranks: RankPool, case: str
     [
         ({"stages": 1}, r"stages=1\): give a number of ranks above 1"),
         ({"micro_batches": 0}, r"micro_batches=0\): give a number above 0"),
-        ({"schedule": "2f2b"}, r"schedule='2f2b'\): choose '1f1b' or 'gpipe'"),
+        ({"schedule": "2f2b"}, r"schedule='2f2b'\): choose '1f1b', 'gpipe', 'interleaved', 'zero-bubble'"),
+        ({"stages_per_rank": 0}, r"stages_per_rank=0\): give a number above 0"),
+        ({"stages_per_rank": 2}, r"stages_per_rank=2, schedule='1f1b'\): each rank has one stage by this schedule"),
         ({"split": "even"}, r"split='even'\): give \"measured\", \"equal\""),
     ],
 )

@@ -128,7 +128,8 @@ def test_callbacks_that_change_parameters_are_refused_where_those_are_not_traine
 
 
 def synchronized(stage: int, length: int) -> EquivalenceReport:
-    flags = {"precision": "32-true", "tolerance": 1e-6, "sync_batchnorm": True, "devices": 2, "batch_size": 2}
+    # in 32 bits the deviations of two samples take away digits
+    flags = {"precision": "32-true", "tolerance": 1e-5, "sync_batchnorm": True, "devices": 2, "batch_size": 2}
     return check_equivalence(Normed, rows(length), strategy=DeepSpeedStrategy(stage=stage), **flags)
 
 

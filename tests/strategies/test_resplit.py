@@ -90,16 +90,17 @@ class Jumps(Callback):
             return
         strategy = trainer.strategy
         blocks = len(pl_module.layers if hasattr(pl_module, "layers") else pl_module.net)
-        stages = trainer.world_size // strategy.replicas.count
-        self.splits.append(draw_split(self.draw, blocks, stages))
+        self.splits.append(draw_split(self.draw, blocks, len(strategy.split)))
         strategy.resplit(self.splits[-1])
 
 
 # -- the numbers of one process ------------------------------------------------------------------------------
 
 
-def jumping(make: type[LightningModule], stages: int, seed: int, given: dict[str, Any]) -> EquivalenceReport:
-    strategy = BalancedStrategy(stages, split="equal")
+def jumping(
+    make: type[LightningModule], stages: int, seed: int, given: dict[str, Any], schedule: str = "1f1b"
+) -> EquivalenceReport:
+    strategy = BalancedStrategy(stages, split="equal", schedule=schedule)
     world = dist.get_world_size()
     jumps = Jumps(seed)
     return check_equivalence(make, rows(37), strategy=strategy, devices=world, steps=8, callbacks=[jumps], **given)
@@ -110,6 +111,11 @@ def jumping(make: type[LightningModule], stages: int, seed: int, given: dict[str
 def test_blocks_that_move_at_random_train_as_one_process(ranks: RankPool, world: int, stages: int, seed: int) -> None:
     make, given = ((Plain, {}), (Tied, {"accumulate": 2, "gradient_clip_val": 0.5}))[(seed + world) % 2]
     for report in ranks(world).run(jumping, make, stages, seed, given, timeout=60):
+        assert report, report
+
+
+def test_blocks_move_between_ranks_that_have_two_stages_each(ranks: RankPool) -> None:
+    for report in ranks(2).run(jumping, Tied, 2, 3, {"accumulate": 2}, "interleaved", timeout=60):
         assert report, report
 
 
@@ -233,13 +239,18 @@ class Uneven(LightningModule):
 
 
 def followed(
-    units: tuple[float, ...], head: float, slow: tuple[int, float, int], stages: int, given: dict[str, Any]
+    units: tuple[float, ...],
+    head: float,
+    slow: tuple[int, float, int],
+    stages: int,
+    given: dict[str, Any],
+    schedule: str = "1f1b",
 ) -> tuple[EquivalenceReport, list[Resplit]]:
     """A fit in which one rank is slow until a step, and then the next one."""
     global FACTOR, CLOCK
     rank, factor, until = slow
     FACTOR = lambda mine, step: factor if mine == rank + (step >= until) else 1.0  # noqa: E731
-    strategy = BalancedStrategy(stages)
+    strategy = BalancedStrategy(stages, schedule=schedule)
     world = dist.get_world_size()
     with made_up_clock() as CLOCK:
         settings = {"devices": world, "batch_size": 4, "steps": 32, **given}
@@ -267,6 +278,17 @@ def test_what_runs_behind_the_chain_counts_for_the_last_stage(ranks: RankPool) -
         assert [found.after for found in decisions] == [(2, 5), (3, 4)]
         assert decisions[1].seconds == pytest.approx((0.005, 0.007))
         assert decisions[1].predicted == pytest.approx((0.006, 0.006))
+
+
+def test_a_slow_rank_gets_fewer_blocks_for_each_of_its_stages(ranks: RankPool) -> None:
+    slow = (0, 3.0, 12)
+    for report, decisions in ranks(2).run(followed, (1.0,) * 16, 0.0, slow, 2, {}, "interleaved", timeout=60):
+        assert report, report
+        first, second = decisions
+        assert (first.before, first.after) == ((4, 4, 4, 4), (6, 2, 6, 2))  # rank 0 has the second stage and the last
+        assert first.predicted == pytest.approx((0.006,) * 4)
+        assert second.after == (2, 6, 2, 6)
+        assert second.gain == pytest.approx(3.0)
 
 
 def test_replicas_take_one_split_by_their_slowest_ranks(ranks: RankPool) -> None:

@@ -129,13 +129,19 @@ class StageTimeline(Callback):
             origin = min(each.begin for each in same)
             origins = [origin if one_clock else each.begin for each in same]
             bars = [bar for stage, each in enumerate(same) for bar in _bars(stage, each, origins[stage])]
-            names = [f"stage {stage}: {count} blocks" for stage, count in enumerate(same[0].split)]
+            names = [_name(row, same[0].split[row :: len(same)], len(same)) for row in range(len(same))]
             draw_stages(place, bars, names)
             place.set_title(f"step {same[0].step}", loc="left", fontsize="medium")
         if drawn:
             figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
         with _writing(self.path):
             figure.savefig(self.path, dpi=110, format="png")
+
+
+def _name(rank: int, blocks: Sequence[int], ranks: int) -> str:
+    """Of a row: a rank has one stage, or several, which go round the ranks."""
+    stages = ", ".join(str(rank + ranks * each) for each in range(len(blocks)))
+    return f"stage{'s'[: len(blocks) - 1]} {stages}: {' + '.join(map(str, blocks))} blocks"
 
 
 def _bars(stage: int, window: _Shown, origin: float) -> list[Bar]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.ground.compiled import has_compiled
 from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.session import Session
@@ -69,8 +70,7 @@ def countable(session: Session) -> Activations | None:
     def gathered() -> list[Tensor]:
         return session.strategy.held().get("gathered", [])
 
-    dynamo = any(type(layer).__name__ == "OptimizedModule" for layer in session.module.modules())
-    compiled = dynamo or session.module._compiler_ctx is not None or session.module._compiled_call_impl is not None
+    compiled = session.module._compiler_ctx is not None or has_compiled(session.module)
     return None if compiled or session.strategy.drives_all_devices else Activations(session.module, gathered)
 
 

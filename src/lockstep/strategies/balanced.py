@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.world import World
 from lockstep.ground import comm
+from lockstep.ground.compiled import has_compiled
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info, warn_once
@@ -31,9 +32,9 @@ from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
 from lockstep.parallel.pipeline.measured_split import MeasuredSplit
 from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
 from lockstep.parallel.pipeline.moves import move
-from lockstep.parallel.pipeline.stages import SCHEDULES, Stages, Turn
+from lockstep.parallel.pipeline.stages import IN_ROUNDS, SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
 from lockstep.parallel.pipeline.times import StageTimes
-from lockstep.parallel.pipeline.weights import WholeModule
+from lockstep.parallel.pipeline.weights import WholeModule, stands_in
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import ReplicaMap
 from lockstep.strategies.engine import EngineState, MicroBatch
@@ -47,6 +48,10 @@ STAGES = (
     "BalancedStrategy(stages={stages!r}): the run has {world} ranks, {why}: give a number above 1 that divides {world}."
 )
 KINDS = ("measured", "equal")
+ROUNDS = (
+    "BalancedStrategy(micro_batches={count}, schedule={schedule!r}): micro-batches go through {ranks} ranks in rounds "
+    "of equal size: give a multiple of {ranks}, or None."
+)
 SPLIT = (
     'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage: {stages} '
     "numbers, whose sum is {blocks}, the blocks of the chain {chain!r}."
@@ -57,8 +62,8 @@ NO_FIT = (
 )
 NOT_IN_A_FIT = "BalancedStrategy.resplit: blocks move while a fit runs, between two windows: call it in a hook of one."
 FEW_BLOCKS = (
-    "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: give stages={blocks} or fewer, or "
-    "cut its blocks into smaller ones."
+    "BalancedStrategy: the chain {chain!r} has {blocks} blocks for {stages} stages: take fewer ranks or stages of a "
+    "rank, or cut its blocks into smaller ones."
 )
 NO_MANUAL = (
     "BalancedStrategy plays the micro-batches of a window by a schedule, and {module} has "
@@ -68,9 +73,17 @@ BATCH_NORM = (
     "BalancedStrategy: {name!r} ({kind}) would take its statistics from parts of a batch, and from samples that only "
     'fill up the last part: use GroupNorm or LayerNorm, call its eval(), or use strategy="ddp" and sync_batchnorm=True.'
 )
+COMPILED = (
+    "BalancedStrategy(schedule='zero-bubble') runs the backward of a block in two parts, and {name!r} is compiled, "
+    'which has one: leave torch.compile out, or use schedule="interleaved".'
+)
 STRANGE = (
     "{optimizer} holds a parameter of shape {shape} that the module does not have, so that nobody knows its stage: "
     "make it an attribute of the module."
+)
+ELSEWHERE = (
+    "A step used {name!r} outside of its block, which is on another rank: share the parameter with a layer outside "
+    "of the chain, `self.head.weight = self.layers[0].weight` say, and use that one."
 )
 OWN_BACKWARD = "BalancedStrategy calls no `backward` of the module's own: change the loss in `training_step`."
 ALONE = (
@@ -92,11 +105,14 @@ class BalancedStrategy(RankedStrategy):
         stages: ranks of a pipeline; "all": one pipeline of all ranks.
         micro_batches: parts into which each batch of a loader is cut; those of all batches of a window go through the
             stages one after another. Default: twice the stages.
-        schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it) or "gpipe" (of all).
+        schedule: "1f1b" (a stage holds activations of as many micro-batches as stages follow it), "gpipe" (of all),
+            "interleaved" (1F1B with several stages on each rank, which wait less for one another) or "zero-bubble" (a
+            backward in two parts, so that the stage before waits for its input's gradient alone).
         split: "measured": by the seconds that each block takes the ranks, within their memory; blocks move to other
             ranks where their speed changes. "equal" numbers of blocks, or the number of blocks of each stage, [3, 5]
             say: these stay.
         chain: its name in the module, "model.layers" say; None: the only one that the module has.
+        stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
         others: as of `lockstep.strategies.ranks.RankedStrategy`.
 
     Raises:
@@ -120,6 +136,7 @@ class BalancedStrategy(RankedStrategy):
         split: str | Sequence[int] = "measured",
         chain: str | None = None,
         *,
+        stages_per_rank: int | None = None,
         cluster_environment: object = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: object = None,
@@ -131,7 +148,8 @@ class BalancedStrategy(RankedStrategy):
         super().__init__(
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
         )
-        _check_arguments(stages, micro_batches, schedule, split)
+        _check_arguments(stages, micro_batches, schedule, split, stages_per_rank)
+        self._stages_per_rank = stages_per_rank or (2 if schedule == "interleaved" else 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule
         self._pipeline: comm.Group = None  # the ranks of this replica
@@ -165,7 +183,14 @@ class BalancedStrategy(RankedStrategy):
         if world.size % stages:
             why = f"which {stages} does not divide"
             raise MisconfigurationException(STAGES.format(stages=self._asked_stages, world=world.size, why=why))
+        count = self._micro_batches
+        if count is not None and self._schedule in IN_ROUNDS and not goes_in_rounds(count, stages):
+            raise MisconfigurationException(ROUNDS.format(count=count, schedule=self._schedule, ranks=stages))
         return stages
+
+    def _depth(self) -> int:
+        """Stages of a pipeline."""
+        return self._size(self.world) * self._stages_per_rank
 
     def setup_environment(self) -> None:
         """Join the other ranks, and make a group of those of each pipeline."""
@@ -191,6 +216,7 @@ class BalancedStrategy(RankedStrategy):
         self._begin_recomputation()
         self._close()
         self._chain = chain = Chain(module, self._chain_name)
+        self._refuse_compiled(chain)
         self.times = StageTimes(self.root_device)
         self._measured = None
         self._lay_out(self._counts(chain))
@@ -198,19 +224,32 @@ class BalancedStrategy(RankedStrategy):
         self._whole.place()
         chain.attach()
 
+    def _refuse_compiled(self, chain: Chain) -> None:
+        """A compiled graph has one backward, which gives all gradients at once."""
+        for name, block in zip(chain.names, chain.blocks, strict=True):
+            if self._schedule == SPLITS_BACKWARD and has_compiled(block):
+                raise MisconfigurationException(COMPILED.format(name=name))
+
     def _lay_out(self, counts: tuple[int, ...]) -> None:
         """Say which blocks are on which rank."""
         assert self._chain is not None
-        self._counts_now, layout = counts, Layout(counts)
+        self._counts_now, layout = counts, Layout(counts, self._size(self.world))
         self._owned = Ownership(self.module, self._chain, layout, comm.rank(self._pipeline))
         if self._stages is not None:
             self._stages.close()
         self._stages = Stages(
-            self._chain, layout, self._pipeline, self.root_device, self._schedule, self.precision.context, self.times
+            self._chain,
+            layout,
+            self._pipeline,
+            self.root_device,
+            self._schedule,
+            self.precision.context,
+            self.times,
+            self._owned.held,
         )
 
     def _counts(self, chain: Chain) -> tuple[int, ...]:
-        stages, blocks, split = self._size(self.world), len(chain.blocks), self._asked_split
+        stages, blocks, split = self._depth(), len(chain.blocks), self._asked_split
         if blocks < stages:
             raise MisconfigurationException(FEW_BLOCKS.format(chain=chain.name, blocks=blocks, stages=stages))
         if split == "measured" and (len(self._counts_now), sum(self._counts_now)) == (stages, blocks):
@@ -300,6 +339,9 @@ class BalancedStrategy(RankedStrategy):
             for run in _alike(turns):
                 for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
                     outputs[number].append(returned)
+        if any(parameter.grad is not None for parameter in owned.freed):
+            name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
+            raise MisconfigurationException(ELSEWHERE.format(name=name))
         gradients.reduce(owned, self._pipeline, self.peers, self.replicas.count)
         self.rounds += 1
         return [_put_together(each) for each in outputs]
@@ -352,7 +394,7 @@ class BalancedStrategy(RankedStrategy):
         """
         if self._chain is None or not self._parts.is_freed:
             raise MisconfigurationException(NOT_IN_A_FIT)
-        blocks, stages = len(self._chain.blocks), self._size(self.world)
+        blocks, stages = len(self._chain.blocks), self._depth()
         if len(split) != stages or sum(split) != blocks or min(split) < 1:
             raise MisconfigurationException(
                 SPLIT.format(split=split, stages=stages, blocks=blocks, chain=self._chain.name)
@@ -430,7 +472,9 @@ class BalancedStrategy(RankedStrategy):
             self.resplit(split)
 
 
-def _check_arguments(stages: object, micro_batches: object, schedule: object, split: object) -> None:
+def _check_arguments(
+    stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object
+) -> None:
     def is_number(value: object, least: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -445,7 +489,16 @@ def _check_arguments(stages: object, micro_batches: object, schedule: object, sp
         )
     if schedule not in SCHEDULES:
         raise MisconfigurationException(
-            f"BalancedStrategy(schedule={schedule!r:.100}): choose {' or '.join(map(repr, SCHEDULES))}."
+            f"BalancedStrategy(schedule={schedule!r:.100}): choose {', '.join(map(repr, SCHEDULES))}."
+        )
+    if stages_per_rank is not None and not is_number(stages_per_rank, 1):
+        raise MisconfigurationException(
+            f"BalancedStrategy(stages_per_rank={stages_per_rank!r:.100}): give a number above 0."
+        )
+    if stages_per_rank not in (None, 1) and schedule not in IN_ROUNDS:
+        raise MisconfigurationException(
+            f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
+            f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
         )
     numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(is_number(n, 1) for n in split)
     if split not in KINDS and not numbers:

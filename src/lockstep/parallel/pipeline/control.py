@@ -48,19 +48,21 @@ class StageCost:
     Attributes:
         chain: seconds in which they would run all blocks of the chain, forward and backward.
         outside: seconds of what runs there beside the blocks: the step before the chain, or behind it.
-        memory: bytes that a rank has for blocks.
+        memory: bytes that a rank has for the blocks of a stage.
         in_flight: micro-batches whose activations it holds at the same time.
+        place: of its rank in the pipeline; None: each stage has a rank of its own, in the order of the looks.
     """
 
     chain: float
     outside: float = 0.0
     memory: float = math.inf
     in_flight: int = 1
+    place: int | None = None
 
 
 @dataclass(frozen=True)
 class StageLook:
-    """Measured seconds of a micro-batch on a stage, without waiting: of its blocks, and of what is outside of them."""
+    """Measured seconds of a micro-batch on a rank, without waiting: of its blocks, and of what is outside of them."""
 
     blocks: float
     outside: float = 0.0
@@ -134,7 +136,7 @@ def shares_of_blocks(seconds: Sequence[Sequence[float]], kinds: Sequence[str]) -
 class SplitControl:
     """Decides, look by look, which blocks each stage takes.
 
-    A look is what a micro-batch took each stage, without waiting. How fast a stage's ranks run blocks is taken from the
+    A look is what a micro-batch took each rank, without waiting. How fast a stage's ranks run blocks is taken from the
     newest look; which part of them each block is, from a measurement of all blocks. A split that makes the slowest
     stage much faster is taken at once, one that makes it a little faster when several looks ask for it, and none whose
     move costs more time than it saves.
@@ -209,18 +211,13 @@ class SplitControl:
         """The change to make after a look; None: none.
 
         Args:
-            looks: what a micro-batch took each stage.
+            looks: what a micro-batch took each rank of a pipeline.
             micro_batches: of a window.
         """
         if any(not look.blocks > 0 or not math.isfinite(look.total) for look in looks):
             return None  # a clock too coarse for such stages tells nothing of them
-        ends = list(accumulate(self.counts, initial=0))
-        own = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
-        self.stages = [
-            replace(stage, chain=look.blocks / part, outside=look.outside)
-            for stage, look, part in zip(self.stages, looks, own, strict=True)
-        ]
-        now = tuple(look.total for look in looks)
+        self._learn(looks)
+        now = self.predict(self.counts)
         if self._settled and all(abs(a - b) <= SMALL * b for a, b in zip(now, self._settled, strict=True)):
             return None
         after = self.best()
@@ -237,6 +234,25 @@ class SplitControl:
         found = Resplit(self.counts, after, now, then, self._reason(now))
         self.adopt(after)
         return found
+
+    def _learn(self, looks: Sequence[StageLook]) -> None:
+        """How fast the ranks are: a rank's seconds are those of all of its stages."""
+        ends = list(accumulate(self.counts, initial=0))
+        shares = [sum(block.share for block in self.blocks[start:stop]) for start, stop in pairwise(ends)]
+        places = [at if stage.place is None else stage.place for at, stage in enumerate(self.stages)]
+        of_rank = [
+            sum(share for share, at in zip(shares, places, strict=True) if at == place) for place in range(len(looks))
+        ]
+        last = len(self.stages) - 1
+        self.stages = [
+            replace(
+                stage,
+                chain=looks[place].blocks / of_rank[place],
+                # a rank runs what is before the chain beside the first stage, and what is behind it beside the last one
+                outside=looks[place].outside if at in (0, last) else 0.0,
+            )
+            for at, (stage, place) in enumerate(zip(self.stages, places, strict=True))
+        ]
 
     def _reason(self, now: Sequence[float]) -> str:
         slowest = max(range(len(now)), key=now.__getitem__)

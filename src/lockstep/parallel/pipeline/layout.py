@@ -26,22 +26,34 @@ def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
 class Layout:
     """The blocks of each stage, and the rank of each stage among the ranks of its pipeline.
 
-    The last stage is on the first rank: there the losses are, and with them what is logged.
+    The last stage is on the first rank: there the losses are, and with them what is logged. The one before it is on the
+    next rank, and so on; where there are more stages than ranks, the ranks take turns.
 
     Attributes:
         counts: blocks of each stage.
+        ranks: of the pipeline; their number divides that of the stages.
+
+    Example:
+        >>> layout = Layout((2, 2, 1, 1), ranks=2)
+        >>> layout.place_of(0), layout.stages_of(1)
+        (1, (0, 2))
     """
 
     counts: tuple[int, ...]
+    ranks: int
 
     @property
     def stages(self) -> int:
-        """Their number, which is that of the ranks."""
+        """Their number."""
         return len(self.counts)
 
     def place_of(self, stage: int) -> int:
-        """The rank of a stage in its pipeline; and the stage of a rank."""
-        return self.stages - 1 - stage
+        """The rank of a stage in its pipeline."""
+        return self.ranks - 1 - stage % self.ranks
+
+    def stages_of(self, place: int) -> tuple[int, ...]:
+        """The stages of a rank, in their order."""
+        return tuple(range(self.ranks - 1 - place, self.stages, self.ranks))
 
     def blocks_of(self, stage: int) -> range:
         """The places of a stage's blocks in the chain."""
@@ -77,7 +89,7 @@ class Ownership:
         self._prefixes = {
             f"{name}.": layout.place_of(layout.stage_of(number)) for number, name in enumerate(chain.names)
         }
-        self.place, self._ranks = place, layout.stages
+        self.place, self._ranks = place, layout.ranks
         holders: dict[int, set[int]] = {}
         parameters: dict[int, Parameter] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -15,7 +15,7 @@ from lockstep.ground.row_exchange import RowExchange
 from lockstep.parallel.pipeline.control import BlockCost, Resplit, SplitControl, StageCost, StageLook, shares_of_blocks
 from lockstep.parallel.pipeline.layout import Ownership
 from lockstep.parallel.pipeline.probe import Like, probe, states_of
-from lockstep.parallel.pipeline.stages import Stages, Turn
+from lockstep.parallel.pipeline.stages import IN_ROUNDS, Stages, Turn
 from lockstep.parallel.pipeline.times import StageTimes, typical
 from lockstep.planner.profile import kind_of
 
@@ -32,7 +32,7 @@ ROW = 3
 class _Told:
     """What a rank says once of the blocks: what they took it, and what it has room for."""
 
-    stage: int
+    place: int
     seconds: tuple[float, ...]
     keeps: tuple[int, ...]
     states: float
@@ -46,17 +46,17 @@ class MeasuredSplit:
 
     Args:
         times: of this rank's windows.
-        stages: of a pipeline.
+        ranks: of a pipeline.
         ranks_of_host: that share its memory.
 
     Attributes:
         control: decides; None before the blocks were measured.
     """
 
-    def __init__(self, times: StageTimes, stages: int, ranks_of_host: int) -> None:
+    def __init__(self, times: StageTimes, ranks: int, ranks_of_host: int) -> None:
         self.times = times
         self.control: SplitControl | None = None
-        self._stages, self._ranks_of_host = stages, ranks_of_host
+        self._ranks, self._ranks_of_host = ranks, ranks_of_host
         self._rows: RowExchange | None = None
         self._period, self._since = SOONEST, 0
 
@@ -87,8 +87,8 @@ class MeasuredSplit:
     def _hear(self, control: SplitControl, rows: RowExchange) -> Resplit | None:
         by_rank = rows.hear()
         looks, count = [], 0.0
-        for stage in range(self._stages):
-            told = [row for rank, row in enumerate(by_rank) if self._stage_of(rank) == stage and not math.isnan(row[0])]
+        for place in range(self._ranks):  # of several pipelines the slowest counts
+            told = [row for row in by_rank[place :: self._ranks] if not math.isnan(row[0])]
             slowest = max(told, key=lambda row: row[0] + row[1], default=(math.nan, math.nan, 0.0))
             looks.append(StageLook(*slowest[:2]))
             count = max(count, slowest[2])
@@ -98,9 +98,6 @@ class MeasuredSplit:
         self._period = SOONEST if found is not None else min(2 * self._period, LATEST)
         return found
 
-    def _stage_of(self, rank: int) -> int:
-        return self._stages - 1 - rank % self._stages
-
     # -- blocks by themselves
 
     def _measure(
@@ -108,7 +105,7 @@ class MeasuredSplit:
     ) -> Resplit | None:
         """Measure all blocks on each rank; where a stage has no rank with samples, the next window does it."""
         first = stages.layout.place_of(0)
-        like = _input_of(stages, turns[0]) if turns and stages.is_first else None
+        like = _input_of(stages, turns[0]) if turns and stages.has_first else None
         like = comm.broadcast_object(like, first, stages.group)
         told = None if like is None else self._told(stages, owned, optimizers, like, len(turns))
         ranks: list[_Told] = [each for each in comm.all_gather_object(told) if each is not None]
@@ -119,14 +116,17 @@ class MeasuredSplit:
         shares = shares_of_blocks([rank.seconds for rank in ranks], [kind_of(block) for block in stages.chain.blocks])
         blocks = [BlockCost(share, *size, float(kept)) for share, size, kept in zip(shares, sizes, keeps, strict=True)]
         count = max(rank.count for rank in ranks)
-        costs = []
-        for stage in range(self._stages):
-            mine = [rank for rank in ranks if rank.stage == stage]
+        costs, layout = [], stages.layout
+        each_of = layout.stages // layout.ranks
+        for stage in range(layout.stages):
+            place = layout.place_of(stage)
+            mine = [rank for rank in ranks if rank.place == place]
             chain, memory = max(sum(rank.seconds) for rank in mine), min(rank.memory for rank in mine)
-            flight = count if stages.schedule == "gpipe" else min(count, self._stages - stage)
-            costs.append(StageCost(chain, 0.0, memory, flight))
-        self.control = SplitControl(blocks, costs, stages.layout.counts)
-        took = ", ".join(f"{cost.chain * 1e3:.3g}" for cost in costs)
+            costs.append(
+                StageCost(chain, 0.0, memory / each_of, _in_flight(stages, stage, count), layout.place_of(stage))
+            )
+        self.control = SplitControl(blocks, costs, layout.counts)
+        took = ", ".join(f"{cost.chain * 1e3:.3g}" for cost in costs[: layout.ranks])
         self.times.take()
         return self.control.first(f"the stages' ranks run all blocks in {took} ms", count)
 
@@ -134,7 +134,7 @@ class MeasuredSplit:
         found = probe(stages, like, self.times.clock)
         states = states_of(optimizers)
         return _Told(
-            stages.stage,
+            stages.place,
             tuple(max(each.seconds, 1e-9) for each in found),
             tuple(each.keeps for each in found),
             states,
@@ -159,6 +159,14 @@ class MeasuredSplit:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
+
+
+def _in_flight(stages: Stages, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a stage holds at the same time, at most."""
+    if stages.schedule == "gpipe":
+        return micro_batches
+    rounds = 2 * stages.layout.ranks  # of the next round while the backwards of the one before run
+    return min(micro_batches, rounds if stages.schedule in IN_ROUNDS else stages.layout.stages - stage)
 
 
 def _input_of(stages: Stages, turn: Turn) -> Like:

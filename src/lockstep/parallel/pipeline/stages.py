@@ -1,31 +1,40 @@
-"""A stage of a pipeline: forwards and backwards of micro-batches by torch's schedules, and forwards alone.
+"""The stages of a pipeline on one rank: micro-batches go through them by torch's schedules, or forward alone.
 
-torch's stages send tensors of one shape. So there is a stage and a schedule for each shape, made when it is first seen
+torch's stages send tensors of one shape. So there are stages and a schedule for each shape, made when it is first seen
 and kept. Its first micro-batch goes through the stages once more, to find out what each of them will receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.split_backward import split_backward, with_graph, without_graph
 from lockstep.parallel.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-SCHEDULES = ("1f1b", "gpipe")
+    Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+SPLITS_BACKWARD = "zero-bubble"
+IN_ROUNDS = ("interleaved", SPLITS_BACKWARD)
+"""Schedules by which micro-batches go in rounds of about as many as there are ranks; a rank may have several stages."""
+SCHEDULES = ("1f1b", "gpipe", *IN_ROUNDS)
 KEPT = 16
 """Shapes whose stages are kept; each keeps the buffers that it receives into."""
 DIMENSIONS = 12
@@ -76,12 +85,33 @@ class Turn:
     shape: Hashable
 
 
+class _Stage:
+    """One of the stages of this rank.
+
+    Attributes:
+        number: among all stages.
+        blocks: of the chain.
+        places: of these blocks in the chain.
+        expected: shape of what it sends, where that is known.
+    """
+
+    def __init__(self, number: int, chain: Chain, layout: Layout) -> None:
+        self.number, self.places = number, layout.blocks_of(number)
+        self.is_first, self.is_last = number == 0, number == layout.stages - 1
+        self.blocks = [chain.blocks[place] for place in self.places]
+        self.expected: torch.Size | None = None
+        # what a stage receives is a leaf, which no block may change in place
+        self.changes_input = not self.is_first and any(
+            getattr(layer, "inplace", False) for layer in self.blocks[0].modules()
+        )
+
+
 class _Blocks(nn.Module):
     """The blocks of a stage, as torch calls them: the first stage gets the number of a micro-batch."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._forward: Callable[[Tensor], Tensor] = stages.forward_of_turn
+        self._forward = forward
 
     def forward(self, x: Tensor) -> Tensor:
         return self._forward(x)
@@ -89,10 +119,15 @@ class _Blocks(nn.Module):
 
 @dataclass
 class _Plan:
-    """Of a shape: torch's schedule, and the shape of what the stage sends."""
+    """Of a shape: torch's schedule, and the shape of what each stage of this rank sends."""
 
-    schedule: PipelineScheduleSingle
-    sends: torch.Size
+    schedule: Schedule
+    sends: list[torch.Size]
+
+
+def goes_in_rounds(micro_batches: int, ranks: int) -> bool:
+    """Whether a schedule of `IN_ROUNDS` takes so many micro-batches: they divide into micro_batches // ranks rounds."""
+    return micro_batches % max(1, micro_batches // ranks) == 0
 
 
 class Stages:
@@ -103,9 +138,11 @@ class Stages:
         layout: of the blocks.
         group: the ranks of the pipeline.
         device: of this rank.
-        schedule: one of `SCHEDULES`; with fewer micro-batches than stages it is "gpipe".
+        schedule: one of `SCHEDULES`. A window that has too few micro-batches for it, or a number that does not divide
+            into rounds, has all its forwards before its backwards, as by "gpipe".
         context: around forwards, of the run's precision; None: nothing.
         times: measures the windows; None: nobody does.
+        held: this rank's parameters.
     """
 
     def __init__(
@@ -117,21 +154,19 @@ class Stages:
         schedule: str = "1f1b",
         context: Callable[[], AbstractContextManager[Any]] | None = None,
         times: StageTimes | None = None,
+        held: Sequence[Parameter] = (),
     ) -> None:
         self.chain, self.layout, self.group, self.device, self.schedule = chain, layout, group, device, schedule
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext if context is None else context
-        self.stage = layout.place_of(comm.rank(group))
-        self.is_first, self.is_last = self.stage == 0, self.stage == layout.stages - 1
-        self.own = [chain.blocks[place] for place in layout.blocks_of(self.stage)]
-        # what a stage receives is a leaf, which no block may change in place
-        self._in_place = not self.is_first and any(
-            getattr(m, "inplace", False) for b in self.own[:1] for m in b.modules()
-        )
+        self.place = comm.rank(group)
+        self._own = [_Stage(number, chain, layout) for number in layout.stages_of(self.place)]
+        self.has_first, self.has_last = self._own[0].is_first, self._own[-1].is_last
+        self._held = held
+        self._splits = schedule == SPLITS_BACKWARD
         self._plans: dict[Hashable, _Plan] = {}
         self._turns: Sequence[Turn] = ()
         self._returned: list[Any] = []
         self._error: BaseException | None = None
-        self._expected: torch.Size | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
         self._timed = _untimed if times is None else times.wrapped
         self._run_begin = self._timed(BEFORE, self.begin)
@@ -154,7 +189,8 @@ class Stages:
             while len(self._plans) >= KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = plan
-        self._expected = plan.sends
+        for stage, sends in zip(self._own, plan.sends, strict=True):
+            stage.expected = sends
         try:
             self._play(plan.schedule, torch.arange(len(turns), device=self.device))
         except Exception:
@@ -162,31 +198,34 @@ class Stages:
                 raise self._error from None
             raise
         finally:
-            self._turns, self._expected, self._error = (), None, None
+            self._turns, self._error = (), None
+            for stage in self._own:
+                stage.expected = None
         return self._returned
 
-    def _play(self, schedule: PipelineScheduleSingle, numbers: Tensor) -> None:
+    def _play(self, schedule: Schedule, numbers: Tensor) -> None:
         # the first stage and the last one get the numbers of micro-batches, and look up what belongs to them
-        if self.is_first:
-            schedule.step(numbers, return_outputs=False)
-        else:
-            schedule.step(target=numbers if self.is_last else None, return_outputs=False)
+        target = numbers if self.has_last else None
+        with _without_schedules_in_the_log():
+            if self.has_first:
+                schedule.step(numbers, target=target, return_outputs=False)
+            else:
+                schedule.step(target=target, return_outputs=False)
 
-    def forward_of_turn(self, x: Tensor) -> Tensor:
-        """This stage's part of a forward."""
+    def _forward(self, stage: _Stage, x: Tensor) -> Tensor:
+        """A stage's part of a forward."""
         try:
-            if self.is_first:
+            if stage.is_first:
                 turn = self._turns[int(x)]
                 turn.enter()
                 x = self._run_begin(turn)
-            out: Tensor = self._run_blocks(x)
-            if self._expected is not None and not self.is_last and out.shape != self._expected:
-                block = self.layout.blocks_of(self.stage)[-1]
-                found, expected = tuple(out.shape), tuple(self._expected)
+            out: Tensor = self._run_blocks(stage, x)
+            if stage.expected is not None and not stage.is_last and out.shape != stage.expected:
+                found, expected = tuple(out.shape), tuple(stage.expected)
                 raise MisconfigurationException(
-                    OTHER_SHAPE.format(chain=self.chain.name, block=block, found=found, expected=expected)
+                    OTHER_SHAPE.format(chain=self.chain.name, block=stage.places[-1], found=found, expected=expected)
                 )
-            return out
+            return without_graph(out) if self._splits and not stage.is_first else out
         except BaseException as error:
             self._error = error
             raise
@@ -199,13 +238,13 @@ class Stages:
             raise MisconfigurationException(NEVER_CALLED.format(chain=self.chain.name))
         return x
 
-    def _through(self, x: Tensor) -> Tensor:
+    def _through(self, stage: _Stage, x: Tensor) -> Tensor:
         with self.context(), self.chain.running():
-            out: Any = x.clone() if self._in_place else x
-            for block, place in zip(self.own, self.layout.blocks_of(self.stage), strict=True):
+            out: Any = x.clone() if stage.changes_input else x
+            for block, place in zip(stage.blocks, stage.places, strict=True):
                 out = block(out)
                 self.check(out, place)
-        return out if self.is_last else out.contiguous()
+        return out if stage.is_last else out.contiguous()
 
     def check(self, out: object, block: int) -> None:
         """Refuse what cannot go from stage to stage.
@@ -223,11 +262,11 @@ class Stages:
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         """The last stage's: the user's step goes on with what the chain gave."""
         try:
-            loss: Tensor = self._run_end(output, int(number))
+            loss: Tensor = self._run_end(with_graph(output) if self._splits else output, int(number))
         except BaseException as error:
             self._error = error
             raise
-        return loss
+        return without_graph(loss) if self._splits else loss
 
     def _end(self, output: Tensor, number: int) -> Tensor:
         turn = self._turns[number]
@@ -253,44 +292,71 @@ class Stages:
     # -- stages for a shape
 
     def _make(self, count: int) -> _Plan:
-        """torch's stage and schedule for micro-batches like the first of these."""
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        """torch's stages and schedule for micro-batches like the first of these."""
+        from torch.distributed.pipelining import schedules
 
-        received, sent = self._shapes()
-        blocks = _Blocks(self)
+        shapes = self._shapes()
+        stages: list[Any] = [self._stage(own, *shape) for own, shape in zip(self._own, shapes, strict=True)]
+        sends = [sent.shape for _, sent in shapes]
+        # losses are weighed by their shares, and so added up
+        given: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        schedule: Schedule
+        if self.schedule not in IN_ROUNDS:
+            one_by_one = self.schedule == "1f1b" and count >= self.layout.stages
+            kind = schedules.Schedule1F1B if one_by_one else schedules.ScheduleGPipe
+            schedule = kind(stages[0], count, **given)
+            stages[0].stage_index_to_group_rank = {s: self.layout.place_of(s) for s in range(self.layout.stages)}
+            return _Plan(schedule, sends)
+        many = schedules.ScheduleInterleavedZeroBubble if self._splits else schedules.ScheduleInterleaved1F1B
+        kind_of_rounds = many if goes_in_rounds(count, self.layout.ranks) else schedules.ScheduleLoopedBFS
+        schedule = kind_of_rounds(stages, count, **given)
+        # torch's first stage is on rank 0, and here the last one is
+        schedule._prepare_schedule_with_comms(
+            {self.layout.ranks - 1 - rank: actions for rank, actions in schedule.pipeline_order.items()}
+        )
+        return _Plan(schedule, sends)
+
+    def _stage(self, own: _Stage, received: Tensor, sent: Tensor) -> PipelineStage:
+        """One of torch's."""
+        from torch.distributed.pipelining import PipelineStage
+
         stage: PipelineStage = PipelineStage(
-            blocks,
-            self.stage,
+            _Blocks(partial(self._forward, own)),
+            own.number,
             self.layout.stages,
             self.device,
             input_args=received,
             output_args=sent,
             group=self.group,
         )
-        # its own method alone: what it calls waits for nobody
-        vars(stage)["backward_one_chunk"] = self._timed(BACKWARD, stage.backward_one_chunk)
-        stage.stage_index_to_group_rank = {s: self.layout.place_of(s) for s in range(self.layout.stages)}
-        kind = Schedule1F1B if self.schedule == "1f1b" and count >= self.layout.stages else ScheduleGPipe
-        # losses are weighed by their shares, and so added up
-        return _Plan(kind(stage, count, loss_fn=self._loss, scale_grads=False), sent.shape)
+        if self._splits:
+            # what comes behind the chain may use all that is here
+            inside = [parameter for block in own.blocks for parameter in block.parameters()]
+            split_backward(stage, self._held if own.is_last else inside)
+        for name in ("backward_one_chunk", "backward_weight_one_chunk"):  # what calls these waits for others
+            vars(stage)[name] = self._timed(BACKWARD, getattr(stage, name))
+        return stage
 
-    def _shapes(self) -> tuple[Tensor, Tensor]:
-        """What this stage gets and gives: tensors without values, of one micro-batch that goes through all stages."""
+    def _shapes(self) -> list[tuple[Tensor, Tensor]]:
+        """What each stage here gets and gives: tensors without values, of one micro-batch through all stages."""
         devices = [] if self.device.type == "cpu" else [self.device]
+        found = []
         with torch.random.fork_rng(devices, device_type=self.device.type), torch.enable_grad():
-            if self.is_first:
-                received: Tensor = torch.zeros(1, dtype=torch.int64)
-                x = self.begin(self._turns[0])
-                self.check(x, 0)
-            else:
-                arrived = self._receive()
-                assert arrived is not None  # each training step calls the chain
-                received = x = arrived
-            out = self._through(x)
-            if not self.is_last:
-                self._send(out)
-                self._wait()
-        return _valueless(received), _valueless(out)
+            for stage in self._own:
+                if stage.is_first:
+                    received: Tensor = torch.zeros(1, dtype=torch.int64)
+                    x = self.begin(self._turns[0])
+                    self.check(x, 0)
+                else:
+                    arrived = self._receive(stage)
+                    assert arrived is not None  # each training step calls the chain
+                    received = x = arrived
+                out = self._through(stage, x)
+                if not stage.is_last:
+                    self._send(stage, out)
+                found.append((_valueless(received), _valueless(out)))
+            self._wait()
+        return found
 
     # -- forwards alone
 
@@ -300,15 +366,18 @@ class Stages:
         Returns:
             what it returned, on the rank of the last stage; None elsewhere.
         """
-        x: Tensor | None
-        if self.is_first:
-            with self.context():
-                x, _ = self.chain.input_of(step)
-        else:
-            x = self._receive()
-        out = None if x is None else self._through(x)
-        if not self.is_last:
-            self._send(out)
+        out: Tensor | None = None
+        for stage in self._own:
+            x: Tensor | None
+            if stage.is_first:
+                with self.context():
+                    x, _ = self.chain.input_of(step)
+            else:
+                x = self._receive(stage)
+            out = None if x is None else self._through(stage, x)
+            if not stage.is_last:
+                self._send(stage, out)
+        if not self.has_last:
             return None
         with self.context():
             return step() if out is None else self.chain.with_output(step, out)
@@ -316,14 +385,14 @@ class Stages:
     def _peer(self, stage: int) -> int:
         return comm.ranks_of(self.group)[self.layout.place_of(stage)]
 
-    def _send(self, tensor: Tensor | None) -> None:
+    def _send(self, stage: _Stage, tensor: Tensor | None) -> None:
         """To the next stage; None: the step did not call the chain."""
         self._wait()
         head = torch.full((DIMENSIONS + 3,), -1, dtype=torch.int64)
         if tensor is not None:
             told = [DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.ndim, *tensor.shape]
             head[: len(told)] = torch.tensor(told)
-        peer = self._peer(self.stage + 1)
+        peer = self._peer(stage.number + 1)
         for each in (head.to(self.device), *([] if tensor is None else [tensor.detach()])):
             self._under_way.append((dist.isend(each, peer, group=self.group), each))
 
@@ -333,8 +402,8 @@ class Stages:
             work.wait()
         self._under_way.clear()
 
-    def _receive(self) -> Tensor | None:
-        peer = self._peer(self.stage - 1)
+    def _receive(self, stage: _Stage) -> Tensor | None:
+        peer = self._peer(stage.number - 1)
         head = torch.empty(DIMENSIONS + 3, dtype=torch.int64, device=self.device)
         dist.recv(head, peer, group=self.group)
         kind, needed, dimensions, *shape = head.tolist()
@@ -348,6 +417,17 @@ class Stages:
         """Wait for what is under way, and let go of all buffers."""
         self._wait()
         self._plans.clear()
+
+
+@contextmanager
+def _without_schedules_in_the_log() -> Iterator[None]:
+    """Inside, torch does not log a whole schedule when a step of the user's raises."""
+    log = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _untimed(part: int, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -642,14 +642,3 @@ class PrefetchWait:
         for owner in self._modules:
             vars(owner)["_parameters"] = dict(dict.items(owner._parameters))
         self._hooks, self._modules = [], []
-
-
-def can_wait(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` can be waited for one by one: nothing in it is compiled, which would look
-    at them without asking."""
-    return not any(
-        isinstance(part, torch.jit.ScriptModule)
-        or getattr(part, "_compiled_call_impl", None) is not None
-        or type(part).__name__ == "OptimizedModule"
-        for part in module.modules()
-    )

@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
+from lockstep.ground.compiled import has_compiled
 from lockstep.ground.parameters import clip_by_value
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.zero.exchange import SharedBuffer
@@ -24,7 +25,6 @@ from lockstep.parallel.zero.flat_parameters import (
     FlatBuffer,
     ParamShard,
     PrefetchWait,
-    can_wait,
     cut_state,
     find_aliases,
     whole_states,
@@ -288,7 +288,9 @@ class ShardedOptimizers:
         for parameter in spread:
             if id(parameter) in self._shards:
                 self._shards[id(parameter)].show_kept()
-        self._prefetch_wait = PrefetchWait(self._module, self._wait_for) if can_wait(self._module) else None
+        # compiled code looks at parameters without asking
+        waits = not has_compiled(self._module)
+        self._prefetch_wait = PrefetchWait(self._module, self._wait_for) if waits else None
         for optimizer in self._optimizers:
             self._await_groups(optimizer)
 
