@@ -177,7 +177,9 @@ class WeightAveraging(Callback):
                 "from its weights."
             )
             return
-        self._loaded = {"average": checkpoint["state_dict"], "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
+        # Copied, since a sharded engine reads a checkpoint straight into the model, whose memory these are.
+        average = {name: _copied(value) for name, value in checkpoint["state_dict"].items()}
+        self._loaded = {"average": average, "n_averaged": checkpoint["averaging_state"]["n_averaged"]}
         # In place and in the dict, so that it does not matter whether the model was loaded before this hook.
         checkpoint["state_dict"] = checkpoint["current_model_state"]
         strict = getattr(pl_module, "strict_loading", True)
@@ -304,6 +306,10 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
             torch._foreach_add_(part, torch._foreach_mul(weights[first : first + CHUNK], 1 - decay))
 
     return update
+
+
+def _copied(value: object) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _tensors(module: nn.Module) -> chain[Tensor]:
