@@ -17,6 +17,9 @@ from typing import Any
 
 from engine import ranks
 from engine.pairs import interval, ratios
+from engine.stages import BLOCKS_OF_RANK, MILLISECONDS
+
+from lockstep.parallel.pipeline.stages import SCHEDULES
 
 SLOWED = (1.0, 2.0, 4.0)
 """By how much the second of two ranks is slower."""
@@ -123,6 +126,21 @@ def stages(args: argparse.Namespace) -> None:
     print(f"CPU time of measuring, in us a step: {windows:.1f} for the windows, {looks:.1f} to tell others and decide.")
 
 
+def schedules(args: argparse.Namespace) -> None:
+    """Print what a step takes by each schedule, and which part of it is waiting."""
+    body = []
+    for world, count in ((2, 4), (4, 8)):
+        settings = {"names": list(SCHEDULES), "micro_batches": count, "steps": args.steps // 5, "rounds": args.rounds}
+        found = ranks.run("stages:schedules", world, settings)
+        busy = 3 * BLOCKS_OF_RANK * count * MILLISECONDS
+        for name in SCHEDULES:
+            took = median(found[name]) * 1e3
+            ratio = ratios(found["1f1b"], found[name])
+            body.append([f"{world}", f"{count}", name, f"{took:.0f}", f"{1 - busy / took:.0%}", f"{ratio:.2f}"])
+    head = ["ranks", "micro-batches", "schedule", "ms a step", "of which not computing", "1f1b / this"]
+    print(table(head, body), "\n", flush=True)
+
+
 def shares(args: argparse.Namespace) -> None:
     """Print the tables of shares of a batch."""
     head = ["step", "one rank slower", "ms, equal", "ms, balanced", "equal / balanced", "promised", "samples"]
@@ -132,7 +150,7 @@ def shares(args: argparse.Namespace) -> None:
     print(costs(args))
 
 
-PARTS = {"shares": shares, "stages": stages}
+PARTS = {"shares": shares, "stages": stages, "schedules": schedules}
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ BATCH, MICRO_BATCHES = 16, 8
 BLOCKS_OF_CHAIN, SIZE = 12, Size(64, 12)
 MILLISECONDS = 1.5
 """Of a forward of a sleeping block; its backward takes twice as long."""
+BLOCKS_OF_RANK = 4
+"""Of the chain on which schedules race."""
 SETTLED = 20
 """Steps after which a fit is timed."""
 
@@ -141,6 +143,62 @@ def moved(kind: str, slow: float, at: int, steps: int) -> dict[str, Any]:
         kind, lambda rank, step: slow if rank == (world - 1 if step < at else 0) else 1.0, "measured", steps
     )
     return {"decisions": [[found.step, list(found.before), list(found.after)] for found in strategy.decisions]}
+
+
+class _Sleeps(torch.autograd.Function):
+    """The identity, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(MILLISECONDS / 1000)
+        return gradient
+
+
+class Thirds(nn.Module):
+    """A block whose forward, gradient of the input and gradient of the weight take equally long, by sleeping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(MILLISECONDS / 1000)
+        out: Tensor = _Sleeps.apply(x) + _Sleeps.apply(self.weight)
+        return out
+
+
+class Scheduled(LightningModule):
+    """Four such blocks for each rank."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Thirds() for _ in range(BLOCKS_OF_RANK * ranks)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def schedules(names: Sequence[str], micro_batches: int, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step by schedule, a median for each round, and without any waiting for other ranks."""
+    begin()
+    world = dist.get_world_size()
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names[:: 1 if number % 2 else -1]:
+            times, data = Times(), TensorDataset(torch.randn(BATCH * steps, 1))
+            strategy = BalancedStrategy(split="equal", schedule=name, micro_batches=micro_batches)
+            flags = {"accelerator": "cpu", "devices": world, "max_epochs": 1, "callbacks": [times], **OFF}
+            Trainer(strategy=strategy, **flags).fit(Scheduled(world), DataLoader(data, BATCH))
+            took = [after - at for at, after in itertools.pairwise(times.at[2:])]
+            found[name].append(median(took))
+    return found
 
 
 def measuring(rounds: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import LightningModule
@@ -215,11 +216,12 @@ class Recomputes(nn.Module):
 
 
 class Recomputed(Plain):
-    """Keeps no activations of its blocks."""
+    """Keeps no activations of its blocks, by a function of torch's and by its wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), *(Recomputes() for _ in range(4)), nn.Linear(8, 1))
+        wrapped = [checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))) for _ in range(2)]
+        self.net = nn.Sequential(nn.Linear(6, 8), Recomputes(), wrapped[0], Recomputes(), wrapped[1], nn.Linear(8, 1))
 
 
 class Hooks(nn.Module):
@@ -320,7 +322,7 @@ def weights_of(kind: type[LightningModule], strategy: Any, devices: int) -> dict
 def test_a_loss_without_the_chain_has_the_gradients_of_what_it_uses(
     ranks: RankPool, kind: type[LightningModule], schedule: str
 ) -> None:
-    """The weights' part of a backward is found by the road to the input, and here there is none."""
+    """The weights' part of a backward is found by the path to the input, and here there is none."""
     expected = weights_of(kind, "auto", 1)
     for found in ranks(2).run(weights_of, kind, BalancedStrategy(split="equal", schedule=schedule), 2, timeout=40):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)

@@ -21,8 +21,9 @@ class RowExchange:
     """A row of each rank, told at one boundary and heard at a later one, alike on all ranks.
 
     Ranks on one host write into memory that they share, where each passes a blocking reduction of all ranks between
-    telling and hearing: who hears then hears what all have told. Others send an asynchronous message over a group of
-    their own. Rows lie in two places in turn, so that none is overwritten while somebody still reads it.
+    telling and hearing: who hears then hears what all have told. Others gather rows asynchronously, over the
+    connections that the ranks' group has where that is a gloo group, else over a group of their own. Rows lie in two
+    places in turn, so that none is overwritten while somebody still reads it.
 
     Args:
         width: numbers of a row.
@@ -46,6 +47,7 @@ class RowExchange:
         self._count = 0  # rows told
         self.is_told = False
         self._group: comm.Group = None
+        self._is_own = False
         self._page: mmap.mmap | None = None
         self._sent: tuple[Any, torch.Tensor] | None = None
         self._own: tuple[float, ...] = ()
@@ -53,9 +55,14 @@ class RowExchange:
             return
         if synced and dist.get_backend(group) == "gloo":
             self._page = _shared(2 * self._world * self._row.size, group)
-        if self._page is None:
+        if self._page is not None:
+            return
+        if dist.get_backend(group) == "gloo":
+            self._group = dist.group.WORLD if group is None else group
+        else:
             members = None if group is None else dist.get_process_group_ranks(group)
             self._group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+            self._is_own = True
             comm.barrier(self._group)  # all are connected before one may leave
 
     def tell(self, row: Sequence[float]) -> None:
@@ -103,9 +110,9 @@ class RowExchange:
             with contextlib.suppress(RuntimeError):  # a rank that is gone cannot answer any more
                 self._sent[0].wait(timedelta(seconds=5))
             self._sent = None
-        if self._group is not None and comm.is_distributed():
+        if self._is_own and comm.is_distributed():
             dist.destroy_process_group(self._group)
-            self._group = None
+        self._group, self._is_own = None, False
 
 
 def _shared(size: int, group: comm.Group) -> mmap.mmap | None:

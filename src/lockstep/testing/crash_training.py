@@ -25,6 +25,7 @@ from lockstep.module import LightningModule
 from lockstep.parallel.hooks.compress import Int8State, int8
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
+from lockstep.strategies.balanced import BalancedStrategy
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDPStrategy
 from lockstep.strategies.fsdp import FSDPStrategy
@@ -51,8 +52,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp_in_parts": {"state_dict_type": "sharded"},
     "fsdp_async": {"state_dict_type": "sharded", "async_save": True},
     "power_sgd": {"ddp_comm_hook": power_sgd, "ddp_comm_state": lambda: PowerSGDState(rank=2, start=2)},
+    "balanced": {"split": [2, 3]},
+    "balanced_zero_bubble": {"schedule": "zero-bubble", "stages_per_rank": 2, "split": [1, 1, 1, 2]},
 }
-"""Names of strategies, and arguments of `DDPStrategy` or `FSDPStrategy`; a hook's state is made anew."""
+"""Names of strategies, and arguments of the class that each begins with; a hook's state is made anew."""
 
 DATA = ("keyed", "torch", "random", "weighted", "numpy", "batch", "stream", "stateful")
 """Where the order comes from: lockstep's own, torch's, a sampler of torch's with a generator, one that draws with
@@ -99,12 +102,17 @@ class Setting:
         return 1 if self.strategy == "single" else 2
 
     @property
+    def readers(self) -> int:
+        """Ranks that see samples of their own, the first ones; the stages of a pipeline see the same."""
+        return 1 if self.strategy.startswith("balanced") else self.devices
+
+    @property
     def samples(self) -> int:
         """Length of the data set; the last global batch of a map-style one is not full."""
-        whole = BATCH * BATCHES * self.devices
+        whole = BATCH * BATCHES * self.readers
         if self.data in ("stream", "stateful"):
             return whole
-        return whole - (3 if self.devices > 1 and self.data != "batch" else 2)  # BatchNorm needs two in each batch
+        return whole - (3 if self.readers > 1 and self.data != "batch" else 2)  # BatchNorm needs two in each batch
 
     @property
     def steps(self) -> int:
@@ -223,11 +231,11 @@ def loader(setting: Setting) -> DataLoader[Any]:
 
 
 class Net(LightningModule):
-    """Two layers with BatchNorm and dropout, AdamW, a learning rate that changes with every step."""
+    """Two layers with a norm and dropout, AdamW, a learning rate that changes with every step."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 2))
+        self.net = nn.Sequential(nn.Linear(8, 32), norm(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 2))
         self.steps = steps
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -245,14 +253,21 @@ class Net(LightningModule):
 
 
 class Witness(Callback):
-    """Writes down which samples each rank trained on, and what the fit ended with."""
+    """Writes down which samples each rank trained on, and what the fit ended with.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: for the files.
+        readers: ranks that see samples of their own.
+    """
+
+    def __init__(self, folder: Path, readers: int) -> None:
+        self.folder, self.readers = folder, readers
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.global_rank >= self.readers:
+            return
         numbers = ",".join(map(str, batch[2].tolist()))
         with open(self.folder / f"seen-{trainer.global_rank}", "a") as file:  # the line before may be half a one
             file.write(f"\n{trainer.current_epoch} {batch_idx} {numbers}.")
@@ -285,6 +300,8 @@ def seen(folder: Path, ranks: int) -> dict[int, list[int]]:
 def _strategy(name: str, options: dict[str, Any]) -> Strategy | str:
     if name == "single":
         return "auto"
+    if name.startswith("balanced"):
+        return BalancedStrategy(**options)
     return FSDPStrategy(**options) if name.startswith("fsdp") else DDPStrategy(**options)
 
 
@@ -305,7 +322,7 @@ def train(folder: Path, setting: Setting, kill: Kill | None) -> None:
         order="torch" if setting.data == "torch" else "lockstep",
         callbacks=[
             EarlyStopping("val_loss", patience=99),
-            Witness(folder),
+            Witness(folder, setting.readers),
             saving,
             *([KillAt(kill)] if kill else []),
         ],
@@ -315,7 +332,9 @@ def train(folder: Path, setting: Setting, kill: Kill | None) -> None:
         enable_model_summary=False,
     )
     held = DataLoader(Noisy(13), batch_size=BATCH)
-    trainer.fit(Net(setting.steps), loader(setting), held, ckpt_path="last")
+    # a pipeline has no statistics of whole batches
+    norm = nn.LayerNorm if setting.strategy.startswith("balanced") else nn.BatchNorm1d
+    trainer.fit(Net(setting.steps, norm), loader(setting), held, ckpt_path="last")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -181,7 +181,7 @@ class Tries:
             lived = life(folder, setting, None)
             if lived.code != 0 or not lived.digests:
                 raise RuntimeError(f"{setting}: the undisturbed training failed ({lived.code}):\n{lived.output}")
-            samples = seen(folder, setting.devices)
+            samples = seen(folder, setting.readers)
             if setting.data != "weighted" and list(samples.values()) != [list(range(setting.samples))] * EPOCHS:
                 raise RuntimeError(f"{setting}: the undisturbed training did not see every sample once: {samples}")
             self._whole[setting] = lived, samples
@@ -208,7 +208,7 @@ class Tries:
             print(f"{number:4}  {setting}: LOST\n{error}", flush=True)
             return
         bits = last.digests == whole.digests
-        once = seen(folder, setting.devices) == samples
+        once = seen(folder, setting.readers) == samples
         ok = last.code == 0 and bits and once
         for row in rows:
             print(f"{number:4}  {setting!s:60}  {row:90}  {bits!s:5}  {once!s:5}", flush=True)

@@ -15,7 +15,7 @@ from lockstep.ground.row_exchange import RowExchange
 from lockstep.parallel.pipeline.control import BlockCost, Resplit, SplitControl, StageCost, StageLook, shares_of_blocks
 from lockstep.parallel.pipeline.layout import Ownership
 from lockstep.parallel.pipeline.probe import Like, probe, states_of
-from lockstep.parallel.pipeline.stages import IN_ROUNDS, Stages, Turn
+from lockstep.parallel.pipeline.stages import IN_ROUNDS, Stages, Turn, round_size
 from lockstep.parallel.pipeline.times import StageTimes, typical
 from lockstep.planner.profile import kind_of
 
@@ -165,8 +165,9 @@ def _in_flight(stages: Stages, stage: int, micro_batches: int) -> int:
     """Micro-batches whose activations a stage holds at the same time, at most."""
     if stages.schedule == "gpipe":
         return micro_batches
-    rounds = 2 * stages.layout.ranks  # of the next round while the backwards of the one before run
-    return min(micro_batches, rounds if stages.schedule in IN_ROUNDS else stages.layout.stages - stage)
+    if stages.schedule in IN_ROUNDS:  # those of the next round come while backwards of the one before are left
+        return min(micro_batches, 2 * round_size(micro_batches, stages.layout.ranks))
+    return min(micro_batches, stages.layout.stages - stage)
 
 
 def _input_of(stages: Stages, turn: Turn) -> Like:

@@ -2,9 +2,9 @@
 
 torch's own parts are not used. They run hooks of tensors twice, each time on what the one before has made of a
 gradient; count parameters twice that are used in several places; let parameters share the memory of one gradient; and
-leave out hooks of parameters, and parameters to which no road leads that passes the input.
+leave out hooks of parameters, and parameters to which no path leads that passes the input.
 
-The graph of a stage has nodes from which a road leads to the input. From some of them, the borders, roads branch off to
+The graph of a stage has nodes from which a path leads to the input. From some of them, the borders, paths branch off to
 weights alone. The input's part runs the former, and keeps what arrives at the borders. The weights' part goes on from
 there. See "Zero Bubble Pipeline Parallelism" (Qi et al., arXiv:2401.10241, section 2).
 """
@@ -32,7 +32,7 @@ class _Group:
     """Weights that have borders in common, and with them a pass of the weights' part.
 
     Attributes:
-        weights: by the node that ends their road.
+        weights: by the node that ends their path.
         arrived: what came to each border in the input's part.
     """
 
@@ -108,7 +108,7 @@ def of_input(
     ends = {get_gradient_edge(leaf).node for leaf in leaves.values()}
     above = _above([each.grad_fn for each in roots])
     of_inputs: list[Tensor | None] = [None] * len(inputs)
-    if ends.isdisjoint(above):  # no road leads to the input
+    if ends.isdisjoint(above):  # no path leads to the input
         if roots:
             torch.autograd.backward(roots, arriving)
         return tuple(of_inputs), []
@@ -187,7 +187,7 @@ def _above(roots: Sequence[Node | None]) -> dict[Node, list[Node]]:
 
 
 def _climbed(ends: set[Node], above: dict[Node, list[Node]], until: set[Node]) -> set[Node]:
-    """The nodes from which a road leads to one of the ends; those of ``until`` end a road upwards, and are in it."""
+    """The nodes from which a path leads to one of the ends; those of ``until`` end a path upwards, and are in it."""
     found = {end for end in ends if end in above}
     waiting = list(found)
     while waiting:
@@ -204,7 +204,7 @@ def _groups(above: dict[Node, list[Node]], passes: set[Node], weights: Sequence[
 
     Args:
         above: the graph.
-        passes: nodes from which a road leads to the input.
+        passes: nodes from which a path leads to the input.
         weights: that may be in it.
     """
     of_border: dict[Node, _Group] = {}

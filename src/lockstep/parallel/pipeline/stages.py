@@ -125,9 +125,14 @@ class _Plan:
     sends: list[torch.Size]
 
 
+def round_size(micro_batches: int, ranks: int) -> int:
+    """Micro-batches of a round, by a schedule of `IN_ROUNDS`."""
+    return micro_batches // max(1, micro_batches // ranks)
+
+
 def goes_in_rounds(micro_batches: int, ranks: int) -> bool:
-    """Whether a schedule of `IN_ROUNDS` takes so many micro-batches: they divide into micro_batches // ranks rounds."""
-    return micro_batches % max(1, micro_batches // ranks) == 0
+    """Whether a schedule of `IN_ROUNDS` takes so many micro-batches."""
+    return micro_batches % round_size(micro_batches, ranks) == 0
 
 
 class Stages:
