@@ -124,12 +124,18 @@ class StageTimeline(Callback):
         figure.set_size_inches(11, 3.4 + (0.9 + 0.5 * len(stages)) * len(drawn))
         heights = [3.0, *([0.5 + 0.5 * len(stages)] * len(drawn))]
         axes: list[Axes] = list(figure.subplots(1 + len(drawn), 1, height_ratios=heights, squeeze=False)[:, 0])
-        _draw_seconds(axes[0], [seconds for seconds, _ in stages], decisions)
+        depth = len(drawn[0][0].split) if drawn else len(stages)
+        labels = [_stages(row, len(stages), depth) for row in range(len(stages))]
+        _draw_seconds(axes[0], dict(zip(labels, (seconds for seconds, _ in stages), strict=True)), decisions)
         for place, same in zip(axes[1:], drawn, strict=True):
             origin = min(each.begin for each in same)
             origins = [origin if one_clock else each.begin for each in same]
             bars = [bar for stage, each in enumerate(same) for bar in _bars(stage, each, origins[stage])]
-            names = [_name(row, same[0].split[row :: len(same)], len(same)) for row in range(len(same))]
+            split, rows = same[0].split, len(same)
+            names = [
+                f"{_stages(row, rows, len(split))}: {' + '.join(map(str, split[row::rows]))} blocks"
+                for row in range(rows)
+            ]
             draw_stages(place, bars, names)
             place.set_title(f"step {same[0].step}", loc="left", fontsize="medium")
         if drawn:
@@ -138,10 +144,10 @@ class StageTimeline(Callback):
             figure.savefig(self.path, dpi=110, format="png")
 
 
-def _name(rank: int, blocks: Sequence[int], ranks: int) -> str:
-    """Of a row: a rank has one stage, or several, which go round the ranks."""
-    stages = ", ".join(str(rank + ranks * each) for each in range(len(blocks)))
-    return f"stage{'s'[: len(blocks) - 1]} {stages}: {' + '.join(map(str, blocks))} blocks"
+def _stages(row: int, rows: int, stages: int) -> str:
+    """Of a rank, which has one, or several that go round the ranks."""
+    numbers = range(row, stages, rows)
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _bars(stage: int, window: _Shown, origin: float) -> list[Bar]:
@@ -150,12 +156,12 @@ def _bars(stage: int, window: _Shown, origin: float) -> list[Bar]:
     return [Bar(stage, names.get(span.part, OUTSIDE), late + span.begin, late + span.end) for span in window.spans]
 
 
-def _draw_seconds(axes: Axes, stages: Sequence[list[tuple[int, float]]], decisions: Sequence[Resplit]) -> None:
+def _draw_seconds(axes: Axes, stages: dict[str, list[tuple[int, float]]], decisions: Sequence[Resplit]) -> None:
     colors = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
-    for stage, seconds in enumerate(stages):
+    for number, (name, seconds) in enumerate(stages.items()):
         steps, took = [step for step, _ in seconds], [1e3 * each for _, each in seconds]
-        axes.plot(steps, took, label=f"stage {stage}", color=colors[stage % len(colors)], linewidth=1.4)
-    top = sorted(1e3 * each for seconds in stages for _, each in seconds)
+        axes.plot(steps, took, label=name, color=colors[number % len(colors)], linewidth=1.4)
+    top = sorted(1e3 * each for seconds in stages.values() for _, each in seconds)
     axes.set_ylim(0, 1.25 * top[int(0.98 * (len(top) - 1))] if top else 1.0)  # a hiccup of the machine may go beyond
     for change in decisions:
         axes.axvline(change.step, color="black", linestyle="--", linewidth=0.8)
