@@ -214,7 +214,7 @@ How each part grows with the number of nodes N:
 - **wait:** nobody tells anything for half of `hang_timeout`. Then each node tells node 0 what has changed of its ranks,
   at once, and that nothing has, every 2 s. Node 0 asks the nodes every 2 s. That is at most a message a second for a
   node.
-- **comparison of the ranks:** one pass over their newest notes. Node 0 gives it a twentieth of a core, so that among
+- **comparison of the ranks:** one pass over their newest notes. Node 0 gives it 4 % of a core, so that among
   thousands of ranks it comes every few seconds.
 - **failure:** one claim to node 0, and one message from node 0 to each node.
 - **lost node:** the system closes its connection; one message from node 0 to each node.

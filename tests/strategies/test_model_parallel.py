@@ -419,7 +419,7 @@ class Dropped(Adam):
         return self.head(self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("in_parts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_resumes_to_the_same_bits_within_a_window(ranks: RankPool, tmp_path: Path, in_parts: bool) -> None:
     assert ranks(4).run(resumed_within_a_window, str(tmp_path / "at.ckpt"), in_parts, timeout=60) == [True] * 4
 

@@ -48,8 +48,8 @@ KNOWN = 8192
 """Collectives that some ranks have made and others not yet, of which the first rank's note is kept."""
 ANSWER = 0.03
 """Seconds in which a rank that can says at which batch it is."""
-PART = 0.05
-"""The part of a processor that may go into comparing what ranks do."""
+PART = 0.04
+"""The part of a processor that may go into comparing what ranks do, and again into telling who waits."""
 PATIENCE = 5.0
 """Seconds for which what was heard from another node counts."""
 STEADY = 1.9
