@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.data.source import Replicas
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.feed import EvaluationFeed, Feed
 from tests.data.loaders import Meeting, Stream, as_threads, drawn, epoch, feed_of, indices, loader, numbers
 
@@ -103,6 +106,42 @@ def test_replicas_of_several_ranks_need_a_gather_of_their_own(ranks: Any) -> Non
 
     with pytest.raises(Exception, match=r"3 replicas on 2 ranks: give Replicas\(gather=...\)"):
         ranks(2).run(play)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (torch.arange(4), torch.arange(4), True),
+        (torch.arange(4), torch.tensor([0, 1, 3, 2]), False),
+        (torch.arange(4), torch.arange(4.0), False),
+        (torch.arange(4), torch.arange(4).view(2, 2), False),
+        ([torch.tensor(math.nan), "a", 3], [torch.tensor(math.nan), "a", 3], True),
+        ({"text": "a"}, {"text": "b"}, False),
+        (np.arange(3), np.arange(3) + 1, False),
+        (np.float32(1), np.float32(2), False),
+        (torch.arange(6).view(2, 3).T, torch.arange(6).view(2, 3).T.clone(), True),
+        (object(), object(), True),
+    ],
+)
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_the_first_batch_of_a_pass_is_compared_over_a_replica(first: Any, second: Any, same: bool, stage: str) -> None:
+    """Ranks whose loader gave other samples trained one model on halves of different batches."""
+    meeting = Meeting(2)
+
+    def play(rank: int, gather: Any) -> str:
+        batch, last = (first, second)[rank], torch.full((2,), rank)  # nobody compares the later ones
+        replicas = Replicas(gather=meeting.of(rank), gather_members=gather)
+        feed: Any = (Feed.train if stage == "fit" else EvaluationFeed.of)([batch, last], replicas=replicas, seed=1)
+        try:
+            drawn_batches = epoch(feed) if stage == "fit" else list(feed)
+        except MisconfigurationException as error:
+            return str(error)
+        assert len(drawn_batches) == 2
+        return ""
+
+    name = {"fit": "train", "validate": "val"}[stage]
+    for told in as_threads(2, play):
+        assert told == "" if same else f"{name}_dataloader: ranks" in told
 
 
 def play_over_groups() -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
 from lockstep import Callback
+from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import Slope, numbers, on_ranks, quiet
@@ -296,6 +297,32 @@ def test_other_ranks_go_on_with_the_order_of_an_unseeded_generator(ranks: RankPo
     module = Slope()
     quiet(max_epochs=1, accumulate_grad_batches=2).fit(module, loader(ByOwnNumpy(), "samples"), ckpt_path=path)
     assert sorted(seen + [sample for batch in module.batches for sample in batch]) == list(range(SAMPLES))
+
+
+def play_shuffled(path: Path, epoch_end: bool) -> Any:
+    """What one life drew, and what it was told of permutations; the first one ends in mid-epoch, or at its end."""
+    module, nth = Slope(), SAMPLES // 2 if epoch_end else 3
+    flags: dict[str, Any] = {} if path.exists() else {"callbacks": [SaveAndEnd(path, nth)]}
+    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(Ended):
+        warnings.simplefilter("always")
+        quiet(max_epochs=2, order="torch", devices=max(1, comm.world_size()), **flags).fit(
+            module, loader(None, "samples", shuffle=True), ckpt_path=path if path.exists() else None
+        )
+    return module.batches, any("draws another permutation" in str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize("epoch_end", [False, True])
+def test_a_resume_from_one_process_on_several_is_said_under_torchs_order(
+    epoch_end: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    """It was not: samples came twice and others never, in silence."""
+    path = tmp_path / "cut.ckpt"
+    assert not play_shuffled(path, epoch_end)[1]
+    of_ranks = ranks(2).run(play_shuffled, path, epoch_end)
+    assert of_ranks[0][1] is not epoch_end
+    if epoch_end:
+        assert sorted(s for drawn, _ in of_ranks for batch in drawn for s in batch) == list(range(SAMPLES))
+    assert not play_shuffled(path, epoch_end)[1]
 
 
 class OtherStream(IterableDataset[Any]):

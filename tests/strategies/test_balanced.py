@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
@@ -603,6 +604,38 @@ class TakesWeights(Tied):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) + self.layers[1].weight.square().sum()
+
+
+class DrawsInOneStage(Tied):
+    """A block of the last stage draws random numbers, so that the ranks' generators move apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[1].tolist())
+
+
+def samples_of_stages(distributed: bool) -> list[list[float]]:
+    module, data = DrawsInOneStage(), rows(16)(4).dataset
+    flags: dict[str, Any] = {"order": "torch"} if distributed else {"use_distributed_sampler": False}
+    trainer = quiet(strategy=BalancedStrategy(), devices=2, max_epochs=3, precision="64-true", **flags)
+    trainer.fit(module, DataLoader(data, 4, shuffle=True))
+    return module.seen
+
+
+def test_stages_see_the_same_samples_under_torchs_order(ranks: RankPool) -> None:
+    """Each rank drew the order from its own generator, which a dropout in one stage had moved."""
+    first, last = ranks(2).run(samples_of_stages, True, timeout=40)
+    assert first == last
+    assert first[:4] != first[4:8]
+
+
+def test_stages_whose_loader_draws_other_samples_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match="train_dataloader: ranks 0 and 1 hold one model together"):
+        ranks(2).run(samples_of_stages, False, timeout=40)
 
 
 class NoLoss(Tied):

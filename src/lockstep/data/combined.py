@@ -259,7 +259,7 @@ def make_source(loader: Iterable[Any], spec: SourceSpec, number: int, name: str)
         made: Source = Untouched(loader, spec, measure)
     elif isinstance(loader.dataset, IterableDataset):
         made = Stream(loader, spec, key, measure)
-    elif spec.torch_order and spec.size == spec.planned == 1:
+    elif spec.by_process:
         made = Untouched(loader, spec, measure)
     else:
         made = make_indexed(loader, spec, key, name)

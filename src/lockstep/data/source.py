@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
@@ -24,8 +26,10 @@ from lockstep.data.cut import Cut, Position, WindowPlan
 from lockstep.data.order import Order, generator, make_key, sequential
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
 from lockstep.data.workers import end_workers, opened
-from lockstep.ground.comm import all_gather_tensor, world_size
+from lockstep.ground.comm import all_gather_tensor, as_bytes, rank, world_size
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
+from lockstep.ground.tree import tree_leaves
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
 """Every rank's tensor (same shape and dtype), stacked along a new first dimension."""
@@ -34,6 +38,11 @@ Reshare: TypeAlias = tuple[int, tuple[float, ...]]
 """A micro-batch with which a window begins, and the ranks' shares from there on; () is equal ones."""
 
 SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
+OTHER_BATCH = (
+    "{name}: ranks {rank} and {other} hold one model together and have to see the same samples, and this loader gave "
+    "them different ones. Give a DataLoader that lockstep can share out, without "
+    "Trainer(use_distributed_sampler=False), or seed alike on all ranks what its order and its samples are drawn by."
+)
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 
 
@@ -54,6 +63,8 @@ class Replicas:
     gather: Gather | None = None
     """Stacks the tensors of all replicas by index, each from one of its ranks; a collective. None: the default process
     group's, in which each rank is a replica."""
+    gather_members: Gather | None = None
+    """Stacks the tensors of the ranks of this replica, a collective among them. None: it has one rank."""
 
     def agreed_gather(self) -> Gather | None:
         """The gather over the replicas; None where there is but one, and none was given."""
@@ -64,6 +75,32 @@ class Replicas:
                 f"{self.count} replicas on {world_size()} ranks: give Replicas(gather=...) over a rank of each replica."
             )
         return all_gather_tensor
+
+
+def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any]:
+    for first in batches:
+        found = gather(torch.tensor([rank(), _digest(first)])).tolist()
+        for other, digest in found:
+            if digest != found[0][1]:
+                raise MisconfigurationException(OTHER_BATCH.format(name=name, other=other, rank=found[0][0]))
+        yield first
+        break
+    yield from batches
+
+
+def _digest(batch: object) -> int:
+    """32 bits that equal batches have in common: of their tensors, arrays, strings and whole numbers."""
+    found = 0
+    for leaf in tree_leaves(batch, (Tensor, np.ndarray, np.generic, str, bytes, int)):
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.device.type == "meta"):
+            continue  # no bytes that could be compared
+        whole = leaf.detach().cpu().contiguous() if isinstance(leaf, Tensor) else leaf
+        found = zlib.crc32(f"{whole.dtype}{list(whole.shape)}".encode() if hasattr(whole, "dtype") else b"", found)
+        if isinstance(whole, Tensor):
+            found = zlib.crc32(as_bytes(whole).numpy().data, found)
+        else:
+            found = zlib.crc32(whole.tobytes() if hasattr(whole, "tobytes") else repr(whole).encode(), found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -82,7 +119,7 @@ class SourceSpec:
     distribute: bool = True
     """Share the loaders out over the ranks; else each rank iterates what it was given."""
     torch_order: bool = False
-    """Shuffle by torch's own permutation."""
+    """Shuffle by torch's own permutation; see ``by_process``."""
     planned: int = 1
     """The number of ranks that the order of data was first drawn for."""
     gather: Gather | None = None
@@ -91,6 +128,22 @@ class SourceSpec:
     """A rank's part of a global batch is proportional to its number here; empty: all parts are equal."""
     reshared: bool = False
     """The shares change while an epoch runs."""
+    gather_members: Gather | None = None
+    """The tensors of the ranks of this replica, stacked; None where it has but one."""
+
+    @property
+    def by_process(self) -> bool:
+        """Whether orders are drawn by the generators of this process, which is alone, as a plain loader draws them."""
+        return self.torch_order and self.size == self.planned == 1 and self.gather is None
+
+    def compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a pass, of which the first is compared over the ranks of a replica when it is drawn.
+
+        Raises:
+            MisconfigurationException: it differs.
+        """
+        gather = self.gather_members
+        return batches if gather is None else _compared(batches, gather, f"{self.stage}_dataloader")
 
     def agreed(self, seed: int) -> int:
         """Rank 0's seed."""

@@ -100,7 +100,7 @@ class EvaluationLoop:
         self.given, self.seen = source, {}  # as in Lightning, the validations of a fit go on counting
         self.feed = EvaluationFeed.of(
             source,
-            replicas=session.strategy.replicas.for_feed(),
+            replicas=session.strategy.replicas.for_feed(session.strategy.members),
             seed=session.drawn_seed,
             limit=limit,
             distribute=config.use_distributed_sampler,

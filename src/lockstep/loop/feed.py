@@ -276,6 +276,9 @@ class Feed:
         self._rank = spec.rank
         self._size = spec.size
         self._gather = spec.gather
+        self._compared = spec.compared
+        #: whether the order is drawn by the generators of this process
+        self.by_process = spec.by_process
         self._ahead = ahead
         self._padded = padded
         self._mixes = len(source.leaves()) if isinstance(source, Mixed) else 0  # loaders side by side
@@ -347,6 +350,7 @@ class Feed:
             *(replicas.index, size, seed, "train", pads, distribute, torch_order, planned or size, gather),
             shares=by_weight,
             reshared=reshared,
+            gather_members=replicas.gather_members,
         )
         check_trainable(source, loaders, mode)
         parts, loaders, names = make_sources(loaders, spec, overfit)
@@ -374,7 +378,7 @@ class Feed:
                 self._shares, self._shared_epoch = [(0, self._latest)], epoch
             self._source.use_shares(self._shares)
         if self._ahead:
-            self._batches = self._source.open(epoch, 0, start_batch, self._stop)
+            self._batches = self._compared(self._source.open(epoch, 0, start_batch, self._stop))
 
     def prepare(self, epoch: int, accumulate: int) -> None:
         """Cut an epoch as other ranks have planned or begun it; does nothing where there are none."""
@@ -622,7 +626,7 @@ class Feed:
     def _fetched(self, accumulate: int) -> Iterator[Window]:
         begun, stop = (self._start - self._first) % accumulate, self._stop
         number = self._start - begun
-        batches = self._source.weighed(self._epoch, 0, number, stop)
+        batches = self._compared(self._source.weighed(self._epoch, 0, number, stop))
         self._state = self._source.state_dict()
         held: list[tuple[Any, float]] = []
         padding: Any = _END if self._padded else None
@@ -716,8 +720,11 @@ class EvaluationFeed:
         batch_indices: samples of the batch given last, where the sources were told to note them and could.
     """
 
-    def __init__(self, sources: list[Source], num_batches: list[int | float], sequential: bool) -> None:
+    def __init__(
+        self, sources: list[Source], spec: SourceSpec, num_batches: list[int | float], sequential: bool
+    ) -> None:
         self._sources = sources
+        self._compared = spec.compared
         self.num_batches = num_batches
         self.sequential = sequential
         self.batch_indices: list[Any] = []
@@ -750,9 +757,10 @@ class EvaluationFeed:
             flag: the name of the limit, "limit_{stage}_batches".
             overfit: as of :meth:`Feed.train`.
         """
-        stage, gather, torch_order = flag.split("_")[1], replicas.agreed_gather(), order == "torch"
         spec = SourceSpec(
-            replicas.index, replicas.count, seed, stage, False, distribute, torch_order=torch_order, gather=gather
+            *(replicas.index, replicas.count, seed, flag.split("_")[1], False, distribute, order == "torch"),
+            gather=replicas.agreed_gather(),
+            gather_members=replicas.gather_members,
         )
         loaders, nest, mode = unpack(source, "sequential")
         parts, loaders, names = make_sources(loaders, spec, overfit)
@@ -764,8 +772,8 @@ class EvaluationFeed:
         flag = "overfit_batches" if overfit else flag
         counts = [limited(each, part.length, flag) for each, part in zip(limits, parts, strict=True)]
         if nest is None or mode == "sequential":
-            return cls(parts, counts, True)
-        return cls([Mixed(parts, nest, mode, counts)], [LENGTHS[mode](counts)], False)
+            return cls(parts, spec, counts, True)
+        return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
         """For the next pass: its epoch, which loaders that shuffle follow, and a limit below the others."""
@@ -775,7 +783,7 @@ class EvaluationFeed:
     def __iter__(self) -> Iterator[tuple[Any, int, int, float]]:
         for number, (source, count) in enumerate(zip(self._sources, self.num_batches, strict=True)):
             stop = count if self._limit is None else min(count, self._limit)
-            batches = source.weighed(self._epoch, 0, 0, stop)
+            batches = self._compared(source.weighed(self._epoch, 0, 0, stop))
             wanted = itertools.islice(batches, None if math.isinf(stop) else int(stop))
             for batch_idx, (batch, weight) in enumerate(wanted):
                 self.batch_indices = source.noted.popleft() if source.noted else []

@@ -431,7 +431,7 @@ class FitLoop:
         automatic = session.module.automatic_optimization
         feed = fit.feed = Feed.train(
             fit.given,
-            replicas=session.strategy.replicas.for_feed(),
+            replicas=session.strategy.replicas.for_feed(session.strategy.members),
             seed=session.drawn_seed,
             limit=config.limit_train_batches,
             distribute=config.use_distributed_sampler,

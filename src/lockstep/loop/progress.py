@@ -211,11 +211,13 @@ class Plan:
     """The last boundary, by the counts of that life."""
     resumed_at: ResumePoint | None = None
     """Where that life had begun, if that was in the same epoch."""
+    by_process: bool | None = None
+    """Whether the order was drawn by the generators of one process; None: a checkpoint that does not tell."""
 
     def state_dict(self) -> dict[str, Any]:
         """As a plain dict."""
         origin = None if self.resumed_at is None else self.resumed_at.state_dict()
-        named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size")}
+        named = {name: getattr(self, name) for name in ("ranks", "accumulate", "batches", "size", "by_process")}
         return {**named, "at": self.at.state_dict(), "origin": origin}
 
     @classmethod
@@ -232,7 +234,8 @@ class Plan:
         if not isinstance(batches, list) or not all(isinstance(each, int) for each in batches):
             raise ValueError(f"batches is {batches!r:.50}")
         at, resumed_at = ResumePoint.load(state["at"]), None if origin is None else ResumePoint.load(origin)
-        return cls(state["ranks"], state["accumulate"], batches, state["size"], at, resumed_at)
+        drawn = state.get("by_process")
+        return cls(state["ranks"], state["accumulate"], batches, state["size"], at, resumed_at, drawn)
 
 
 @dataclass(frozen=True)
@@ -442,6 +445,7 @@ class CountedFeed(Protocol):
     """What of `lockstep.loop.feed.Feed` is asked here."""
 
     counting: BatchCounting
+    by_process: bool
 
     @property
     def batches(self) -> list[int]:
@@ -521,14 +525,17 @@ class Elastic:
         saved, self.saved = self.saved, None
         found = feed.counting
         self._ranks, self._flag = found.ranks, config.accumulate_grad_batches
-        if saved is None or resumed is None or not found.moved:
+        if saved is None or resumed is None:
             return resumed
-        (rank_zero_warn if found.differs else rank_zero_info)(found.said)
-        if config.order == "torch" and saved.at.rows and 1 in (saved.ranks, found.ranks) != (1, 1):
+        amid = saved.at.rows > 0 and not progress.last
+        if config.order == "torch" and amid and saved.by_process not in (None, feed.by_process):
             rank_zero_warn(
                 'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
                 "of this epoch some samples come twice and some never."
             )
+        if not found.moved:
+            return resumed
+        (rank_zero_warn if found.differs else rank_zero_info)(found.said)
         inside = progress.batch > saved.at.number and not progress.last
         number = None if found.resumed_at is None else found.resumed_at.number
         progress.reshare(saved.at.number, number)
@@ -551,4 +558,4 @@ class Elastic:
             at = feed.reached(progress.batch - begun)
         point = found.resumed_at
         before = point if point is not None and point.epoch == progress.epoch else None
-        return Plan(found.ranks, self._flag, feed.batches, found.size, at, before).state_dict()
+        return Plan(found.ranks, self._flag, feed.batches, found.size, at, before, feed.by_process).state_dict()

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -152,7 +151,6 @@ class BalancedStrategy(RankedStrategy):
         self._stages_per_rank = stages_per_rank or (2 if schedule == "interleaved" else 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule
-        self._pipeline: comm.Group = None  # the ranks of this replica
         self._chain: Chain | None = None
         self._stages: Stages | None = None
         self._owned: Ownership | None = None
@@ -192,18 +190,6 @@ class BalancedStrategy(RankedStrategy):
         """Stages of a pipeline."""
         return self._size(self.world) * self._stages_per_rank
 
-    def setup_environment(self) -> None:
-        """Join the other ranks, and make a group of those of each pipeline."""
-        super().setup_environment()
-        if self._pipeline is not None:
-            return
-        size = self._size(self.world)
-        for first in range(0, self.world.size, size):  # all ranks make all groups
-            ranks = list(range(first, first + size))
-            made = dist.new_group(ranks, timeout=self._timeout)
-            if self.world.rank in ranks:
-                self._pipeline = made
-
     @does("splitting the module into stages")
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
@@ -220,7 +206,7 @@ class BalancedStrategy(RankedStrategy):
         self.times = StageTimes(self.root_device)
         self._measured = None
         self._lay_out(self._counts(chain))
-        self._whole = WholeModule(module, self._ownership, self._pipeline, self.root_device)
+        self._whole = WholeModule(module, self._ownership, self.members, self.root_device)
         self._whole.place()
         chain.attach()
 
@@ -234,13 +220,13 @@ class BalancedStrategy(RankedStrategy):
         """Say which blocks are on which rank."""
         assert self._chain is not None
         self._counts_now, layout = counts, Layout(counts, self._size(self.world))
-        self._owned = Ownership(self.module, self._chain, layout, comm.rank(self._pipeline))
+        self._owned = Ownership(self.module, self._chain, layout, comm.rank(self.members))
         if self._stages is not None:
             self._stages.close()
         self._stages = Stages(
             self._chain,
             layout,
-            self._pipeline,
+            self.members,
             self.root_device,
             self._schedule,
             self.precision.context,
@@ -317,7 +303,7 @@ class BalancedStrategy(RankedStrategy):
         assert self._stages is not None
         output = self._stages.evaluate(partial(fn, *args))
         if getattr(fn, "__name__", "") == "predict_step":
-            output = comm.broadcast_object(output, 0, self._pipeline)
+            output = comm.broadcast_object(output, 0, self.members)
         return output
 
     def window(self, step: Callable[..., Any], micro_batches: Sequence[MicroBatch]) -> list[Any]:
@@ -342,7 +328,7 @@ class BalancedStrategy(RankedStrategy):
         if any(parameter.grad is not None for parameter in owned.freed):
             name = next(n for n, p in self.module.named_parameters() if p.grad is not None and stands_in(p))
             raise MisconfigurationException(ELSEWHERE.format(name=name))
-        gradients.reduce(owned, self._pipeline, self.peers, self.replicas.count)
+        gradients.reduce(owned, self.members, self.peers, self.replicas.count)
         self.rounds += 1
         return [_put_together(each) for each in outputs]
 
@@ -401,7 +387,7 @@ class BalancedStrategy(RankedStrategy):
             )
         begin, before = time.perf_counter(), self._ownership
         self._lay_out(tuple(split))
-        move(self.module, before, self._ownership, self.optimizers, self._pipeline, self.root_device)
+        move(self.module, before, self._ownership, self.optimizers, self.members, self.root_device)
         self._parts.change_owners(self._ownership, self.optimizers)
         if self._measured is not None and self._measured.control is not None:
             self._measured.control.adopt(self._counts_now)
@@ -413,7 +399,7 @@ class BalancedStrategy(RankedStrategy):
         assert self._owned is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if algorithm == "norm":
-            gradients.clip_by_norm(parameters, self._owned, value, self._pipeline, self.root_device)
+            gradients.clip_by_norm(parameters, self._owned, value, self.members, self.root_device)
         else:
             clip_by_value(parameters, value)
 

@@ -48,6 +48,7 @@ class Strategy(Engine):
         checkpoints: who writes files.
         replicas: the ranks by the samples that they see.
         peers: a rank of each replica, this one among them, as a process group; None: all ranks.
+        members: the ranks of this replica, as a process group; None: this one alone.
         launcher: how ranks are started: None (nothing to start), "script", "spawn" or "fork".
         drives_all_devices: one process works with all devices of its node; else each rank has one.
         devices: of this node, by local rank.
@@ -68,6 +69,7 @@ class Strategy(Engine):
         self.checkpoints = CheckpointWriter()
         self.replicas = ReplicaMap.each(World.single())
         self.peers: comm.Group = None
+        self.members: comm.Group = None
         self.planned: tuple[SavedPlan, str] | None = None
         self.plugins: list[object] = []
         self.devices = [self.root_device]

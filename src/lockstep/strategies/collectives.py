@@ -53,9 +53,12 @@ class ReplicaMap:
     @property
     def columns(self) -> list[tuple[int, ...]]:
         """The first ranks of all replicas, their second ones, and so on; replicas are of one size."""
-        size = len(self.of_rank) // self.count
-        members = [[rank for rank, each in enumerate(self.of_rank) if each == replica] for replica in range(self.count)]
-        return [tuple(ranks[place] for ranks in members) for place in range(size)]
+        return list(zip(*self.rows, strict=True))
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """The ranks of each replica."""
+        return [self.ranks([replica]) for replica in range(self.count)]
 
     def ranks(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """The ranks of these replicas."""
@@ -63,12 +66,17 @@ class ReplicaMap:
             return tuple(replicas)
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
-    def for_feed(self) -> Replicas:
-        """The same, as loaders are shared out by it."""
+    def for_feed(self, members: comm.Group) -> Replicas:
+        """The same, as loaders are shared out by it; ``members`` are the ranks of this replica."""
         if self.count == len(self.of_rank):
             return Replicas(self.index, self.count)
         first = self.first_ranks
-        return Replicas(self.index, self.count, lambda tensor: comm.all_gather_tensor(tensor)[first])
+        return Replicas(
+            self.index,
+            self.count,
+            gather=lambda tensor: comm.all_gather_tensor(tensor)[first],
+            gather_members=lambda tensor: comm.all_gather_tensor(tensor, members),
+        )
 
 
 def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
@@ -76,10 +84,13 @@ def column_group(replicas: ReplicaMap, timeout: timedelta) -> comm.Group:
     if replicas.count == comm.world_size():
         everyone: comm.Group = dist.new_group(timeout=timeout)
         return everyone
-    made: list[tuple[tuple[int, ...], comm.Group]] = [  # all ranks make all groups
-        (ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in replicas.columns
-    ]
-    return next(group for ranks, group in made if comm.rank() in ranks)
+    return group_among(replicas.columns, timeout)
+
+
+def group_among(parts: Sequence[Sequence[int]], timeout: timedelta) -> comm.Group:
+    """A new group of the ranks of that part in which this one is. Collective: all ranks make all groups."""
+    made: list[comm.Group] = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
+    return next(group for ranks, group in zip(parts, made, strict=True) if comm.rank() in ranks)
 
 
 @dataclass(frozen=True)

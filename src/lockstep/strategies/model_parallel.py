@@ -213,8 +213,8 @@ class ModelParallelStrategy(FSDPStrategy):
         for tensor in tensors:
             tensor.data = tensor.data.to(self.root_device)
         comm.broadcast_tensors([tensor.detach() for tensor in tensors], 0, None)
-        row = self.device_mesh[TENSOR].get_group()
-        set_random_states(comm.broadcast_object(random_states(), 0, row))
+        if self.members is not None:
+            set_random_states(comm.broadcast_object(random_states(), 0, self.members))
 
     def _autocast_dtype(self) -> None:
         """The user's own calls of ``fully_shard`` say what is gathered how."""

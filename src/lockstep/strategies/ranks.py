@@ -27,7 +27,7 @@ from lockstep.ground.rank import does, rank_zero_info
 from lockstep.launch.script import side
 from lockstep.precision.base import Precision
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.collectives import column_group
+from lockstep.strategies.collectives import column_group, group_among
 from lockstep.supervise.client import meet_nodes
 from lockstep.supervise.collective_trace import install_trace
 
@@ -103,6 +103,7 @@ class RankedStrategy(Strategy):
             )
         if self.peers is None and self.replicas.count < world.size:
             self.peers = column_group(self.replicas, self._timeout)
+            self.members = group_among(self.replicas.rows, self._timeout)
 
     @property
     def process_group_backend(self) -> str:
