@@ -6,6 +6,7 @@ import errno
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,8 +127,12 @@ def test_a_second_node_of_the_same_number_is_sent_away_and_the_run_goes_on(
     assert second.hub is not None
     second.hub.host = "another"
     second._call(*place)
-    said = capfd.readouterr().err
-    assert "lockstep: another calls itself node 1, and host1 is that: each node needs a number of its own" in said
+    told = "lockstep: another calls itself node 1, and host1 is that: each node needs a number of its own"
+    said, end = capfd.readouterr().err, time.monotonic() + SECONDS
+    while told not in said and time.monotonic() < end:  # node 0 says it in a thread of its own
+        time.sleep(0.01)
+        said += capfd.readouterr().err
+    assert told in said
     assert "is not the first with this number" in said
     second.close()
     nodes[1].hub.send("news", "still there", to=0)

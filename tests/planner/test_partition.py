@@ -76,12 +76,14 @@ def best_stage(blocks: list[Block], device: Device, start: int, stop: int) -> fl
     return float(seconds[fits].min()) / device.speed + messages
 
 
-def by_brute_force(blocks: list[Block], devices: list[Device]) -> float:
+def by_brute_force(blocks: list[Block], devices: list[Device], spare: bool) -> float:
     count = len(blocks)
     known: dict[tuple[int, int, int], float] = {}
     best = math.inf
     for cuts in itertools.combinations_with_replacement(range(count + 1), len(devices) - 1):
         ends = (0, *cuts, count)
+        if not spare and any(start == stop for start, stop in itertools.pairwise(ends)):
+            continue
         worst = 0.0
         for at, (start, stop) in enumerate(itertools.pairwise(ends)):
             if start < stop and worst < best:
@@ -96,12 +98,14 @@ def by_brute_force(blocks: list[Block], devices: list[Device]) -> float:
 def check(seed: int) -> bool:
     """Compares a random case; tells whether it could be split at all."""
     blocks, devices = drawn(random.Random(seed))
-    expected = by_brute_force(blocks, devices)
+    spare = seed % 3 > 0 or len(blocks) < len(devices)
+    expected = by_brute_force(blocks, devices, spare)
     if expected == math.inf:
         with pytest.raises(DoesNotFit):
-            partition(blocks, devices)
+            partition(blocks, devices, spare)
         return False
-    found = partition(blocks, devices)
+    found = partition(blocks, devices, spare)
+    assert spare or len(found.stages) == len(devices)
     assert found.bottleneck == pytest.approx(expected, rel=1e-8), seed
     at = 0
     for stage in found.stages:
@@ -191,6 +195,16 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         partition([chain[0], Block(1.0, states=15.0)], [Device(memory=10.0)] * 3)
     with pytest.raises(ValueError, match="0 blocks over 1 devices"):
         partition([], [Device()])
+
+
+def test_no_split_with_a_block_on_each_device_says_so() -> None:
+    """It was an IndexError."""
+    chain = [Block(1.0, states=2.0)] * 24
+    with pytest.raises(DoesNotFit, match="block 0 alone needs 1 bytes more"):
+        partition(chain, [Device(memory=1.0)] * 16, spare=False)
+    with pytest.raises(DoesNotFit, match="each would need 1 bytes more"):
+        partition(chain, [Device(memory=3.0)] * 12, spare=False)
+    assert len(partition(chain, [Device(memory=4.0)] * 12, spare=False).stages) == 12
 
 
 def test_a_device_without_memory_is_left_empty() -> None:

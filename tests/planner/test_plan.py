@@ -98,6 +98,23 @@ def test_a_pipeline_of_unequal_blocks_is_split_by_the_exact_partition() -> None:
     assert "bytes more" in tiny.why
 
 
+def test_schedules_that_wait_less_are_predicted_to() -> None:
+    model, machine = transformer(7), described(4, 1, 80 * GB)
+    ways = ("GPipe", "1F1B", "interleaved", "zero-bubble")
+    all_at_once, one, between, split = (
+        predict(model, Candidate("pipeline", micro_batches=8, schedule=schedule), machine) for schedule in ways
+    )
+    assert all_at_once.seconds == pytest.approx(one.seconds, rel=1e-3)
+    assert max(between.seconds, split.seconds) < one.seconds
+    assert one.memory < between.memory < all_at_once.memory
+    assert one.compute == pytest.approx(split.compute)
+    assert between.split is not None
+    assert [stage.device for stage in between.split.stages] == list(range(8))
+    assert {row.prediction.candidate.schedule for row in make_plan([model], machine).rows} == {"", *ways}
+    few = {row.prediction.candidate.schedule for row in make_plan([transformer(7, blocks=6)], machine).rows}
+    assert few == {"", "GPipe", "1F1B", "zero-bubble"}
+
+
 @pytest.mark.parametrize(
     ("candidate", "kind"),
     [

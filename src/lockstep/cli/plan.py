@@ -23,7 +23,7 @@ from lockstep.loop import choice
 from lockstep.planner.cost import Prediction
 from lockstep.planner.hardware import Hardware, bytes_said, described
 from lockstep.planner.plan import Plan
-from lockstep.planner.timeline import draw_stages, play
+from lockstep.planner.timeline import STAGES_OF_RANK, draw_stages, play, turns_of
 from lockstep.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -237,8 +237,10 @@ def draw(found: Plan, path: str) -> None:
 def _draw_pipeline(axes: Axes, staged: Prediction) -> None:
     assert staged.split is not None
     stages, way = staged.split.stages, staged.candidate
-    bars = play([stage.seconds for stage in stages], way.micro_batches, way.schedule)
-    names = [f"stage {at}: blocks {stage.start} to {stage.stop - 1}" for at, stage in enumerate(stages)]
-    draw_stages(axes, bars, names)
+    each = STAGES_OF_RANK.get(way.schedule, 1)
+    bars = play([s.seconds for s in stages], turns_of(way.schedule, staged.devices, way.micro_batches, each))
+    blocks = [f"{s.start} to {s.stop - 1}" if s.stop - s.start > 1 else f"{s.start}" for s in stages]
+    of_ranks = [blocks[rank :: staged.devices] for rank in range(staged.devices)]
+    draw_stages(axes, bars, [f"rank {rank}: blocks {', '.join(mine)}" for rank, mine in enumerate(of_ranks)])
     axes.set_title(f"a step of: {way.name}", loc="left", fontsize="medium")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")

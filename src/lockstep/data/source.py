@@ -41,7 +41,8 @@ SEED_BITS = (1 << 63) - 1  # of a seed that travels in an int64 tensor
 OTHER_BATCH = (
     "{name}: ranks {rank} and {other} hold one model together and have to see the same samples, and this loader gave "
     "them different ones. Give a DataLoader that lockstep can share out, without "
-    "Trainer(use_distributed_sampler=False), or seed alike on all ranks what its order and its samples are drawn by."
+    "Trainer(use_distributed_sampler=False), and seed what makes its samples (`seed_everything(1)`): each rank runs "
+    "the script."
 )
 _BLOCK = 8192  # positions whose indices are computed at once: 1 ms, 64 KiB
 

@@ -14,6 +14,7 @@ from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
+from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, held, play, turns_of
 from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
 
 MIB = 2**20
@@ -35,7 +36,7 @@ class Candidate:
         hook: "" or "bf16": how gradients of ddp travel.
         bucket_mb: MiB of a bucket of ddp.
         micro_batches: of a pipeline.
-        schedule: of a pipeline: "GPipe" or "1F1B".
+        schedule: of a pipeline: "GPipe", "1F1B", "interleaved" or "zero-bubble".
         precision: as of ``Trainer(precision=...)``.
     """
 
@@ -489,27 +490,38 @@ def _early(step: StepProfile, span: SpanProfile) -> bool:
 
 
 def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
-    """One batch in micro-batches through stages, one on each device."""
-    count, depth = candidate.micro_batches, min(hardware.world, len(profile.blocks))
+    """One batch in micro-batches through stages, of which each device has one, or several that go round the devices."""
+    schedule, count = candidate.schedule.lower(), candidate.micro_batches
+    each = STAGES_OF_RANK.get(schedule, 1)
+    ranks = min(hardware.world, len(profile.blocks) // each)
     bandwidth, latency = hardware.slowest_link()
-    memory = hardware.memory - profile.buffers
-    flights = [count if candidate.schedule == "GPipe" else min(count, depth - at) for at in range(depth)]
-    devices = [Device(1.0, memory, bandwidth, latency, flight) for flight in flights]
-    blank = Prediction(candidate, depth, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
+    memory = (hardware.memory - profile.buffers) / each
+    turns = turns_of(schedule, ranks, count, each)
+    flights = [held(mine) for mine in turns]
+    row = [Device(1.0, memory, bandwidth, latency, flights[at % ranks][at]) for at in range(each * ranks)]
+    blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
+    spares = schedule not in IN_ROUNDS
     try:
-        split = partition(list(_chain(profile, candidate, hardware)), devices)
+        split = partition(list(_chain(profile, candidate, hardware)), row, spares)
     except DoesNotFit as error:
         return replace(blank, missing=error.missing, why=str(error))
-    most = max(stage.memory for stage in split.stages)
-    idle = (len(split.stages) - 1) * split.bottleneck
-    update = phase_seconds(profile, candidate, hardware, UPDATE) / len(split.stages)
-    parts = {"stage": most, "buffers": float(profile.buffers)}
+    if spares and len(split.stages) < ranks:
+        ranks = len(split.stages)
+        turns = turns_of(schedule, ranks, count)
+    bars = play([stage.seconds for stage in split.stages], turns)
+    of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
+    compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
+    parts = {
+        "stages": max(sum(stage.memory for stage in stages) for stages in of_ranks),
+        "buffers": float(profile.buffers),
+    }
     return replace(
         blank,
+        devices=ranks,
         parts=parts,
         memory=sum(parts.values()),
-        compute=count * split.bottleneck,
-        sent=idle,
-        update=update,
+        compute=compute,
+        sent=max(bar.end for bar in bars) - compute,
+        update=phase_seconds(profile, candidate, hardware, UPDATE) / ranks,
         split=split,
     )

@@ -407,7 +407,7 @@ class _Program:
         return row
 
     def solve(self) -> tuple[float, list[tuple[int, int, int]]]:
-        """The least bottleneck, and device, start and stop of the stages that have blocks."""
+        """The least bottleneck, and device, start and stop of the stages that have blocks; infinite: there is none."""
         reached = torch.full((self.width + self.chain.size + 1,), math.inf, dtype=torch.float64)
         reached[self.width] = 0.0
         rows = [reached.unfold(0, self.width + 1, 1)]
@@ -419,13 +419,15 @@ class _Program:
             padded = torch.full_like(reached, math.inf)
             padded[self.width :] = here
             rows.append(padded.unfold(0, self.width + 1, 1))
-        path, stop = [], self.chain.size
+        path, stop = list[tuple[int, int, int]](), self.chain.size
+        if not math.isfinite(bottleneck := float(rows[-1][-1][-1])):
+            return bottleneck, path
         for at in range(len(self.devices) - 1, -1, -1):
             best = torch.maximum(self._row(at, stop, self._costs(self.devices[at])), rows[at][stop]).argmin()
             start = stop - self.width + int(best)
             path.append((at, start, stop))
             stop = start
-        return float(rows[-1][-1][-1]), [key for key in path[::-1] if key[1] < key[2]]
+        return bottleneck, [key for key in path[::-1] if key[1] < key[2]]
 
     def narrow(self, seconds: float) -> None:
         """A solution of so many seconds is known: leave out stages that are slower."""

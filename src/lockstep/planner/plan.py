@@ -14,6 +14,7 @@ from lockstep.parallel.memory import readable
 from lockstep.planner.cost import Candidate, Prediction, predict
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.profile import ModelProfile
+from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 
 Goal = Literal["speed", "memory"]
 NEAR, NEAR_COMPUTED = 0.05, 0.15
@@ -54,8 +55,10 @@ def candidates(profile: ModelProfile, hardware: Hardware) -> Iterator[Candidate]
         for times in (1, 2, 4):
             count = times * hardware.world
             if count <= profile.samples:
-                for schedule in ("GPipe", "1F1B"):
-                    yield Candidate("pipeline", micro_batches=count, schedule=schedule, precision=profile.precision)
+                for schedule in ("GPipe", "1F1B", *IN_ROUNDS):
+                    stages = hardware.world * STAGES_OF_RANK.get(schedule, 1)
+                    if schedule not in IN_ROUNDS or len(profile.blocks) >= stages:
+                        yield Candidate("pipeline", micro_batches=count, schedule=schedule, precision=profile.precision)
 
 
 def obstacle(profile: ModelProfile, candidate: Candidate, hardware: Hardware, packages: frozenset[str]) -> str:

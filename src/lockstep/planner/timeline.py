@@ -1,99 +1,176 @@
-"""What the stages of a pipeline do, and when: a schedule played with the seconds of each stage, and its picture.
+"""What the ranks of a pipeline do, and when: a schedule played with the seconds of each stage, and its picture.
 
-draw_stages(axes, play([0.003, 0.004], micro_batches=4, schedule="1f1b"))
+draw_stages(axes, play([0.003, 0.004], turns_of("1f1b", ranks=2, micro_batches=4)), ["first", "second"])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORWARD, BACKWARD, OUTSIDE = "blocks forward", "backward", "before and behind the chain"
-COLORS = {FORWARD: "#4477aa", BACKWARD: "#ee8866", OUTSIDE: "#ccbb44"}
+FORWARD, BACKWARD, WEIGHTS = "blocks forward", "backward", "gradients of weights"
+OUTSIDE = "before and behind the chain"
+COLORS = {FORWARD: "#4477aa", BACKWARD: "#ee8866", WEIGHTS: "#f4bb9f", OUTSIDE: "#ccbb44"}
 """Told apart by the colour-blind, too."""
 WAITING = "#e4e4e4"
+PARTS = {"F": (FORWARD, 1 / 3), "B": (BACKWARD, 2 / 3), "I": (BACKWARD, 1 / 3), "W": (WEIGHTS, 1 / 3)}
+"""By torch's letters: part, and share of a micro-batch's seconds. "I" and "W" are a backward in two parts."""
+IN_ROUNDS = ("interleaved", "zero-bubble")
+"""Schedules by which micro-batches go in rounds of about as many as there are ranks; a rank may have several stages."""
+STAGES_OF_RANK = {"interleaved": 2}
+"""Stages of a rank by a schedule, where nobody says how many; of the others one."""
+
+
+class Turn(NamedTuple):
+    """Something that a rank is to compute.
+
+    Attributes:
+        stage, number: for which stage, and for which micro-batch.
+        letter: of `PARTS`.
+    """
+
+    stage: int
+    number: int
+    letter: str
 
 
 class Bar(NamedTuple):
-    """Something that a stage computes.
+    """Something that a rank computes.
 
     Attributes:
-        stage: its number.
+        row: the rank's place in its pipeline.
         part: one of `COLORS`.
         begin, end: seconds.
     """
 
-    stage: int
+    row: int
     part: str
     begin: float
     end: float
 
 
-def play(seconds: Sequence[float], micro_batches: int, schedule: str) -> list[Bar]:
+def turns_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> list[list[Turn]]:
+    """What each rank of a pipeline computes, in its order.
+
+    Args:
+        schedule: in any case: "gpipe"; "1f1b", which with fewer micro-batches than ranks is "gpipe"; "interleaved" and
+            "zero-bubble", which are torch's tables.
+        ranks: of the pipeline.
+        micro_batches: of a step; in the last two schedules they go in rounds of equal size.
+        each: stages of a rank, by the last two; the stages go round the ranks.
+
+    Example:
+        >>> [[f"{turn.letter}{turn.number}" for turn in turns] for turns in turns_of("1f1b", 2, 2)]
+        [['F0', 'F1', 'B0', 'B1'], ['F0', 'B0', 'F1', 'B1']]
+    """
+    schedule = schedule.lower()
+    if schedule in ("1f1b", "gpipe"):
+        in_turn = schedule == "1f1b" and micro_batches >= ranks
+        ahead = [ranks - rank if in_turn else micro_batches for rank in range(ranks)]
+        return [list(_of_one_stage(rank, micro_batches, ahead[rank])) for rank in range(ranks)]
+    from torch.distributed.pipelining import schedules
+
+    # the tables are made from the numbers of one rank's stages, and hold all ranks
+    numbers = {"group_size": ranks, "group_rank": 0, "num_stages": each * ranks}
+    stages: list[Any] = [SimpleNamespace(**numbers, submod=None) for _ in range(each)]
+    kinds = {"interleaved": schedules.ScheduleInterleaved1F1B, "zero-bubble": schedules.ScheduleInterleavedZeroBubble}
+    # to add messages to a table of many ranks takes seconds, and they are not needed
+    kind = type("Table", (kinds[schedule],), {"_prepare_schedule_with_comms": lambda self, actions: None})
+    table = kind(stages, micro_batches).pipeline_order
+    there = [[turn for turn in table[rank] if turn is not None] for rank in range(ranks)]
+    return [[Turn(t.stage_index, t.microbatch_index or 0, t.computation_type.value) for t in mine] for mine in there]
+
+
+def _of_one_stage(stage: int, micro_batches: int, ahead: int) -> Iterator[Turn]:
+    """So many forwards run before the first backward."""
+    for number in range(min(ahead, micro_batches)):
+        yield Turn(stage, number, "F")
+    for number in range(micro_batches):
+        yield Turn(stage, number, "B")
+        if ahead + number < micro_batches:
+            yield Turn(stage, ahead + number, "F")
+
+
+def held(turns: Sequence[Turn]) -> dict[int, int]:
+    """Micro-batches whose activations a rank holds at a time, at most, for each of its stages.
+
+    Example:
+        >>> [held(turns) for turns in turns_of("1f1b", 2, 4)]
+        [{0: 2}, {1: 1}]
+    """
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for turn in turns:
+        now[turn.stage] = now.get(turn.stage, 0) + {"F": 1, "I": 0}.get(turn.letter, -1)
+        most[turn.stage] = max(now[turn.stage], most.get(turn.stage, 0))
+    return most
+
+
+def play(seconds: Sequence[float], turns: Sequence[Sequence[Turn]]) -> list[Bar]:
     """The forwards and backwards of a step; a forward takes a third of a micro-batch's time.
 
     Args:
         seconds: of a micro-batch on each stage, forward and backward.
-        micro_batches: of the step, above 0.
-        schedule: "1f1b" or "gpipe", in any case; with fewer micro-batches than stages it is "gpipe".
+        turns: of each rank.
 
     Example:
-        >>> max(bar.end for bar in play([3.0, 3.0], micro_batches=2, schedule="gpipe"))
+        >>> max(bar.end for bar in play([3.0, 3.0], turns_of("gpipe", 2, 2)))
         9.0
     """
-    count = len(seconds)
-    interleaves = schedule.lower() == "1f1b" and micro_batches >= count
-    waiting = [_turns(micro_batches, count - stage if interleaves else micro_batches) for stage in range(count)]
-    ended: dict[tuple[int, str, int], float] = {}
-    free, bars = [0.0] * count, []
-    while any(waiting):
-        for stage, turns in enumerate(waiting):
-            while turns:
-                part, number = turns[0]
-                before = [(stage - 1, FORWARD, number)] if part == FORWARD and stage else []
-                if part == BACKWARD:
-                    before = [(stage, FORWARD, number) if stage == count - 1 else (stage + 1, BACKWARD, number)]
-                if any(each not in ended for each in before):
+    last = len(seconds) - 1
+    ended: dict[tuple[int, int, bool], float] = {}  # by stage, micro-batch, and whether it is the forward
+    free, at, bars = [0.0] * len(turns), [0] * len(turns), list[Bar]()
+    while any(place < len(mine) for place, mine in zip(at, turns, strict=True)):
+        before = sum(at)
+        for row, mine in enumerate(turns):
+            while at[row] < len(mine):
+                stage, number, letter = mine[at[row]]
+                begin = _ready(ended, stage, number, letter, last)
+                if begin is None:
                     break
-                begin = max([free[stage], *(ended[each] for each in before)])
-                end = begin + seconds[stage] * (1 / 3 if part == FORWARD else 2 / 3)
-                ended[stage, part, number] = free[stage] = end
-                bars.append(Bar(stage, part, begin, end))
-                turns.pop(0)
+                part, share = PARTS[letter]
+                begin = max(begin, free[row])
+                free[row] = begin + seconds[stage] * share
+                if letter != "W":
+                    ended[stage, number, letter == "F"] = free[row]
+                bars.append(Bar(row, part, begin, free[row]))
+                at[row] += 1
+        if sum(at) == before:
+            raise ValueError("the turns of the ranks wait for one another")
     return bars
 
 
-def _turns(micro_batches: int, ahead: int) -> list[tuple[str, int]]:
-    """Forwards and backwards of a stage in their order; so many forwards run before the first backward."""
-    turns = [(FORWARD, number) for number in range(min(ahead, micro_batches))]
-    for number in range(micro_batches):
-        turns.append((BACKWARD, number))
-        if ahead + number < micro_batches:
-            turns.append((FORWARD, ahead + number))
-    return turns
+def _ready(ended: dict[tuple[int, int, bool], float], stage: int, number: int, letter: str, last: int) -> float | None:
+    """When what a turn needs is there; None: it is not known yet."""
+    if letter == "F":
+        return ended.get((stage - 1, number, True)) if stage else 0.0
+    if letter == "W":
+        return ended.get((stage, number, False))
+    return ended.get((stage, number, True) if stage == last else (stage + 1, number, False))
 
 
 def draw_stages(axes: Axes, bars: Sequence[Bar], names: Sequence[str]) -> None:
-    """Draw a row for each stage, the first on top; where nothing is computed, the stage waits.
+    """Draw a row for each rank, the first on top; where nothing is computed, it waits.
 
     Args:
         axes: of matplotlib.
-        bars: of the stages.
-        names: of the stages.
+        bars: of the ranks.
+        names: of the rows.
     """
     begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    for stage in range(len(names)):
-        axes.barh(stage, 1e3 * (end - begin), height=0.8, color=WAITING, label="waiting" if not stage else None)
+    for row in range(len(names)):
+        axes.barh(row, 1e3 * (end - begin), height=0.8, color=WAITING, label="waiting" if not row else None)
     for part, color in COLORS.items():
         mine = [bar for bar in bars if bar.part == part]
         widths, left = [1e3 * (bar.end - bar.begin) for bar in mine], [1e3 * (bar.begin - begin) for bar in mine]
-        rows = [bar.stage for bar in mine]
+        rows = [bar.row for bar in mine]
         if mine:
             axes.barh(rows, widths, left=left, height=0.8, color=color, edgecolor="white", linewidth=0.4, label=part)
-    busy = [sum(bar.end - bar.begin for bar in bars if bar.stage == stage) for stage in range(len(names))]
+    busy = [sum(bar.end - bar.begin for bar in bars if bar.row == row) for row in range(len(names))]
     told = [f"{name}\n{each / (end - begin):.0%} computing" for name, each in zip(names, busy, strict=True)]
     axes.set_yticks(range(len(names)), told)
     axes.invert_yaxis()

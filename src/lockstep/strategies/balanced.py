@@ -31,9 +31,10 @@ from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
 from lockstep.parallel.pipeline.measured_split import MeasuredSplit
 from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
 from lockstep.parallel.pipeline.moves import move
-from lockstep.parallel.pipeline.stages import IN_ROUNDS, SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
+from lockstep.parallel.pipeline.stages import SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
 from lockstep.parallel.pipeline.times import StageTimes
 from lockstep.parallel.pipeline.weights import WholeModule, stands_in
+from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import ReplicaMap
 from lockstep.strategies.engine import EngineState, MicroBatch
@@ -148,7 +149,7 @@ class BalancedStrategy(RankedStrategy):
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
         )
         _check_arguments(stages, micro_batches, schedule, split, stages_per_rank)
-        self._stages_per_rank = stages_per_rank or (2 if schedule == "interleaved" else 1)
+        self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule
         self._chain: Chain | None = None

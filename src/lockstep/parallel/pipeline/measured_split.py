@@ -15,9 +15,10 @@ from lockstep.ground.row_exchange import RowExchange
 from lockstep.parallel.pipeline.control import BlockCost, Resplit, SplitControl, StageCost, StageLook, shares_of_blocks
 from lockstep.parallel.pipeline.layout import Ownership
 from lockstep.parallel.pipeline.probe import Like, probe, states_of
-from lockstep.parallel.pipeline.stages import IN_ROUNDS, Stages, Turn, round_size
+from lockstep.parallel.pipeline.stages import Stages, Turn, goes_in_rounds
 from lockstep.parallel.pipeline.times import StageTimes, typical
 from lockstep.planner.profile import kind_of
+from lockstep.planner.timeline import IN_ROUNDS, held, turns_of
 
 SOONEST, LATEST = 8, 32
 """Windows from one look to the next: at first and behind a change, and when nothing has changed for a while."""
@@ -163,11 +164,11 @@ class MeasuredSplit:
 
 def _in_flight(stages: Stages, stage: int, micro_batches: int) -> int:
     """Micro-batches whose activations a stage holds at the same time, at most."""
-    if stages.schedule == "gpipe":
+    ranks = stages.layout.ranks
+    if stages.schedule in IN_ROUNDS and not goes_in_rounds(micro_batches, ranks):
         return micro_batches
-    if stages.schedule in IN_ROUNDS:  # those of the next round come while backwards of the one before are left
-        return min(micro_batches, 2 * round_size(micro_batches, stages.layout.ranks))
-    return min(micro_batches, stages.layout.stages - stage)
+    turns = turns_of(stages.schedule, ranks, micro_batches, stages.layout.stages // ranks)
+    return held(turns[stage % ranks])[stage]
 
 
 def _input_of(stages: Stages, turn: Turn) -> Like:

@@ -24,6 +24,7 @@ from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.split_backward import split_backward, with_graph, without_graph
 from lockstep.parallel.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
+from lockstep.planner.timeline import IN_ROUNDS
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 SPLITS_BACKWARD = "zero-bubble"
-IN_ROUNDS = ("interleaved", SPLITS_BACKWARD)
-"""Schedules by which micro-batches go in rounds of about as many as there are ranks; a rank may have several stages."""
 SCHEDULES = ("1f1b", "gpipe", *IN_ROUNDS)
 KEPT = 16
 """Shapes whose stages are kept; each keeps the buffers that it receives into."""
