@@ -226,6 +226,7 @@ def draw(found: Plan, path: str) -> None:
         sizes = [1000 * getattr(one, kind) if one.fits else 0.0 for one in rows]
         time.barh(names, sizes, left=left, label={"sent": "waiting for messages"}.get(kind, kind))
         left = [start + size for start, size in zip(left, sizes, strict=True)]
+    time.locator_params(axis="x", nbins=5)
     time.set_xlabel("ms a step, of what fits")
     time.legend(fontsize="small")
     if staged is not None:
