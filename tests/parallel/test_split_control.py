@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.control import BlockCost, SplitControl, StageCost, StageLook, shares_of_blocks
 from lockstep.parallel.pipeline.layout import Layout
+from lockstep.parallel.pipeline.measured_split import MeasuredSplit
 from lockstep.parallel.pipeline.probe import Like, probe, states_of
 from lockstep.parallel.pipeline.stages import Stages
 from lockstep.parallel.pipeline.times import BACKWARD, BEHIND, BLOCKS, StageTimes, typical
@@ -100,6 +103,22 @@ def test_a_small_gain_is_taken_when_two_looks_ask_for_it() -> None:
     moved = found.look([StageLook(0.6), StageLook(0.5)], 4)
     assert moved is not None
     assert moved.after == (9, 11)
+
+
+def test_a_change_that_is_weighed_is_looked_at_again_soon() -> None:
+    """Votes were 32 windows apart: a slowdown that had moved was settled after 130 steps."""
+    times = SimpleNamespace(take=list, listens=False)
+    split = MeasuredSplit(times, ranks=2, ranks_of_host=2)  # type: ignore[arg-type]
+    found = split.control = control([1.0] * 20, [1.0, 1.0], (10, 10))
+    told = [[0.5, 0.0, 4.0]] * 2
+    rows: Any = SimpleNamespace(hear=lambda: told)
+    periods = []
+    for first in (0.5, 0.5, 0.5, 0.6, 0.6, 0.54, 0.54, 0.54):
+        told = [[first, 0.0, 4.0], [0.5, 0.0, 4.0]]
+        split._hear(found, rows)
+        periods.append(split._period)
+    assert found.counts == (9, 11)
+    assert periods == [16, 32, 32, 8, 8, 16, 32, 32]
 
 
 def test_blocks_stay_where_moving_costs_more_than_it_saves() -> None:

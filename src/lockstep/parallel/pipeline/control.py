@@ -168,6 +168,11 @@ class SplitControl:
     def __post_init__(self) -> None:
         self.adopt(self.counts)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether another split was better in the newest look, and more looks have to ask for it."""
+        return not self._settled
+
     def adopt(self, counts: tuple[int, ...]) -> None:
         """These are the blocks of each stage from here on."""
         self.counts, self._expected, self._settled = counts, self.predict(counts), ()

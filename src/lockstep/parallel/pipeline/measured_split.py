@@ -21,7 +21,7 @@ from lockstep.planner.profile import kind_of
 from lockstep.planner.timeline import IN_ROUNDS, held, turns_of
 
 SOONEST, LATEST = 8, 32
-"""Windows from one look to the next: at first and behind a change, and when nothing has changed for a while."""
+"""Windows from one look to the next: where a change is made or weighed, and when nothing has changed for a while."""
 MEASURED = 8
 """Windows before a look that are measured."""
 ROOM = 0.9
@@ -96,7 +96,7 @@ class MeasuredSplit:
         found = control.look(looks, int(count))
         if found is not None:
             self.times.take()  # these are of the split before
-        self._period = SOONEST if found is not None else min(2 * self._period, LATEST)
+        self._period = SOONEST if found is not None or control.is_undecided else min(2 * self._period, LATEST)
         return found
 
     # -- blocks by themselves
