@@ -204,5 +204,6 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "job.sh").write_text(textwrap.dedent(guide.BATCH_SCRIPT).lstrip())
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # train.py takes its model from here
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.stdout.endswith("steps: 2\n"), done.stderr

@@ -383,10 +383,11 @@ class Fuzzed(LightningModule):
         elif kind == "assign state":
             # of buffers that ranks change within a window, rank 0's count from the next window on, as under torch's DDP
             alike = {name for name, _ in self.named_buffers()} if self.program.accumulate > 1 else set()
-            state = {
-                name: value.clone() + (0.0 if name in alike else 0.01 * self._rank)
-                for name, value in self.state_dict().items()
-            }
+            state = {name: value.clone() for name, value in self.state_dict().items()}
+            # between forward and backward: what is computed again uses the new values of its rank
+            in_use = self.program.events[number].hook == "on_before_zero_grad"
+            if not (in_use and "checkpointed" in self.program.traits):
+                state |= {name: value + 0.01 * self._rank for name, value in state.items() if name not in alike}
             self.load_state_dict(state, assign=True)
 
     def on_after_backward(self) -> None:

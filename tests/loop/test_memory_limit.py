@@ -3,6 +3,7 @@ would need."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ class Large(LightningModule):
 
     def on_train_end(self):
         moved = (self.blocks[0].scale.full_tensor() - 1).abs().max()
-        self.print("moved", float(moved.detach()) > 0)
+        self.print(f"moved {float(moved.detach()) > 0}")  # in one piece: ranks write into one pipe
         print(self.trainer.memory(), flush=True)
         digest = hashlib.sha256()
         for block in self.blocks:
@@ -105,7 +106,7 @@ def test_fsdp_trains_saves_and_resumes_what_no_rank_could_hold(tmp_path: Path) -
         done = run(tmp_path, "fsdp")
         assert done.returncode == 0, done.stderr[-4000:]
         assert "moved True" in done.stdout
-        bits.append(sorted(line for line in done.stdout.splitlines() if line.startswith("bits of rank")))
+        bits.append(sorted(re.findall(r"bits of rank \d: [0-9a-f]{64}", done.stdout)))
         (folder,) = (tmp_path / "saved").glob("*step=1.ckpt")
         assert sum(file.stat().st_size for file in folder.iterdir()) > 4 * 1250 * 1250 * 160
     assert f"steps of rank 0: 2; from {folder.relative_to(tmp_path)}" in done.stdout
