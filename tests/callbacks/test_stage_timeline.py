@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.callbacks import StageTimeline
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.planner.timeline import BACKWARD, FORWARD, Turn, held, play, turns_of
+from lockstep.planner.timeline import BACKWARD, FORWARD, Action, actions_of, held, play
 from lockstep.strategies import BalancedStrategy
 from lockstep.testing import RankPool
 from tests.equivalence.models import Plain, rows
@@ -54,7 +54,7 @@ def test_another_strategy_has_no_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 4), (3, 2), (4, 9)])
 def test_a_schedule_is_played_without_overlaps_and_in_order(schedule: str, stages: int, micro_batches: int) -> None:
-    bars = play([3.0] * stages, turns_of(schedule, stages, micro_batches))
+    bars = play([3.0] * stages, actions_of(schedule, stages, micro_batches))
     assert max(bar.end for bar in bars) == pytest.approx(3.0 * (micro_batches + stages - 1))  # as the books say
     for stage in range(stages):
         mine = [bar for bar in bars if bar.row == stage]
@@ -63,7 +63,7 @@ def test_a_schedule_is_played_without_overlaps_and_in_order(schedule: str, stage
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    bars = play([3.0, 6.0], turns_of("1f1b", 2, 4))
+    bars = play([3.0, 6.0], actions_of("1f1b", 2, 4))
     assert max(bar.end for bar in bars) == pytest.approx(1.0 + 4 * 6.0 + 2.0)
 
 
@@ -71,15 +71,15 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (3, 6), (4, 8), (5, 35)])
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_the_ranks_do_all_of_a_step_by_torchs_tables(schedule: str, ranks: int, micro_batches: int, each: int) -> None:
-    turns = turns_of(schedule, ranks, micro_batches, each)
+    actions = actions_of(schedule, ranks, micro_batches, each)
     letters = "FB" if schedule == "interleaved" else "FIW"
-    for rank, mine in enumerate(turns):
+    for rank, mine in enumerate(actions):
         stages, numbers = range(rank, ranks * each, ranks), range(micro_batches)
-        assert sorted(mine) == sorted(Turn(*of_it) for of_it in itertools.product(stages, numbers, letters))
+        assert sorted(mine) == sorted(Action(*of_it) for of_it in itertools.product(stages, numbers, letters))
         assert all(0 < most <= micro_batches for most in held(mine).values())
     seconds = 3.0 * micro_batches  # of each rank
-    whole = max(bar.end for bar in play([3.0 / each] * (ranks * each), turns))
-    in_turn = max(bar.end for bar in play([3.0] * ranks, turns_of("1f1b", ranks, micro_batches)))
+    whole = max(bar.end for bar in play([3.0 / each] * (ranks * each), actions))
+    in_turn = max(bar.end for bar in play([3.0] * ranks, actions_of("1f1b", ranks, micro_batches)))
     assert seconds < whole <= in_turn + 1e-9
     if schedule == "zero-bubble" or each > 1:
         assert whole < in_turn
@@ -89,11 +89,11 @@ def test_the_ranks_do_all_of_a_step_by_torchs_tables(schedule: str, ranks: int, 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_schedule_waits_as_its_paper_says(schedule: str, each: int, waits: float, ranks: int) -> None:
     """Narayanan et al. 2021, 2.2.2: a part of 1F1B's bubble; Qi et al. 2023, table 1, ZB-H1: a third of it."""
-    turns = turns_of(schedule, ranks, 4 * ranks, each)
-    whole = max(bar.end for bar in play([3.0 / each] * (ranks * each), turns))
+    actions = actions_of(schedule, ranks, 4 * ranks, each)
+    whole = max(bar.end for bar in play([3.0 / each] * (ranks * each), actions))
     assert whole - 3.0 * 4 * ranks == pytest.approx(waits * (ranks - 1))
 
 
 def test_ranks_that_wait_for_one_another_are_said() -> None:
     with pytest.raises(ValueError, match="wait for one another"):
-        play([1.0, 1.0], [[Turn(0, 0, "B")], [Turn(1, 0, "F"), Turn(1, 0, "B")]])
+        play([1.0, 1.0], [[Action(0, 0, "B")], [Action(1, 0, "F"), Action(1, 0, "B")]])

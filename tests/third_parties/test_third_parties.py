@@ -70,7 +70,7 @@ def test_optunas_pruning_callback(devices: int, tmp_path: Path) -> None:
     assert found["states"] == "['COMPLETE', 'PRUNED', 'COMPLETE']"
     assert found["steps"] == "[4, 2, 4]"
     if devices == 1:
-        assert float(found["value"]) == pytest.approx(2.164e-07, rel=0.01)  # in float32: processors round apart
+        assert float(found["value"]) == pytest.approx(2.164e-07, rel=1e-3)  # in float32: processors round apart
 
 
 @pytest.mark.slow

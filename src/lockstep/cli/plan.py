@@ -23,7 +23,7 @@ from lockstep.loop import choice
 from lockstep.planner.cost import Prediction
 from lockstep.planner.hardware import Hardware, bytes_said, described
 from lockstep.planner.plan import Plan
-from lockstep.planner.timeline import STAGES_OF_RANK, draw_stages, play, turns_of
+from lockstep.planner.timeline import STAGES_OF_RANK, actions_of, draw_stages, play
 from lockstep.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _draw_pipeline(axes: Axes, staged: Prediction) -> None:
     assert staged.split is not None
     stages, way = staged.split.stages, staged.candidate
     each = STAGES_OF_RANK.get(way.schedule, 1)
-    bars = play([s.seconds for s in stages], turns_of(way.schedule, staged.devices, way.micro_batches, each))
+    bars = play([s.seconds for s in stages], actions_of(way.schedule, staged.devices, way.micro_batches, each))
     blocks = [f"{s.start} to {s.stop - 1}" if s.stop - s.start > 1 else f"{s.start}" for s in stages]
     of_ranks = [blocks[rank :: staged.devices] for rank in range(staged.devices)]
     draw_stages(axes, bars, [f"rank {rank}: blocks {', '.join(mine)}" for rank, mine in enumerate(of_ranks)])

@@ -79,6 +79,7 @@ class Replicas:
 
 
 def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any]:
+    """See `SourceSpec.compared`; the error names ranks of the run, not replicas."""
     for first in batches:
         found = gather(torch.tensor([rank(), _digest(first)])).tolist()
         for other, digest in found:

@@ -14,7 +14,7 @@ from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
 from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
-from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, held, play, turns_of
+from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, held, play
 from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
 
 MIB = 2**20
@@ -496,8 +496,8 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
     ranks = min(hardware.world, len(profile.blocks) // each)
     bandwidth, latency = hardware.slowest_link()
     memory = (hardware.memory - profile.buffers) / each
-    turns = turns_of(schedule, ranks, count, each)
-    flights = [held(mine) for mine in turns]
+    actions = actions_of(schedule, ranks, count, each)
+    flights = [held(mine) for mine in actions]
     row = [Device(1.0, memory, bandwidth, latency, flights[at % ranks][at]) for at in range(each * ranks)]
     blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
     spares = schedule not in IN_ROUNDS
@@ -507,8 +507,8 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
         return replace(blank, missing=error.missing, why=str(error))
     if spares and len(split.stages) < ranks:
         ranks = len(split.stages)
-        turns = turns_of(schedule, ranks, count)
-    bars = play([stage.seconds for stage in split.stages], turns)
+        actions = actions_of(schedule, ranks, count)
+    bars = play([stage.seconds for stage in split.stages], actions)
     of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
     compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
     parts = {

@@ -1,6 +1,6 @@
 """What the ranks of a pipeline do, and when: a schedule played with the seconds of each stage, and its picture.
 
-draw_stages(axes, play([0.003, 0.004], turns_of("1f1b", ranks=2, micro_batches=4)), ["first", "second"])
+draw_stages(axes, play([0.003, 0.004], actions_of("1f1b", ranks=2, micro_batches=4)), ["first", "second"])
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAGES_OF_RANK = {"interleaved": 2}
 """Stages of a rank by a schedule, where nobody says how many; of the others one."""
 
 
-class Turn(NamedTuple):
+class Action(NamedTuple):
     """Something that a rank is to compute.
 
     Attributes:
@@ -53,7 +53,7 @@ class Bar(NamedTuple):
     end: float
 
 
-def turns_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> list[list[Turn]]:
+def actions_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> list[list[Action]]:
     """What each rank of a pipeline computes, in its order.
 
     Args:
@@ -64,13 +64,13 @@ def turns_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> li
         each: stages of a rank, by the last two; the stages go round the ranks.
 
     Example:
-        >>> [[f"{turn.letter}{turn.number}" for turn in turns] for turns in turns_of("1f1b", 2, 2)]
+        >>> [[f"{action.letter}{action.number}" for action in actions] for actions in actions_of("1f1b", 2, 2)]
         [['F0', 'F1', 'B0', 'B1'], ['F0', 'B0', 'F1', 'B1']]
     """
     schedule = schedule.lower()
     if schedule in ("1f1b", "gpipe"):
-        in_turn = schedule == "1f1b" and micro_batches >= ranks
-        ahead = [ranks - rank if in_turn else micro_batches for rank in range(ranks)]
+        alternates = schedule == "1f1b" and micro_batches >= ranks
+        ahead = [ranks - rank if alternates else micro_batches for rank in range(ranks)]
         return [list(_of_one_stage(rank, micro_batches, ahead[rank])) for rank in range(ranks)]
     from torch.distributed.pipelining import schedules
 
@@ -79,54 +79,54 @@ def turns_of(schedule: str, ranks: int, micro_batches: int, each: int = 1) -> li
     stages: list[Any] = [SimpleNamespace(**numbers, submod=None) for _ in range(each)]
     kinds = {"interleaved": schedules.ScheduleInterleaved1F1B, "zero-bubble": schedules.ScheduleInterleavedZeroBubble}
     # to add messages to a table of many ranks takes seconds, and they are not needed
-    kind = type("Table", (kinds[schedule],), {"_prepare_schedule_with_comms": lambda self, actions: None})
+    kind = type("Table", (kinds[schedule],), {"_prepare_schedule_with_comms": lambda self, table: None})
     table = kind(stages, micro_batches).pipeline_order
-    there = [[turn for turn in table[rank] if turn is not None] for rank in range(ranks)]
-    return [[Turn(t.stage_index, t.microbatch_index or 0, t.computation_type.value) for t in mine] for mine in there]
+    there = [[action for action in table[rank] if action is not None] for rank in range(ranks)]
+    return [[Action(t.stage_index, t.microbatch_index or 0, t.computation_type.value) for t in mine] for mine in there]
 
 
-def _of_one_stage(stage: int, micro_batches: int, ahead: int) -> Iterator[Turn]:
+def _of_one_stage(stage: int, micro_batches: int, ahead: int) -> Iterator[Action]:
     """So many forwards run before the first backward."""
     for number in range(min(ahead, micro_batches)):
-        yield Turn(stage, number, "F")
+        yield Action(stage, number, "F")
     for number in range(micro_batches):
-        yield Turn(stage, number, "B")
+        yield Action(stage, number, "B")
         if ahead + number < micro_batches:
-            yield Turn(stage, ahead + number, "F")
+            yield Action(stage, ahead + number, "F")
 
 
-def held(turns: Sequence[Turn]) -> dict[int, int]:
+def held(actions: Sequence[Action]) -> dict[int, int]:
     """Micro-batches whose activations a rank holds at a time, at most, for each of its stages.
 
     Example:
-        >>> [held(turns) for turns in turns_of("1f1b", 2, 4)]
+        >>> [held(actions) for actions in actions_of("1f1b", 2, 4)]
         [{0: 2}, {1: 1}]
     """
     now: dict[int, int] = {}
     most: dict[int, int] = {}
-    for turn in turns:
-        now[turn.stage] = now.get(turn.stage, 0) + {"F": 1, "I": 0}.get(turn.letter, -1)
-        most[turn.stage] = max(now[turn.stage], most.get(turn.stage, 0))
+    for action in actions:
+        now[action.stage] = now.get(action.stage, 0) + {"F": 1, "I": 0}.get(action.letter, -1)
+        most[action.stage] = max(now[action.stage], most.get(action.stage, 0))
     return most
 
 
-def play(seconds: Sequence[float], turns: Sequence[Sequence[Turn]]) -> list[Bar]:
+def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[Bar]:
     """The forwards and backwards of a step; a forward takes a third of a micro-batch's time.
 
     Args:
         seconds: of a micro-batch on each stage, forward and backward.
-        turns: of each rank.
+        actions: of each rank.
 
     Example:
-        >>> max(bar.end for bar in play([3.0, 3.0], turns_of("gpipe", 2, 2)))
+        >>> max(bar.end for bar in play([3.0, 3.0], actions_of("gpipe", 2, 2)))
         9.0
     """
     last = len(seconds) - 1
     ended: dict[tuple[int, int, bool], float] = {}  # by stage, micro-batch, and whether it is the forward
-    free, at, bars = [0.0] * len(turns), [0] * len(turns), list[Bar]()
-    while any(place < len(mine) for place, mine in zip(at, turns, strict=True)):
+    free, at, bars = [0.0] * len(actions), [0] * len(actions), list[Bar]()
+    while any(place < len(mine) for place, mine in zip(at, actions, strict=True)):
         before = sum(at)
-        for row, mine in enumerate(turns):
+        for row, mine in enumerate(actions):
             while at[row] < len(mine):
                 stage, number, letter = mine[at[row]]
                 begin = _ready(ended, stage, number, letter, last)
@@ -140,12 +140,12 @@ def play(seconds: Sequence[float], turns: Sequence[Sequence[Turn]]) -> list[Bar]
                 bars.append(Bar(row, part, begin, free[row]))
                 at[row] += 1
         if sum(at) == before:
-            raise ValueError("the turns of the ranks wait for one another")
+            raise ValueError("the actions of the ranks wait for one another")
     return bars
 
 
 def _ready(ended: dict[tuple[int, int, bool], float], stage: int, number: int, letter: str, last: int) -> float | None:
-    """When what a turn needs is there; None: it is not known yet."""
+    """When what an action needs is there; None: it is not known yet."""
     if letter == "F":
         return ended.get((stage - 1, number, True)) if stage else 0.0
     if letter == "W":

@@ -18,7 +18,7 @@ from lockstep.parallel.pipeline.probe import Like, probe, states_of
 from lockstep.parallel.pipeline.stages import Stages, Turn, goes_in_rounds
 from lockstep.parallel.pipeline.times import StageTimes, typical
 from lockstep.planner.profile import kind_of
-from lockstep.planner.timeline import IN_ROUNDS, held, turns_of
+from lockstep.planner.timeline import IN_ROUNDS, actions_of, held
 
 SOONEST, LATEST = 8, 32
 """Windows from one look to the next: where a change is made or weighed, and when nothing has changed for a while."""
@@ -118,14 +118,12 @@ class MeasuredSplit:
         blocks = [BlockCost(share, *size, float(kept)) for share, size, kept in zip(shares, sizes, keeps, strict=True)]
         count = max(rank.count for rank in ranks)
         costs, layout = [], stages.layout
-        each_of = layout.stages // layout.ranks
+        each_of, in_flight = layout.stages // layout.ranks, _in_flight(stages, count)
         for stage in range(layout.stages):
             place = layout.place_of(stage)
             mine = [rank for rank in ranks if rank.place == place]
             chain, memory = max(sum(rank.seconds) for rank in mine), min(rank.memory for rank in mine)
-            costs.append(
-                StageCost(chain, 0.0, memory / each_of, _in_flight(stages, stage, count), layout.place_of(stage))
-            )
+            costs.append(StageCost(chain, 0.0, memory / each_of, in_flight[stage], layout.place_of(stage)))
         self.control = SplitControl(blocks, costs, layout.counts)
         took = ", ".join(f"{cost.chain * 1e3:.3g}" for cost in costs[: layout.ranks])
         self.times.take()
@@ -162,13 +160,13 @@ class MeasuredSplit:
             self._rows = None
 
 
-def _in_flight(stages: Stages, stage: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at the same time, at most."""
-    ranks = stages.layout.ranks
+def _in_flight(stages: Stages, micro_batches: int) -> list[int]:
+    """Micro-batches whose activations each of all stages holds at the same time, at most."""
+    ranks, count = stages.layout.ranks, stages.layout.stages
     if stages.schedule in IN_ROUNDS and not goes_in_rounds(micro_batches, ranks):
-        return micro_batches
-    turns = turns_of(stages.schedule, ranks, micro_batches, stages.layout.stages // ranks)
-    return held(turns[stage % ranks])[stage]
+        return [micro_batches] * count
+    of_ranks = [held(actions) for actions in actions_of(stages.schedule, ranks, micro_batches, count // ranks)]
+    return [of_ranks[stage % ranks][stage] for stage in range(count)]
 
 
 def _input_of(stages: Stages, turn: Turn) -> Like:
