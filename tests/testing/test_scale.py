@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 import resource
+import time
+from typing import Any
 
 import pytest
 
-from lockstep.testing.scale import SimulatedRun, meet
+from lockstep.testing.scale import CountingHub, SimulatedRun, meet
 from lockstep.testing.scale_messages import agree, reduce_logged
 
 TIMEOUT = 20.0
@@ -41,6 +44,35 @@ def test_a_long_wait_is_told_once_and_a_failure_is_named_everywhere(nodes: int) 
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_machine_that_stalls_plays_the_same_run(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's clock went on while messages were on their way. A wait was told before the late node was heard of, and
+    again after that."""
+    hear, chance = CountingHub._hear, random.Random(node)
+
+    def later(self: CountingHub, *args: Any) -> None:
+        if self.node == node and chance.random() < 0.3:
+            time.sleep(0.2)
+        hear(self, *args)
+
+    monkeypatch.setattr(CountingHub, "_hear", later)
+    with SimulatedRun(2, hang_timeout=TIMEOUT) as run:
+        run.start()
+        run.wait(40, late=11)
+        ((moment, said),) = run.told
+    assert moment - 1000.0 <= TIMEOUT + 5
+    assert "rank 11 is in its own code, /home/me/train.py:88" in said
+
+
+def test_a_late_node_that_falls_silent_is_not_news() -> None:
+    """Once node 1 had said nothing for 5 s, the wait was told again: of node 0's ranks, and without the late one."""
+    with SimulatedRun(2, hang_timeout=TIMEOUT, silent={1: range(24, 40)}) as run:
+        run.start()
+        run.wait(40, late=11)
+        ((_, said),) = run.told
+    assert "rank 11 is in its own code" in said
+
+
 @pytest.mark.parametrize("off", [{3: 240.0}, {0: -240.0}, {5: 86_400.0}], ids=str)
 def test_a_node_whose_clock_is_off_is_no_lost_node(off: dict[int, float]) -> None:
     with SimulatedRun(8, hang_timeout=TIMEOUT, off=off) as run:
@@ -58,7 +90,7 @@ def test_a_node_whose_clock_is_off_is_no_lost_node(off: dict[int, float]) -> Non
 @pytest.mark.parametrize("late", [17, 42])
 def test_a_node_that_says_nothing_for_a_minute_is_no_lost_node(late: int) -> None:
     """What its ranks do is told once it says so."""
-    with SimulatedRun(8, hang_timeout=TIMEOUT, slow={2: 60}) as run:
+    with SimulatedRun(8, hang_timeout=TIMEOUT, silent={2: range(60)}) as run:
         run.start()
         run.wait(90, late)
         assert run.lost == []

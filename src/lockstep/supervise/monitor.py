@@ -346,12 +346,15 @@ class HangMonitor:
     def _is_new(self, snapshots: list[RankSnapshot], limit: float) -> bool:
         """Whether this wait has not been told: ranks wait in another place, or for a rank that had not been late.
 
-        Ranks that join those that wait, or whose message came later, are not news; that nobody is late any more, is.
+        Ranks that join those that wait, or whose message came later, are not news; that nobody is late any more, is,
+        once all have been heard of.
         """
-        waiting = {snapshot.location for snapshot in snapshots if snapshot.waited >= limit}
+        long = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
+        waiting = {snapshot.location for snapshot in long}
         late = {snapshot.rank for snapshot in snapshots if snapshot.waited < limit}
-        if any(waiting <= places and late <= ranks and bool(late) == bool(ranks) for places, ranks in self._said):
-            return False
+        for places, ranks in self._said:
+            if waiting <= places and late <= ranks and (late or not ranks or _lacks_some(snapshots, long)):
+                return False
         self._said.append((waiting, late))
         return True
 
@@ -423,6 +426,14 @@ def _state(process: int) -> str:
         return STATES.get(stat_of(process)[0], SLEEPS)
     except OSError:
         return GONE
+
+
+def _lacks_some(snapshots: list[RankSnapshot], waiting: list[RankSnapshot]) -> bool:
+    """Whether nothing is known of a rank that is in a collective with one that waits: its node has not said anything
+    for a while."""
+    groups = {id(note.members): note.members for note in (snapshot.inside for snapshot in waiting) if note is not None}
+    known = {snapshot.rank for snapshot in snapshots}
+    return any(not known.issuperset(members) for members in groups.values())
 
 
 def _woken(snapshot: RankSnapshot) -> RankSnapshot:

@@ -93,15 +93,22 @@ class SimulatedClock:
 
 
 class CountingConnection(hub._Connection):
-    """A connection of a node that counts what goes out and what comes in."""
+    """A connection of a node that counts what goes out and what comes in.
+
+    Attributes:
+        messages, size: both ways, and their bytes.
+        sent: messages that the other end has to take in.
+        heard: messages that this end has taken in.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.messages = self.size = 0
+        self.messages = self.size = self.sent = self.heard = 0
 
     def put(self, topic: str, text: bytes, newest: bool) -> bool:
         found = super().put(topic, text, newest)
         self.messages += found
+        self.sent += found and topic != "welcome"  # which is read before there is a connection
         self.size += len(text) * found
         return found
 
@@ -163,6 +170,11 @@ class CountingHub(hub.Hub):
         super()._serve()
         self._worked = time.thread_time()
 
+    def _hear(self, connection: hub._Connection, message: dict[str, Any]) -> None:
+        super()._hear(connection, message)
+        assert isinstance(connection, CountingConnection)
+        connection.heard += 1
+
     def _drop(self, connection: hub._Connection) -> None:
         super()._drop(connection)
         assert isinstance(connection, CountingConnection)
@@ -199,7 +211,7 @@ class SimulatedRun:
         ranks_per_node: ranks of each.
         hang_timeout: of the Trainer, in seconds.
         off: of some nodes, seconds by which their clocks are off.
-        slow: of some nodes, seconds of the run's clock for which they say nothing in a `wait`.
+        silent: of some nodes, the seconds of a `wait` in which they say nothing.
 
     Attributes:
         clock: of the run.
@@ -219,11 +231,11 @@ class SimulatedRun:
         ranks_per_node: int = 8,
         hang_timeout: float = 60.0,
         off: Mapping[int, float] | None = None,
-        slow: Mapping[int, int] | None = None,
+        silent: Mapping[int, range] | None = None,
     ) -> None:
         if nodes < 2:
             raise ValueError(f"SimulatedRun(nodes={nodes}): give at least 2")
-        self._off, self._slow = off or {}, slow or {}
+        self._off, self._silent = off or {}, silent or {}
         self._count, self._local, self._limit = nodes, ranks_per_node, hang_timeout
         self.clock = SimulatedClock()
         self.told: list[tuple[float, str]] = []
@@ -231,7 +243,6 @@ class SimulatedRun:
         self._late: int | None = None
         self._since = 0.0
         self._notes: tuple[Note, ...] = ()
-        self._heard, self._counts = 0, threading.Lock()
         self._gone: set[int] = set()
         self._nodes: list[_Node] = []
         self._patches = contextlib.ExitStack()
@@ -293,7 +304,7 @@ class SimulatedRun:
         with self._measured("wait") as found:
             for second in range(seconds):
                 self.clock.now += monitor.PERIOD
-                awake = [node for number, node in enumerate(self._nodes) if second >= self._slow.get(number, 0)]
+                awake = [node for number, node in enumerate(self._nodes) if second not in self._silent.get(number, ())]
                 for node in self._nodes[1:]:
                     if node in awake:
                         self._look(node)
@@ -349,15 +360,6 @@ class SimulatedRun:
             nodes = Nodes(number, self._count, put, lambda first: None)
         assert isinstance(nodes.hub, CountingHub)
         found = _Node(nodes, nodes.hub, SimulatedMonitor(nodes.hub, self._rank))
-        topic = "snapshots" if number == 0 else "wanted"
-        hear = nodes.hub._listeners[topic]
-
-        def count(node: int, body: Any) -> None:
-            hear(node, body)
-            with self._counts:
-                self._heard += 1
-
-        nodes.hub.listen(topic, count)
         return found
 
     def _join(self, node: _Node, port: int, token: str) -> bool:
@@ -407,13 +409,16 @@ class SimulatedRun:
             raise RuntimeError(f"a healthy run was to be ended: {found}")
 
     def _settle(self) -> None:
-        """Until what the nodes have sent is taken in."""
-        sent = [node for node in self._nodes if any(c.waits for c in node.hub._every())]
-        self._until(lambda: not any(c.waits for node in sent for c in node.hub._every()), "what nodes send")
-        heard = -1
-        while heard != self._heard:
-            heard = self._heard
-            time.sleep(0.002)
+        """Until all that nodes have sent is taken in: the run's clock stands still while this machine is busy."""
+        zero = self._nodes[0].hub
+        ends = [(zero._connections.get(node.hub.node), node.hub._connections.get(0)) for node in self._nodes[1:]]
+        open_ = [end for pair in ends if None not in pair for end in pair if isinstance(end, CountingConnection)]
+
+        def is_quiet() -> bool:
+            heard = sum(end.heard for end in open_)  # first: what is sent and heard between the two sums does not hide
+            return sum(end.sent for end in open_) == heard
+
+        self._until(is_quiet, "what nodes send")
 
     def _say(self, found: Divergence, kill: float) -> None:
         self.told.append((self.clock.now, str(found)))
