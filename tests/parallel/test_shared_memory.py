@@ -314,8 +314,8 @@ def test_several_in_one_process(ranks: RankPool) -> None:
     assert ranks(3).run(_two_at_once) == [[[6.0, 6.0]] * 3, *[[[6.0, 6.0, 30.0]] * 3] * 2]
 
 
-def _files() -> list[str]:
-    return sorted(path.name for path in Path(pages.FOLDER).glob("lockstep-*"))
+def _files(process: int) -> list[str]:
+    return sorted(path.name for path in Path(pages.FOLDER).glob(f"lockstep-{process}-*"))
 
 
 def _kind(what: str) -> tuple[bool, list[str]]:
@@ -333,7 +333,7 @@ def _kind(what: str) -> tuple[bool, list[str]]:
         pages.host, shared_memory._function = host, function
     if opened is not None:
         opened.close()
-    return opened is not None, _files()
+    return opened is not None, _files(os.getpid())
 
 
 @pytest.mark.parametrize(("what", "there"), [("", True), ("host", False), ("library", False)])
@@ -409,6 +409,7 @@ def test_pauses_anywhere_for_long(ranks: RankPool, world: int, seed: int) -> Non
 def _kill_one(note: str, when: str) -> None:
     """Rank 1 dies by a signal, with a child (a loader's worker) that lives on."""
     rank = dist.get_rank()
+    Path(note).with_name(f"process-{rank}").write_text(str(os.getpid()))
     reduction = _opened()
     pieces = _pieces(reduction, [LONG, 10], [torch.float32] * 2)
     if rank == 1:
@@ -441,7 +442,7 @@ def test_a_killed_rank_is_noticed_within_a_second(ranks: RankPool, tmp_path: Pat
         names = f"(rank 1|ranks {min(1, 2 - rank)}, {max(1, 2 - rank)})"
         left = rf"lost, soon: {names} left \(the process has ended, .*\) while rank {rank} waited for the reduction of"
         assert re.search(left, said), said
-    assert _files() == []
+    assert [_files(int(path.read_text())) for path in tmp_path.glob("process-*")] == [[]] * 3
 
 
 def _close_early(rank_that_closes: int) -> str:
