@@ -191,6 +191,15 @@ def test_a_rank_that_hangs_is_named_with_its_stack(ranks: RankPool) -> None:
     assert ranks(2).run(total, 1.0) == [FACTOR * 3] * 2
 
 
+def test_of_a_rank_that_does_not_answer_the_system_is_asked(ranks: RankPool) -> None:
+    def stop() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(RankTimeout, match=r"it gave no stack within a second: state T.*, 0.00 s of a processor in it"):
+        ranks(2).run(stop, timeout=1)
+
+
 def test_ranks_that_wait_for_a_dead_one_are_ended(ranks: RankPool) -> None:
     def fail_or_sleep() -> None:
         if dist.get_rank() == 0:

@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any
 
@@ -39,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lockstep.launch.processes import stat_of
 from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, Call, Outcome
 
 # -- the pool ------------------------------------------------------------------------------------------------
@@ -251,6 +253,7 @@ class RankPool:
 
     def _stacks(self, worker: _Worker) -> str:
         """Where every thread of a rank is now."""
+        worked = _worked(worker.pid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, STACKS_SIGNAL)
         text, deadline = "", time.monotonic() + 1.0
@@ -260,7 +263,7 @@ class RankPool:
             if text and not more:
                 return text
             text += more
-        return text or "(it gave no stack: stopped, or deep in the kernel)"
+        return text or f"(it gave no stack within a second: {_why_silent(worker.pid, worked)})"
 
     # -- the processes -----------------------------------------------------------------------------
 
@@ -411,6 +414,31 @@ def _has_news(pipe: Connection) -> bool:
 def _value(outcome: Outcome) -> bytes:
     assert outcome.value is not None
     return outcome.value
+
+
+def _worked(process: int) -> float:
+    """Seconds of a processor that a process has had; 0 where the system does not say."""
+    try:
+        fields = stat_of(process)
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _why_silent(process: int, worked: float) -> str:
+    """What the system says of a process that has not answered a signal: stopped, deep in the kernel, starved, or deaf.
+
+    Args:
+        process: its id.
+        worked: `_worked` a second ago.
+    """
+    try:
+        state = stat_of(process)[0]
+        place = Path(f"/proc/{process}/wchan").read_text()
+    except OSError as error:
+        return str(error)
+    kernel = "" if place in ("", "0") else f" in the kernel's {place}"
+    return f"state {state}{kernel}, {_worked(process) - worked:.2f} s of a processor in it"
 
 
 def _how_it_ended(status: int) -> str:
