@@ -15,6 +15,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from collections.abc import Generator, Iterator  # noqa: E402
+from typing import Any  # noqa: E402
 
 import numpy  # noqa: E402
 import pytest  # noqa: E402
@@ -53,6 +54,19 @@ def pytest_runtest_makereport(
     if report.failed:
         item.stash[_failed] = True
     return report
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By file, as ``--dist loadfile`` does; tests/slurm on one worker: a machine has one such cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tests/slurm" if file.startswith("tests/slurm/") else file
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
