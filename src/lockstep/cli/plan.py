@@ -20,6 +20,7 @@ from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
 from lockstep.loop import choice
+from lockstep.module import LightningModule
 from lockstep.planner.cost import Prediction
 from lockstep.planner.hardware import Hardware, bytes_said, described
 from lockstep.planner.plan import Plan
@@ -108,7 +109,7 @@ def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
     link = None if given.link is None else bytes_said("--link", given.link)
     named = [name for name in (given.blocks or "").split(",") if name]
 
-    def fit(trainer: Trainer, model: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def fit(trainer: Trainer, model: LightningModule, *args: Any, **kwargs: Any) -> NoReturn:
         hardware = None
         if elsewhere:
             hardware = described(devices or trainer.world_size, given.nodes or 1, memory, link, given.chip)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch import nn
 
 from lockstep.loop.hooks import is_overridden
 from lockstep.module import LightningModule
 
+if TYPE_CHECKING:
+    from torch._dynamo.eval_frame import OptimizedModule
+
 COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
-def is_compiled(model: object) -> bool:
+def is_compiled(model: object) -> TypeGuard[OptimizedModule]:
     """Whether ``model`` is what ``torch.compile(module)`` gave; costs nothing where nobody compiles."""
     dynamo = sys.modules.get("torch._dynamo")  # torch imports it when something is compiled
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
-def from_compiled(model: Any) -> LightningModule:
+def from_compiled(model: nn.Module) -> LightningModule:
     """The LightningModule inside of a compiled one, its ``forward`` and steps compiled.
 
     ``torch.compile(module)`` is no LightningModule. ``trainer.fit`` and its like call this by themselves.
@@ -45,7 +49,7 @@ def from_compiled(model: Any) -> LightningModule:
     return module
 
 
-def to_uncompiled(model: Any) -> LightningModule:
+def to_uncompiled(model: nn.Module) -> LightningModule:
     """The LightningModule as it was before ``torch.compile``, changed in place.
 
     Args:
@@ -65,6 +69,6 @@ def to_uncompiled(model: Any) -> LightningModule:
     return module
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: object) -> object:
     """``model``, or the LightningModule inside of it where it is compiled."""
     return from_compiled(model) if is_compiled(model) and isinstance(model._orig_mod, LightningModule) else model

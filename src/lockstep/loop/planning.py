@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from lockstep.module import LightningModule
 from lockstep.planner.profile import ModelProfile, measure_step, profile_step
 from lockstep.planner.trace import Step
 from lockstep.precision.base import Precision
+
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer
 
 DEPENDS = (
     "{name}: what `training_step` does depends on values ({error}), and a plan without a device knows shapes only. Let "
@@ -39,7 +42,7 @@ def _silent(*args: object, **kwargs: object) -> None:
 
 
 @contextmanager
-def _unlogged(module: LightningModule, trainer: Any) -> Iterator[None]:
+def _unlogged(module: LightningModule, trainer: Trainer | None) -> Iterator[None]:
     """Within, the module is attached to a Trainer and logs nothing."""
     attached, module._trainer = module._trainer, trainer
     before = {name: vars(module).pop(name, None) for name in ("log", "log_dict")}
@@ -54,7 +57,7 @@ def _unlogged(module: LightningModule, trainer: Any) -> Iterator[None]:
                 vars(module)[name] = value
 
 
-def built(module: LightningModule, trainer: Any, device: torch.device | None = None) -> LightningModule:
+def built(module: LightningModule, trainer: Trainer | None, device: torch.device | None = None) -> LightningModule:
     """The module with the layers that ``configure_model`` makes: of a copy.
 
     Args:
@@ -119,7 +122,7 @@ def profile_module(
     *,
     samples: int | None = None,
     named: Sequence[str] = (),
-    trainer: object = None,
+    trainer: Trainer | None = None,
     device: torch.device | None = None,
     recomputed: bool = True,
 ) -> ModelProfile:
