@@ -15,7 +15,7 @@ from lockstep.planner.hardware import described
 from lockstep.planner.profile import ModelProfile
 from lockstep.planner.trace import workspace_of_lstm
 from lockstep.precision.formats import make_precision
-from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lockstep.strategies import BalancedStrategy, DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lockstep.testing import RankPool
 from tests.loop.pieces import quiet
 from tests.planner.models import MODELS, counted, made
@@ -97,6 +97,42 @@ def test_memory_of_two_ranks(ranks: RankPool, model: str, way: str) -> None:
     if expected is None:
         pytest.skip("no repeated blocks")
     compare(expected, ranks(2).run(on_this_rank, model, way, 2))
+
+
+CHAINS: dict[str, list[str]] = {
+    "gpt": [],
+    "mixer": [],
+    "wide": [f"net.{number}" for number in range(10)],
+    "activations": [f"net.{number}" for number in range(12)],
+}
+"""Models that a pipeline takes, with the blocks of their chains where a plan would take larger ones."""
+
+
+def in_stages(model: str, schedule: str, split: list[int]) -> dict[str, float]:
+    return counted(model, BalancedStrategy(schedule=schedule.lower(), micro_batches=4, split=split), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        pytest.param(model, schedule, marks=() if (model, schedule) == ("mixer", "1F1B") else pytest.mark.slow)
+        for model in CHAINS
+        for schedule in ("1F1B", "GPipe", "interleaved", "zero-bubble")
+    ],
+)
+def test_memory_of_a_pipeline(ranks: RankPool, model: str, schedule: str) -> None:
+    module, _, batch = made(model)
+    profile = profile_module(module, batch, make_precision("32-true"), trainer=quiet(), named=CHAINS[model])
+    expected = predict(profile, Candidate("pipeline", micro_batches=4, schedule=schedule), described(2))
+    assert expected.split is not None
+    split = [stage.stop - stage.start for stage in expected.split.stages]
+    most = max(ranks(2).run(in_stages, model, schedule, split), key=lambda one: one["peak"])
+    for kind in ("gradients", "optimizer_states"):  # parameters are whole again when a fit has ended
+        assert expected.parts[kind.replace("_", " ")] == most[kind], kind
+    if schedule == "zero-bubble":  # which of its micro-batches are there at a time hangs on when messages come
+        assert expected.memory > 0.9 * most["peak"]
+    else:
+        assert expected.memory == pytest.approx(most["peak"], rel=0.1), f"{expected.memory / most['peak'] - 1:+.1%}"
 
 
 @pytest.mark.parametrize("sizes", [(64, 32, 128), (1, 1, 1), (32, 8, 100), (10, 4, 128), (13, 5, 37), (7, 3, 256)])

@@ -86,6 +86,7 @@ def _compared(batches: Iterator[Any], gather: Gather, name: str) -> Iterator[Any
             if digest != found[0][1]:
                 raise MisconfigurationException(OTHER_BATCH.format(name=name, other=other, rank=found[0][0]))
         yield first
+        del first  # or it would stay for all of the pass
         break
     yield from batches
 

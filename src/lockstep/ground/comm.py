@@ -28,6 +28,8 @@ BRANCHES = 8
 """So many neighbouring ranks are combined at once; a host has as many, mostly."""
 _TAG = 40_961  # of messages between ranks that combine: none of the user's has it
 
+ALONE = 2**20
+"""Bytes from which on a tensor is broadcast by itself, from its own memory into that of the others."""
 BROADCAST_BYTES = 64 * 2**20
 """At most this much of several tensors is copied together for one broadcast (a larger tensor goes alone)."""
 
@@ -344,8 +346,10 @@ def broadcast_tensors(
     with torch.no_grad():
         for chunk in _chunks(tensors, BROADCAST_BYTES if piece is None else piece):
             parts = [as_bytes(tensor) for tensor in chunk]
-            flat = torch.cat(parts).to(carrier(group, chunk[0].device))
+            flat = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(carrier(group, chunk[0].device))
             dist.broadcast(flat, _global_rank(src, group), group)
+            if len(parts) == 1 and flat.data_ptr() == chunk[0].data_ptr():
+                continue
             arrived = flat.to(chunk[0].device).split([part.numel() for part in parts])
             for tensor, data in zip(chunk, arrived, strict=True):
                 tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
@@ -353,7 +357,7 @@ def broadcast_tensors(
 
 def _chunks(tensors: Iterable[Tensor], piece: int) -> Iterator[list[Tensor]]:
     """Tensors that travel together: of one device, wide dtypes first, so that each starts at a multiple of
-    its width and its bytes can be viewed as its dtype again."""
+    its width and its bytes can be viewed as its dtype again. Large ones travel alone."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -362,12 +366,16 @@ def _chunks(tensors: Iterable[Tensor], piece: int) -> Iterator[list[Tensor]]:
         chunk: list[Tensor] = []
         size = 0
         for tensor in sorted(alike, key=lambda tensor: -tensor.element_size()):
+            if tensor.nbytes >= ALONE:
+                yield [tensor]
+                continue
             if chunk and size + tensor.nbytes > piece:
                 yield chunk
                 chunk, size = [], 0
             chunk.append(tensor)
             size += tensor.nbytes
-        yield chunk
+        if chunk:
+            yield chunk
 
 
 def _global_rank(member: int, group: Group) -> int:

@@ -361,7 +361,8 @@ class Step:
         if loss is None:
             return None
         loss = loss * factor
-        losses[number] = loss.detach() if number not in losses else losses[number] + loss.detach()
+        # a copy: on a CPU the mean of a loss lies in the memory of all that it is the mean of
+        losses[number] = loss.detach().clone() if number not in losses else losses[number] + loss.detach()
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _manual(self, window: Window, batch_idx: int) -> Iterator[None]:

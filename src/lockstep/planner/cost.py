@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from lockstep.parallel.bucket import ALIGNMENT, ParameterInfo, Plan, in_order_of
 from lockstep.parallel.zero.exchange import STEP, fragments, padded
 from lockstep.planner.engines import EngineCost
 from lockstep.planner.hardware import Hardware
-from lockstep.planner.partition import Block, Device, DoesNotFit, Split, partition
+from lockstep.planner.partition import Block, Device, DoesNotFit, Split, Stage, partition
 from lockstep.planner.profile import ModelProfile, ParameterProfile, SpanProfile, StepProfile
 from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK, actions_of, held, play
 from lockstep.planner.trace import BACKWARD, FORWARD, REST, UPDATE, Work
@@ -430,7 +430,7 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
         return _pipeline(profile, candidate, hardware)
     ranks = 1 if candidate.kind == "single" else hardware.world
     states = model_states(profile, candidate, ranks)
-    rest = {"buffers": float(profile.buffers), "batches": 2.0 * profile.batch}  # the next one is drawn early
+    rest = {"buffers": float(profile.buffers), "batches": float(profile.batch)}
     parts = {**states, **rest, "activations": _working(profile, candidate, ranks, states)}
     host = 0.0
     if candidate.offload or candidate.kind == "fsdp_offload":
@@ -454,32 +454,43 @@ def predict(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> 
 
 
 def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Iterator[Block]:
-    """The blocks as a chain; what belongs to none goes with the first, and the loss with the last."""
+    """The blocks as a chain; what runs before the first and behind the last one goes with these.
+
+    Parameters outside of blocks are on all ranks, and in no block here.
+    """
     step, count = profile.steps["kept"], candidate.micro_batches
-    last = len(profile.blocks) - 1
+    last, (before, behind) = len(profile.blocks) - 1, profile.outside
+    there = before  # bytes that the forwards up to a block keep
     for number, block in enumerate(profile.blocks):
-        spans = [s for s in step.spans if s.unit == number]
-        if number in (0, last):
-            spans += [
-                s for s in step.spans if s.unit == REST and s.phase != UPDATE and (number == 0) == _early(step, s)
-            ]
+        early = [s for s in step.spans if s.unit == REST and s.phase != UPDATE and _early(step, s)]
+        late = [s for s in step.spans if s.unit == REST and s.phase != UPDATE and not _early(step, s)]
+        own = [s for s in step.spans if s.unit == number]
+        spans = own + (early if number == 0 else []) + (late if number == last else [])
         seconds = {
             p: sum(span_seconds(s, hardware, profile.precision) for s in spans if s.phase == p)
             for p in (FORWARD, BACKWARD)
         }
-        mine = [p for p in profile.parameters if p.unit == number or (p.unit == REST and number == 0)]
-        states = sum(p.size for p in mine) + _gradients(mine) + _states(mine)
-        own = [s for s in step.spans if s.unit == number and s.phase == BACKWARD]
-        later = max((s.peak for s in own), default=0) - sum(b.kept for b in profile.blocks[: number + 1])
+        mine = [p for p in profile.parameters if p.unit == number]
+        there += block.kept
+        kept = block.kept + (before if number == 0 else 0) + (behind if number == last else 0)
+        working = max((s.peak for s in own if s.phase == BACKWARD), default=0) - there
+        if number == last:
+            working = max([working, *(s.peak - there - behind for s in late)])
         yield Block(
             sum(seconds.values()) / count,
             seconds[FORWARD] / count if block.repeated else math.inf,
-            float(states),
-            block.kept / count,
+            sum(_model_states(mine).values()),
+            kept / count,
             min(block.sends, block.kept) / count,
-            max(later, block.sends) / count,
+            max(working, block.sends) / count,
             block.sends / count,
         )
+
+
+def _model_states(parameters: Sequence[ParameterProfile]) -> dict[str, float]:
+    """Of parameters that are whole, with gradients of their own."""
+    size = float(sum(p.size for p in parameters))
+    return {"parameters": size, "gradients": _gradients(parameters), "optimizer states": _states(parameters)}
 
 
 def _early(step: StepProfile, span: SpanProfile) -> bool:
@@ -489,16 +500,49 @@ def _early(step: StepProfile, span: SpanProfile) -> bool:
     return not blocks or (here < blocks[0] if span.phase == FORWARD else here > blocks[-1])
 
 
+def _of_rank(profile: ModelProfile, stages: Sequence[Stage], flights: Sequence[float]) -> dict[str, float]:
+    """What a rank of a pipeline holds: its stages, and what is outside of blocks.
+
+    Args:
+        profile: of the model.
+        stages: of the rank.
+        flights: by device of the row: the part of a batch whose activations it holds at the same time.
+    """
+    inside = {number for stage in stages for number in range(stage.start, stage.stop)}
+    mine = [p for p in profile.parameters if p.unit == REST or p.unit in inside]
+    states = sum(_model_states([p for p in mine if p.unit != REST]).values())
+    received = sum(  # by all micro-batches: inputs, and gradients of outputs
+        (profile.blocks[stage.start - 1].sends if stage.start else 0)
+        + (profile.blocks[stage.stop - 1].sends if stage.stop < len(profile.blocks) else 0)
+        for stage in stages
+    )
+    sent = sum(  # outputs that no backward needs are there until the gradient has come
+        flights[stage.device] * max(profile.blocks[stage.stop - 1].sends - profile.blocks[stage.stop - 1].kept, 0)
+        for stage in stages
+        if stage.stop < len(profile.blocks)
+    )
+    update = max((s.peak for s in profile.steps["kept"].spans if s.phase == UPDATE), default=0)
+    return {
+        **_model_states(mine),
+        "buckets": 0.0,
+        "buffers": float(profile.buffers),
+        "batches": float(profile.batch),
+        "activations": max(sum(stage.memory for stage in stages) - states + sent, float(update)) + received,
+    }
+
+
 def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> Prediction:
     """One batch in micro-batches through stages, of which each device has one, or several that go round the devices."""
     schedule, count = candidate.schedule.lower(), candidate.micro_batches
     each = STAGES_OF_RANK.get(schedule, 1)
     ranks = min(hardware.world, len(profile.blocks) // each)
     bandwidth, latency = hardware.slowest_link()
-    memory = (hardware.memory - profile.buffers) / each
+    everywhere = sum(_of_rank(profile, (), ()).values())
+    received = 2 * each * max(block.sends for block in profile.blocks)
+    memory = (hardware.memory - everywhere - received) / each
     actions = actions_of(schedule, ranks, count, each)
-    flights = [held(mine) for mine in actions]
-    row = [Device(1.0, memory, bandwidth, latency, flights[at % ranks][at]) for at in range(each * ranks)]
+    in_flight = [held(actions[at % ranks])[at] for at in range(each * ranks)]
+    row = [Device(1.0, memory, bandwidth, latency, most) for most in in_flight]
     blank = Prediction(candidate, ranks, {}, math.inf, 0.0, 0.0, 0.0, profile.samples)
     spares = schedule not in IN_ROUNDS
     try:
@@ -511,10 +555,8 @@ def _pipeline(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -
     bars = play([stage.seconds for stage in split.stages], actions)
     of_ranks = [split.stages[rank::ranks] for rank in range(ranks)]
     compute = count * max(sum(stage.seconds for stage in stages) for stages in of_ranks)
-    parts = {
-        "stages": max(sum(stage.memory for stage in stages) for stages in of_ranks),
-        "buffers": float(profile.buffers),
-    }
+    flights = [most / count for most in in_flight]
+    parts = max((_of_rank(profile, stages, flights) for stages in of_ranks), key=lambda part: sum(part.values()))
     return replace(
         blank,
         devices=ranks,

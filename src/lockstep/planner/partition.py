@@ -80,14 +80,14 @@ class Device:
         memory: bytes that it has for blocks.
         bandwidth: bytes a second of its link.
         latency: seconds of a message.
-        in_flight: micro-batches whose activations it holds at the same time.
+        in_flight: micro-batches whose activations it holds at the same time; gradients may count as parts of one.
     """
 
     speed: float = 1.0
     memory: float = math.inf
     bandwidth: float = math.inf
     latency: float = 0.0
-    in_flight: int = 1
+    in_flight: float = 1
 
 
 @dataclass(frozen=True)

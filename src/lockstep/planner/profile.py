@@ -184,6 +184,7 @@ class ModelProfile:
         steps: "kept", and "recomputed" where repeated blocks are computed again.
         elementwise: optimizers work element by element, so that slices of parameters can be updated.
         device: the type of the device on which seconds were measured; "" where none were.
+        outside: bytes that the forward keeps of what runs before the first block, and behind the last one.
     """
 
     name: str
@@ -196,6 +197,7 @@ class ModelProfile:
     steps: dict[str, StepProfile] = field(default_factory=dict)
     elementwise: bool = True
     device: str = ""
+    outside: tuple[int, int] = (0, 0)
 
     @property
     def elements(self) -> int:
@@ -253,14 +255,24 @@ def spans_of(trace: StepTrace) -> tuple[SpanProfile, ...]:
     return tuple(found)
 
 
+BEHIND = -2
+"""Of :func:`_kept`: what runs behind the last block. `REST` is what runs before the first one, and between blocks."""
+
+
 def _kept(trace: StepTrace) -> dict[int, int]:
-    """Bytes that each block's forward keeps."""
-    end = max(span.stop for span in trace.spans if span.phase == FORWARD)
+    """Bytes that the forward of each block keeps, and of what is outside of blocks; but for the loss itself."""
+    forwards = [at for at, span in enumerate(trace.spans) if span.phase == FORWARD]
+    end = max(trace.spans[at].stop for at in forwards)
+    last = max((at for at in forwards if trace.spans[at].unit != REST), default=-1)
+    over = max((span.stop for span in trace.spans if span.phase == BACKWARD), default=end)
     kept: dict[int, int] = {}
     for made in trace.allocations:
         span = trace.spans[made.span]
         if span.phase == FORWARD and made.died > end:
-            kept[span.unit] = kept.get(span.unit, 0) + made.size
+            unit = BEHIND if made.span > last else span.unit
+            if unit == BEHIND and made.died >= over:
+                continue
+            kept[unit] = kept.get(unit, 0) + made.size
     return kept
 
 
@@ -326,6 +338,7 @@ def profile_step(
     if recomputed and repeated:
         steps["recomputed"] = StepProfile(spans_of(_traced(step, units, batch, again=True).trace))
     order = list(dict.fromkeys(span.unit for span in kept.trace.spans if span.unit != REST))
+    sizes = _kept(kept.trace)
     place = {unit: number for number, unit in enumerate(order)}
     buffers = {id(buffer): buffer for buffer in step.module.buffers()}
     return ModelProfile(
@@ -335,9 +348,10 @@ def profile_step(
         tuple(replace(p, unit=place.get(p.unit, REST)) for p in kept.parameters),
         sum(b.numel() * b.element_size() for b in buffers.values()),
         sum(t.numel() * t.element_size() for t in tensors_in(batch, 6)),
-        tuple(_blocks(kept.trace, units, order, repeated)),
+        tuple(_blocks(kept.trace, units, order, repeated, sizes)),
         {name: _renumbered(found, place) for name, found in steps.items()},
         elementwise=not set(kept.optimizers) & set(NOT_ELEMENTWISE),
+        outside=(sizes.get(REST, 0), sizes.get(BEHIND, 0)),
     )
 
 
@@ -355,11 +369,13 @@ def _traced(step: Step, units: dict[str, nn.Module], batch: object, again: bool)
 
     states = random_states()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as after:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as after:
             after.callback(fake(step.module, step.dtype))
             if again:
                 after.callback(recompute(step.module))
-            trace, optimizers = trace_step(step, list(units.values()), batch)
+            # views of the batch are views of these, and no memory of the step's
+            stand_ins = [mode.from_tensor(tensor) for tensor in tensors_in(batch, 6)]
+            trace, optimizers = trace_step(step, list(units.values()), [batch, stand_ins])
             parameters = _parameters(step.module, units, optimizers, trace)
     finally:
         set_random_states(states)
@@ -367,10 +383,10 @@ def _traced(step: Step, units: dict[str, nn.Module], batch: object, again: bool)
 
 
 def _blocks(
-    trace: StepTrace, units: dict[str, nn.Module], order: Sequence[int], repeated: set[int]
+    trace: StepTrace, units: dict[str, nn.Module], order: Sequence[int], repeated: set[int], kept: dict[int, int]
 ) -> Iterator[BlockProfile]:
-    """The blocks in the order in which they run."""
-    kept, names = _kept(trace), list(units)
+    """The blocks in the order in which they run, with the bytes that they keep."""
+    names = list(units)
     for unit in order:
         layer = units[names[unit]]
         sends = trace.sends.get(unit, 0)

@@ -19,6 +19,9 @@ COLORS = {FORWARD: "#4477aa", BACKWARD: "#ee8866", WEIGHTS: "#f4bb9f", OUTSIDE: 
 WAITING = "#e4e4e4"
 PARTS = {"F": (FORWARD, 1 / 3), "B": (BACKWARD, 2 / 3), "I": (BACKWARD, 1 / 3), "W": (WEIGHTS, 1 / 3)}
 """By torch's letters: part, and share of a micro-batch's seconds. "I" and "W" are a backward in two parts."""
+BETWEEN = 2 / 3
+"""Bytes of the gradients that wait for the weights' part of a backward, for each byte of activations: as in a GPT, an
+MLP and an MLP-Mixer, where they were 0.5 to 1."""
 IN_ROUNDS = ("interleaved", "zero-bubble")
 """Schedules by which micro-batches go in rounds of about as many as there are ranks; a rank may have several stages."""
 STAGES_OF_RANK = {"interleaved": 2}
@@ -95,17 +98,20 @@ def _of_one_stage(stage: int, micro_batches: int, ahead: int) -> Iterator[Action
             yield Action(stage, ahead + number, "F")
 
 
-def held(actions: Sequence[Action]) -> dict[int, int]:
+def held(actions: Sequence[Action]) -> dict[int, float]:
     """Micro-batches whose activations a rank holds at a time, at most, for each of its stages.
+
+    Between the two parts of a backward gradients are held beside the activations.
 
     Example:
         >>> [held(actions) for actions in actions_of("1f1b", 2, 4)]
-        [{0: 2}, {1: 1}]
+        [{0: 2.0}, {1: 1.0}]
     """
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
+    change = {"F": 1.0, "B": -1.0, "I": BETWEEN, "W": -1.0 - BETWEEN}
+    now: dict[int, float] = {}
+    most: dict[int, float] = {}
     for action in actions:
-        now[action.stage] = now.get(action.stage, 0) + {"F": 1, "I": 0}.get(action.letter, -1)
+        now[action.stage] = now.get(action.stage, 0.0) + change[action.letter]
         most[action.stage] = max(now[action.stage], most.get(action.stage, 0))
     return most
 

@@ -56,7 +56,7 @@ class StageCost:
     chain: float
     outside: float = 0.0
     memory: float = math.inf
-    in_flight: int = 1
+    in_flight: float = 1
     place: int | None = None
 
 

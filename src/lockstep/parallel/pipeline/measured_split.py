@@ -160,7 +160,7 @@ class MeasuredSplit:
             self._rows = None
 
 
-def _in_flight(stages: Stages, micro_batches: int) -> list[int]:
+def _in_flight(stages: Stages, micro_batches: int) -> list[float]:
     """Micro-batches whose activations each of all stages holds at the same time, at most."""
     ranks, count = stages.layout.ranks, stages.layout.stages
     if stages.schedule in IN_ROUNDS and not goes_in_rounds(micro_batches, ranks):

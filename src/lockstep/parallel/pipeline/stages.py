@@ -287,10 +287,11 @@ class Stages:
             )
         counted = output if turn.samples == turn.rows else output[: turn.samples]
         with self.context():
-            returned = self._returned[number] = self.chain.with_output(turn.give, counted)
+            returned = self.chain.with_output(turn.give, counted)
         loss = turn.loss(returned)
         if loss is None:
             raise MisconfigurationException(NO_LOSS)
+        self._returned[number] = _without_memory(returned)
         return loss
 
     # -- stages for a shape
@@ -432,6 +433,18 @@ def _without_schedules_in_the_log() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def _without_memory(returned: Any) -> Any:
+    """What a step returned, of a dict's values too, for the end of the window: without the graphs of its tensors.
+
+    A number is copied: on a CPU the mean of a loss lies in the memory of all that it is the mean of.
+    """
+    if isinstance(returned, dict):
+        return {key: _without_memory(value) for key, value in returned.items()}
+    if not isinstance(returned, Tensor):
+        return returned
+    return returned.detach() if returned.ndim else returned.detach().clone()
 
 
 def _untimed(part: int, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
+from lockstep.parallel.consistency import PIECE_BYTES
 from lockstep.parallel.pipeline.layout import Ownership
 
 Gather = Callable[[object], list[Any]]
@@ -76,7 +77,7 @@ class WholeModule:
         state = dict(chain(self._parameters.items(), self.module.named_buffers()))
         for place in range(comm.world_size(self.pipeline)):
             theirs = [each.detach() for name, each in state.items() if self._owner(name) == place]
-            comm.broadcast_tensors(theirs, place, self.pipeline)
+            comm.broadcast_tensors(theirs, place, self.pipeline, piece=PIECE_BYTES)
 
     def _owner(self, name: str) -> int:
         parameter = self._parameters.get(name)
