@@ -313,9 +313,8 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Inside, random numbers are drawn that will be drawn again: of the CPU and of devices, all of one type."""
-    several = sorted(set(devices), key=str)
-    gpus = [device for device in several if device.type != "cpu"]
-    return torch.random.fork_rng(gpus, device_type=several[0].type)
+    gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
+    return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 
 
 # -- memory --------------------------------------------------------------------------------------------------

@@ -239,6 +239,7 @@ class BalancedStrategy(RankedStrategy):
         self._begin_recomputation()
         self._close()
         self._chain = chain = Chain(module, self._chain_name)
+        self.step_device = self.root_device
         self._refuse_compiled(chain)
         self.times = {place: StageTimes(device) for place, device in self._places().items()}
         self._measured = None
@@ -347,7 +348,7 @@ class BalancedStrategy(RankedStrategy):
             self._chain.detach()
         if self._measured is not None:
             self._measured.close()
-        self._chain = self._stages = self._measured = None
+        self._chain = self._stages = self._measured = self.step_device = None
 
     def teardown(self) -> None:
         """Let the module's blocks be called by anybody again."""
