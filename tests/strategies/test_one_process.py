@@ -295,6 +295,43 @@ def test_random_pipelines_do_nothing_on_two_devices_at_once(devices: int, seed: 
     assert report, report
 
 
+class KeepsMore(nn.Linear):
+    """Has a tensor that is neither parameter nor buffer, and moves it, as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.sums = torch.zeros(6)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.sums = fn(self.sums)
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums += x.detach().sum(0)
+        return super().forward(x)
+
+
+class Measures(Untied):
+    """Has such layers outside of the chain and in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1], self.head = KeepsMore(), KeepsMore()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.head(self.table(batch[0])).square().mean()
+
+
+def test_layers_that_move_more_than_parameters_do_so() -> None:
+    """A metric of torchmetrics stayed on the CPU while its model went to the device of its rank."""
+    with MadeUpDevices(1).there():
+        module = Measures()
+        quiet(strategy=one_process(split=[2, 3]), devices=2, max_epochs=1).fit(module, rows(8)(4))
+        assert module.head.sums.device == made_up(1)
+        assert module.layers[1].sums.device == CPU  # again, with its block
+        assert module.layers[1].sums.any()
+
+
 def test_evaluation_and_prediction_go_from_device_to_device() -> None:
     class Looks(of_ranks.Looks):
         def __init__(self) -> None:

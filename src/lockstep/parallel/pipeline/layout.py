@@ -153,6 +153,10 @@ class Ownership:
         """The rank that answers for what has this name in the module's state dict."""
         return self._of_block(name) or 0
 
+    def is_spread(self, prefix: str) -> bool:
+        """Whether blocks are below a layer, whose names begin so in the module's state dict."""
+        return any(block.startswith(prefix) and block != prefix for block in self._prefixes)
+
     def holders(self, parameter: Parameter) -> set[int]:
         """The ranks that hold a parameter."""
         return self._holders[id(parameter)]

@@ -256,7 +256,6 @@ class Stages:
                 turn = self._turns[int(x)]
                 turn.enter()
                 x = self._run_begin(turn)
-            # what moves to the device waits for the one before, which is no time of this stage
             out: Tensor = stage.run(stage.moved(x))
             if stage.expected is not None and not stage.is_last and out.shape != stage.expected:
                 found, expected = tuple(out.shape), tuple(stage.expected)
@@ -388,7 +387,7 @@ class Stages:
             group=self.group,
         )
         if self.has_all:
-            _agree_on_several_devices(stage)
+            _on_several_devices(stage)
         if self._splits:
             # what comes behind the chain may use all that is here
             inside = [parameter for block in own.blocks for parameter in block.parameters()]
@@ -491,14 +490,21 @@ def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Calla
     return fn if times is None else times.wrapped(part, fn)
 
 
-def _agree_on_several_devices(stage: PipelineStage) -> None:
-    """torch's stages ask one another for a vote before they run, and multiply those of one process."""
-    own = stage._warmup_forward_vote
+def _on_several_devices(stage: PipelineStage) -> None:
+    """Let a stage of torch's take what the others of this process give it, from their devices.
 
-    def vote(has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        return own(has_backward, None if received_acc is None else received_acc.to(stage.device))
+    It is copied when it is there, and not when the stage runs: a GPU copies behind all that it has been given to do.
+    """
+    vote, takes = stage._warmup_forward_vote, stage.set_local_fwd_input
+    takes_gradients = stage.set_local_bwd_input
 
-    vars(stage)["_warmup_forward_vote"] = vote
+    def here(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(stage.device, non_blocking=True)
+
+    # before they run, torch's stages multiply votes
+    vars(stage)["_warmup_forward_vote"] = lambda has_backward, received_acc=None: vote(has_backward, here(received_acc))
+    vars(stage)["set_local_fwd_input"] = lambda output, number: takes(here(output), number)
+    vars(stage)["set_local_bwd_input"] = lambda gradients, number: takes_gradients(tuple(map(here, gradients)), number)
 
 
 def _valueless(tensor: Tensor) -> Tensor:

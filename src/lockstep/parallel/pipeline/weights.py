@@ -36,6 +36,12 @@ class WholeModule:
         self.device = placement.root
         self.is_freed = False
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        # layers that move more than parameters and buffers, as torchmetrics do, and are on one device
+        self._with_more = [
+            (name, layer)
+            for name, layer in module.named_modules()
+            if type(layer)._apply is not nn.Module._apply and not owned.is_spread(f"{name}." if name else "")
+        ]
 
     # -- where weights are
 
@@ -52,6 +58,9 @@ class WholeModule:
         for name, buffer in self.module.named_buffers():
             if self.owned.place in self.owned.holders_of(name):
                 buffer.data = buffer.data.to(device_of(name))
+        for name, layer in self._with_more:
+            if self.owned.place in self.owned.holders_of(f"{name}."):
+                layer.to(device_of(f"{name}."))
 
     def free(self, optimizers: list[Optimizer]) -> None:
         """Let go of the weights of others' blocks, and of what optimizers keep for them.
