@@ -140,14 +140,32 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if "_foreach_" in func.name():  # of lists of tensors, each list on any devices
+            return self._of_each(func, args, kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         found = {self.devices.of(each) for each in given if each.ndim or self.devices.of(each) != CPU}
         if len(found) > 1 and func not in COPIES:
-            raise AssertionError(f"{func} of tensors on {', '.join(sorted(map(str, found)))}")
+            raise _mixed(func, found)
         result = func(*args, **kwargs)
-        where = kwargs.get("device") or next(iter(found), CPU)
+        # torch may name the device of a tensor that it casts; what is moved is seen by `_Functions`
+        where = next(iter(found), kwargs.get("device") or CPU)
         known = {id(each) for each in given}
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and id(each) not in known and self.devices.of(each) != where:
                 self.devices.put(each, torch.device(where))
         return result
+
+    def _of_each(self, func: Any, args: Any, kwargs: Any) -> Any:
+        rows = list(zip(*(each for each in args if isinstance(each, (list, tuple))), strict=False))
+        for row in rows:
+            found = {self.devices.of(each) for each in row if isinstance(each, Tensor)}
+            if len(found) > 1:
+                raise _mixed(func, found)
+        result = func(*args, **kwargs)
+        for made, row in zip(result or (), rows, strict=False):
+            self.devices.put(made, self.devices.of(row[0]))
+        return result
+
+
+def _mixed(func: Any, found: set[torch.device]) -> AssertionError:
+    return AssertionError(f"{func} of tensors on {', '.join(sorted(map(str, found)))}")
