@@ -71,8 +71,7 @@ def countable(session: Session) -> Activations | None:
         return session.strategy.held().get("gathered", [])
 
     compiled = session.module._compiler_ctx is not None or has_compiled(session.module)
-    in_threads = session.strategy.drives_all_devices and session.strategy.window is None
-    return None if compiled or in_threads else Activations(session.module, gathered)
+    return None if compiled or session.strategy.drives_all_devices else Activations(session.module, gathered)
 
 
 class Windows(Protocol):
