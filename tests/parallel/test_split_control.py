@@ -108,7 +108,7 @@ def test_a_small_gain_is_taken_when_two_looks_ask_for_it() -> None:
 def test_a_change_that_is_weighed_is_looked_at_again_soon() -> None:
     """Votes were 32 windows apart: a slowdown that had moved was settled after 130 steps."""
     times = SimpleNamespace(take=list, listens=False)
-    split = MeasuredSplit(times, ranks=2, ranks_of_host=2)  # type: ignore[arg-type]
+    split = MeasuredSplit({0: times}, ranks=2, ranks_of_host=2)  # type: ignore[dict-item]
     found = split.control = control([1.0] * 20, [1.0, 1.0], (10, 10))
     told = [[0.5, 0.0, 4.0]] * 2
     rows: Any = SimpleNamespace(hear=lambda: told)
@@ -166,7 +166,7 @@ class Counts(nn.Module):
 
 def stages_of(module: nn.Module) -> Stages:
     chain = Chain(module)
-    return Stages(chain, Layout((len(chain.blocks),), 1), None, torch.device("cpu"))
+    return Stages(chain, Layout((len(chain.blocks),), 1), None, {0: torch.device("cpu")})
 
 
 def test_blocks_are_measured_and_left_as_they_were() -> None:
@@ -177,7 +177,8 @@ def test_blocks_are_measured_and_left_as_they_were() -> None:
     stood_in.data = torch.full((), float("nan")).expand(4, 4)
     net[0].linear.weight.grad = gradient = torch.ones(4, 4)
     before = torch.random.get_rng_state()
-    found = probe(stages_of(module), Like(torch.Size([2, 4]), torch.float32, True), clock)
+    like = Like(torch.Size([2, 4]), torch.float32, True)
+    found = probe(stages_of(module), like, torch.device("cpu"), clock)
     assert [each.seconds for each in found] == pytest.approx([1.0, 3.0, 2.0])
     assert all(64 <= each.keeps <= 256 for each in found)  # a mask and an output of 8 numbers, and the input
     assert torch.equal(torch.random.get_rng_state(), before)

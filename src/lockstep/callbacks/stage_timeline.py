@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,12 +31,27 @@ MOST_DRAWN = 4
 
 
 class _Shown(NamedTuple):
-    """A window of one rank."""
+    """A window of one place in the pipeline: a rank, or a device of one process."""
 
     step: int
     split: tuple[int, ...]
     begin: float
     spans: tuple[Span, ...]
+
+
+@dataclass
+class _Seen:
+    """What a place has measured.
+
+    Attributes:
+        seconds: of a micro-batch, with the step.
+        shown: windows, by the number of decisions before them.
+        every: steps from one of ``seconds`` to the next.
+    """
+
+    seconds: list[tuple[int, float]] = field(default_factory=list)
+    shown: dict[int, _Shown] = field(default_factory=dict)
+    every: int = 1
 
 
 class StageTimeline(Callback):
@@ -60,14 +76,13 @@ class StageTimeline(Callback):
 
     def __init__(self, path: str | os.PathLike[str] = "stages.png") -> None:
         self.path = os.fspath(path)
-        self._seconds: list[tuple[int, float]] = []  # step, and seconds of a micro-batch
-        self._shown: dict[int, _Shown] = {}  # by the number of decisions before it
-        self._every, self._before = 1, 0
+        self._places: dict[int, _Seen] = {}
+        self._before = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the strategy for the times of all windows."""
         times = self._times(trainer)
-        if times is None:
+        if not times:
             raise MisconfigurationException(
                 f"StageTimeline draws the stages of a pipeline, and {type(trainer.strategy).__name__} has none: use "
                 'strategy="balanced", or leave it out.'
@@ -76,37 +91,42 @@ class StageTimeline(Callback):
             _figure()
             with _writing(self.path):
                 os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        self._seconds, self._shown, self._every = [], {}, 1
+        self._places = {place: _Seen() for place in times}
         self._before = len(trainer.strategy.decisions)  # type: ignore[attr-defined]  # of earlier fits
-        times.listener, times.keeps_spans = partial(self._take, trainer, times), True
+        for place, each in times.items():
+            each.listener, each.keeps_spans = partial(self._take, trainer, self._places[place]), True
 
     @staticmethod
-    def _times(trainer: Trainer) -> StageTimes | None:
-        return getattr(trainer.strategy, "times", None)
+    def _times(trainer: Trainer) -> Mapping[int, StageTimes]:
+        return getattr(trainer.strategy, "times", {})
 
-    def _take(self, trainer: Trainer, times: StageTimes, window: WindowOfStage) -> None:
+    def _take(self, trainer: Trainer, seen: _Seen, window: WindowOfStage) -> None:
         """A window has been measured."""
         strategy: Any = trainer.strategy
         step = trainer.global_step
-        if step % self._every == 0:
-            self._seconds.append((step, sum(window.seconds) / window.micro_batches))
-        if len(self._seconds) > MOST_WINDOWS:
-            self._every *= 2
-            self._seconds = [each for each in self._seconds if each[0] % self._every == 0]
-        self._shown[len(strategy.decisions)] = _Shown(step, strategy.split, window.begin, window.spans)
+        if step % seen.every == 0:
+            seen.seconds.append((step, sum(window.seconds) / window.micro_batches))
+        if len(seen.seconds) > MOST_WINDOWS:
+            seen.every *= 2
+            seen.seconds = [each for each in seen.seconds if each[0] % seen.every == 0]
+        seen.shown[len(strategy.decisions)] = _Shown(step, strategy.split, window.begin, window.spans)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bring all ranks' times together, and draw them."""
         times = self._times(trainer)
-        if times is None:
+        if not times:
             return
-        times.listener, times.keeps_spans = None, False
-        told = trainer.strategy.gather_objects((self._seconds, list(self._shown.values())))
+        for each in times.values():
+            each.listener, each.keeps_spans = None, False
+        told = {place: (seen.seconds, list(seen.shown.values())) for place, seen in self._places.items()}
+        by_rank = trainer.strategy.gather_objects(told)
         if trainer.is_global_zero:
             strategy: Any = trainer.strategy
-            decisions = [each for each in strategy.decisions[self._before :] if each.before != each.after]
-            stages = trainer.world_size // strategy.replicas.count
-            self._draw(told[:stages][::-1], decisions, trainer.num_nodes == 1)
+            decisions = [change for change in strategy.decisions[self._before :] if change.before != change.after]
+            # of replicas the first one is left
+            first = {place: seen for of_rank in reversed(by_rank) for place, seen in of_rank.items()}
+            stages = [first[place] for place in sorted(first, reverse=True)]
+            self._draw(stages, decisions, trainer.num_nodes == 1)
 
     def _draw(
         self, stages: Sequence[tuple[list[tuple[int, float]], list[_Shown]]], decisions: list[Resplit], one_clock: bool

@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -304,6 +304,17 @@ def resolve_accelerator(
     """
     found = find_accelerator(accelerator)
     return found.device_type, found.get_parallel_devices(devices)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a GPU is the current one, for kernels and events that do not ask where their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Inside, random numbers are drawn that will be drawn again: of the CPU and of devices, all of one type."""
+    gpus = sorted({device for device in devices if device.type != "cpu"}, key=str)
+    return torch.random.fork_rng(gpus, device_type=gpus[0].type if gpus else "cpu")
 
 
 # -- memory --------------------------------------------------------------------------------------------------

@@ -58,6 +58,16 @@ def is_recomputing() -> bool:
     return STATE.recomputing
 
 
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Inside, code runs that runs once more and counts then: nothing is logged."""
+    before, STATE.recomputing = STATE.recomputing, True
+    try:
+        yield
+    finally:
+        STATE.recomputing = before
+
+
 def matmuls() -> list[Any]:
     """The operators whose outputs take longest to compute: matrix products, convolutions and attention."""
     aten = torch.ops.aten

@@ -41,6 +41,21 @@ class Action(NamedTuple):
     letter: str
 
 
+class Played(NamedTuple):
+    """An action, and when it is done.
+
+    Attributes:
+        row: the rank's place in its pipeline.
+        action: of the rank.
+        begin, end: seconds.
+    """
+
+    row: int
+    action: Action
+    begin: float
+    end: float
+
+
 class Bar(NamedTuple):
     """Something that a rank computes.
 
@@ -127,27 +142,56 @@ def play(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[
         >>> max(bar.end for bar in play([3.0, 3.0], actions_of("gpipe", 2, 2)))
         9.0
     """
+    return [Bar(row, PARTS[action.letter][0], begin, end) for row, action, begin, end in played(seconds, actions)]
+
+
+def in_one_row(actions: Sequence[Sequence[Action]]) -> list[Action]:
+    """The actions of all ranks as one process does them that has all stages: by the time at which ranks begin them.
+
+    Each comes behind all that it needs.
+
+    Args:
+        actions: of each rank, whose stages take equal times.
+
+    Example:
+        >>> [f"{each.stage}{each.letter}{each.number}" for each in in_one_row(actions_of("1f1b", 2, 2))]
+        ['0F0', '0F1', '1F0', '1B0', '0B0', '1F1', '1B1', '0B1']
+    """
+    stages = 1 + max(action.stage for mine in actions for action in mine)
+    return [each.action for each in sorted(played([1.0] * stages, actions), key=lambda each: each.begin)]
+
+
+def played(seconds: Sequence[float], actions: Sequence[Sequence[Action]]) -> list[Played]:
+    """What each rank does when; a forward takes a third of a micro-batch's time.
+
+    Args:
+        seconds: of a micro-batch on each stage, forward and backward.
+        actions: of each rank.
+
+    Raises:
+        ValueError: actions wait for one another.
+    """
     last = len(seconds) - 1
     ended: dict[tuple[int, int, bool], float] = {}  # by stage, micro-batch, and whether it is the forward
-    free, at, bars = [0.0] * len(actions), [0] * len(actions), list[Bar]()
+    free, at, found = [0.0] * len(actions), [0] * len(actions), list[Played]()
     while any(place < len(mine) for place, mine in zip(at, actions, strict=True)):
         before = sum(at)
         for row, mine in enumerate(actions):
             while at[row] < len(mine):
-                stage, number, letter = mine[at[row]]
+                action = mine[at[row]]
+                stage, number, letter = action
                 begin = _ready(ended, stage, number, letter, last)
                 if begin is None:
                     break
-                part, share = PARTS[letter]
                 begin = max(begin, free[row])
-                free[row] = begin + seconds[stage] * share
+                free[row] = begin + seconds[stage] * PARTS[letter][1]
                 if letter != "W":
                     ended[stage, number, letter == "F"] = free[row]
-                bars.append(Bar(row, part, begin, free[row]))
+                found.append(Played(row, action, begin, free[row]))
                 at[row] += 1
         if sum(at) == before:
             raise ValueError("the actions of the ranks wait for one another")
-    return bars
+    return found
 
 
 def _ready(ended: dict[tuple[int, int, bool], float], stage: int, number: int, letter: str, last: int) -> float | None:

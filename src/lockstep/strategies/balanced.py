@@ -1,9 +1,13 @@
-"""A model in stages: each rank has some of the blocks of a chain, and micro-batches go from rank to rank."""
+"""A model in stages: each rank has some of the blocks of a chain, and micro-batches go from rank to rank.
+
+Or one process has all stages, and micro-batches go from device to device.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,6 +21,7 @@ from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
+from lockstep.ground.device import refuse_older_torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info, warn_once
@@ -27,7 +32,7 @@ from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.pipeline import gradients
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.control import Resplit
-from lockstep.parallel.pipeline.layout import Layout, Ownership, equal_split
+from lockstep.parallel.pipeline.layout import Layout, Ownership, Placement, equal_split, torn_apart
 from lockstep.parallel.pipeline.measured_split import MeasuredSplit
 from lockstep.parallel.pipeline.micro_batches import BatchPart, cut
 from lockstep.parallel.pipeline.moves import move
@@ -47,6 +52,21 @@ ONE_DEVICE = (
 STAGES = (
     "BalancedStrategy(stages={stages!r}): the run has {world} ranks, {why}: give a number above 1 that divides {world}."
 )
+ONE_PIPELINE = (
+    "BalancedStrategy(stages={stages!r}, one_process=True): one process makes one pipeline of its {devices} devices, "
+    "without replicas: leave `stages` out, or leave one_process out, so that each device has a rank."
+)
+SEVERAL_RANKS = (
+    "BalancedStrategy(one_process=True): one process drives the devices of one node, and this run has {ranks} ranks on "
+    "{nodes} node(s): give num_nodes=1, and let no launcher start several ranks, or leave one_process out."
+)
+TORN = (
+    "BalancedStrategy(one_process=True): {one!r} and {other!r} are one tensor, {why}: give `split` numbers of blocks "
+    "that keep both on one device (what is outside of the chain is where the last stage is, on {root}), untie them, or "
+    "leave one_process out: ranks add up the gradients of what they share."
+)
+TWO_DEVICES = "and would be on {one} and on {other}"
+MAY_MOVE = 'and with split="measured" blocks move between devices'
 KINDS = ("measured", "equal")
 ROUNDS = (
     "BalancedStrategy(micro_batches={count}, schedule={schedule!r}): micro-batches go through {ranks} ranks in rounds "
@@ -113,6 +133,8 @@ class BalancedStrategy(RankedStrategy):
             say: these stay.
         chain: its name in the module, "model.layers" say; None: the only one that the module has.
         stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
+        one_process: this process drives all devices of its node, a place in the pipeline each, and no other process is
+            started. Stages are then on devices as otherwise on ranks; what is outside of the chain is on the first.
         others: as of `lockstep.strategies.ranks.RankedStrategy`.
 
     Raises:
@@ -121,7 +143,7 @@ class BalancedStrategy(RankedStrategy):
 
     Attributes:
         decisions: on the split, of the fits so far.
-        times: what windows take this rank, while a call runs.
+        times: what windows take the devices of this rank, by their places in the pipeline, while a call runs.
 
     Example::
 
@@ -137,6 +159,7 @@ class BalancedStrategy(RankedStrategy):
         chain: str | None = None,
         *,
         stages_per_rank: int | None = None,
+        one_process: bool = False,
         cluster_environment: object = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: object = None,
@@ -148,7 +171,8 @@ class BalancedStrategy(RankedStrategy):
         super().__init__(
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
         )
-        _check_arguments(stages, micro_batches, schedule, split, stages_per_rank)
+        _check_arguments(stages, micro_batches, schedule, split, stages_per_rank, one_process)
+        self.drives_all_devices = one_process
         self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
         self._micro_batches, self._schedule = micro_batches, schedule
@@ -158,7 +182,7 @@ class BalancedStrategy(RankedStrategy):
         self._whole: WholeModule | None = None
         self._measured: MeasuredSplit | None = None
         self._counts_now: tuple[int, ...] = ()
-        self.times: StageTimes | None = None
+        self.times: dict[int, StageTimes] = {}
         self.decisions: list[Resplit] = []
 
     # -- set up
@@ -167,8 +191,14 @@ class BalancedStrategy(RankedStrategy):
         """As of any ranks, of which those of a pipeline see the same samples."""
         super().connect(world, device, precision)
         size = self._size(world)
-        of_rank = tuple(rank // size for rank in range(world.size))
-        self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
+        if not self.drives_all_devices:
+            of_rank = tuple(rank // size for rank in range(world.size))
+            self.replicas = ReplicaMap(of_rank[world.rank], world.size // size, of_rank)
+
+    @property
+    def process_group_backend(self) -> str:
+        """As of any ranks; one process sends nothing, and NCCL would want a GPU for it."""
+        return super().process_group_backend if self._backend or not self.drives_all_devices else "gloo"
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -176,12 +206,18 @@ class BalancedStrategy(RankedStrategy):
         return self._counts_now
 
     def _size(self, world: World) -> int:
-        if world.size == 1:
+        """Places of a pipeline: ranks, or devices of one process."""
+        if self.drives_all_devices and world.size > 1:
+            raise MisconfigurationException(SEVERAL_RANKS.format(ranks=world.size, nodes=world.num_nodes))
+        size = len(self.devices) if self.drives_all_devices else world.size
+        if size == 1:
             raise MisconfigurationException(ONE_DEVICE)
-        stages = world.size if self._asked_stages == "all" else int(self._asked_stages)
-        if world.size % stages:
+        stages = size if self._asked_stages == "all" else int(self._asked_stages)
+        if self.drives_all_devices and stages != size:
+            raise MisconfigurationException(ONE_PIPELINE.format(stages=stages, devices=size))
+        if size % stages:
             why = f"which {stages} does not divide"
-            raise MisconfigurationException(STAGES.format(stages=self._asked_stages, world=world.size, why=why))
+            raise MisconfigurationException(STAGES.format(stages=self._asked_stages, world=size, why=why))
         count = self._micro_batches
         if count is not None and self._schedule in IN_ROUNDS and not goes_in_rounds(count, stages):
             raise MisconfigurationException(ROUNDS.format(count=count, schedule=self._schedule, ranks=stages))
@@ -203,13 +239,18 @@ class BalancedStrategy(RankedStrategy):
         self._begin_recomputation()
         self._close()
         self._chain = chain = Chain(module, self._chain_name)
+        self.step_device = self.root_device
         self._refuse_compiled(chain)
-        self.times = StageTimes(self.root_device)
+        self.times = {place: StageTimes(device) for place, device in self._places().items()}
         self._measured = None
-        self._lay_out(self._counts(chain))
-        self._whole = WholeModule(module, self._ownership, self.members, self.root_device)
+        placement = self._lay_out(self._counts(chain))
+        self._whole = WholeModule(module, self._ownership, self.members, placement)
         self._whole.place()
         chain.attach()
+
+    def _places(self) -> dict[int, torch.device]:
+        """The devices of this process, by their places in the pipeline."""
+        return dict(enumerate(self.devices)) if self.drives_all_devices else {comm.rank(self.members): self.root_device}
 
     def _refuse_compiled(self, chain: Chain) -> None:
         """A compiled graph has one backward, which gives all gradients at once."""
@@ -217,23 +258,40 @@ class BalancedStrategy(RankedStrategy):
             if self._schedule == SPLITS_BACKWARD and has_compiled(block):
                 raise MisconfigurationException(COMPILED.format(name=name))
 
-    def _lay_out(self, counts: tuple[int, ...]) -> None:
-        """Say which blocks are on which rank."""
+    def _lay_out(self, counts: tuple[int, ...]) -> Placement:
+        """Say which blocks are on which rank and device."""
         assert self._chain is not None
-        self._counts_now, layout = counts, Layout(counts, self._size(self.world))
-        self._owned = Ownership(self.module, self._chain, layout, comm.rank(self.members))
+        layout, places = Layout(counts, self._size(self.world)), self._places()
+        placement = Placement(self._chain, layout, places)
+        if len(set(places.values())) > 1:
+            self._refuse_torn(self._chain, placement)
+        self._counts_now = counts
+        of_ranks = Layout(counts, 1) if self.drives_all_devices else layout
+        self._owned = Ownership(self.module, self._chain, of_ranks, comm.rank(self.members))
         if self._stages is not None:
             self._stages.close()
         self._stages = Stages(
             self._chain,
             layout,
             self.members,
-            self.root_device,
+            places,
             self._schedule,
             self.precision.context,
             self.times,
             self._owned.held,
         )
+        return placement
+
+    def _refuse_torn(self, chain: Chain, placement: Placement) -> None:
+        """A parameter or buffer of one process is on one device."""
+        torn, moves = torn_apart(self.module, placement.device_of), self._asked_split == "measured"
+        if torn is not None:
+            one, other = (str(placement.device_of(name)) for name in torn)
+            why = TWO_DEVICES.format(one=one, other=other)
+            raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=why, root=placement.root))
+        torn = torn_apart(self.module, chain.block_of) if moves else None
+        if torn is not None:
+            raise MisconfigurationException(TORN.format(one=torn[0], other=torn[1], why=MAY_MOVE, root=placement.root))
 
     def _counts(self, chain: Chain) -> tuple[int, ...]:
         stages, blocks, split = self._depth(), len(chain.blocks), self._asked_split
@@ -264,8 +322,8 @@ class BalancedStrategy(RankedStrategy):
         if self.precision.scaler is not None:
             self.precision.scaler.scale(torch.zeros((), device=self.root_device))  # the last stage alone sees losses
         if self._asked_split == "measured" and max(self._counts_now) > 1:  # else there is one split only
-            assert self.times is not None
-            self._measured = MeasuredSplit(self.times, self._size(self.world), self.world.local_size)
+            size = self._size(self.world)
+            self._measured = MeasuredSplit(self.times, size, size if self.drives_all_devices else self.world.local_size)
 
     @property
     def _ownership(self) -> Ownership:
@@ -278,7 +336,7 @@ class BalancedStrategy(RankedStrategy):
         return self._whole
 
     def end_training(self) -> None:
-        """Leave every rank with the whole model, as it came, those of others' blocks on the CPU. Collective."""
+        """Leave every rank with the whole model, as it came, the blocks that were elsewhere on the CPU. Collective."""
         self._parts.gather()
         if self._measured is not None:
             self._measured.close()
@@ -290,7 +348,7 @@ class BalancedStrategy(RankedStrategy):
             self._chain.detach()
         if self._measured is not None:
             self._measured.close()
-        self._chain = self._stages = self._measured = None
+        self._chain = self._stages = self._measured = self.step_device = None
 
     def teardown(self) -> None:
         """Let the module's blocks be called by anybody again."""
@@ -316,13 +374,14 @@ class BalancedStrategy(RankedStrategy):
             if not each.empty and each.args[0] is not None:
                 turns += [(number, self._turn(step, each, part, needed)) for part in cut(each.args[0], count)]
         self._follow([turn for _, turn in turns])
-        owned, stages, times = self._ownership, self._stages, self.times
+        owned, stages = self._ownership, self._stages
         assert stages is not None
-        assert times is not None
         if self.replicas.count > 1 or owned.outside_buffers:
             self._parts.align_buffers(self.peers if self.replicas.count > 1 else None)
         outputs: list[list[Any]] = [[] for _ in micro_batches]
-        with times.window(len(turns)):
+        with ExitStack() as windows:
+            for times in self.times.values():
+                windows.enter_context(times.window(len(turns)))
             for run in _alike(turns):
                 for (number, _), returned in zip(run, stages.train([turn for _, turn in run]), strict=True):
                     outputs[number].append(returned)
@@ -387,9 +446,9 @@ class BalancedStrategy(RankedStrategy):
                 SPLIT.format(split=split, stages=stages, blocks=blocks, chain=self._chain.name)
             )
         begin, before = time.perf_counter(), self._ownership
-        self._lay_out(tuple(split))
+        placement = self._lay_out(tuple(split))
         move(self.module, before, self._ownership, self.optimizers, self.members, self.root_device)
-        self._parts.change_owners(self._ownership, self.optimizers)
+        self._parts.change_owners(self._ownership, placement, self.optimizers)
         if self._measured is not None and self._measured.control is not None:
             self._measured.control.adopt(self._counts_now)
         took = torch.tensor(time.perf_counter() - begin, dtype=torch.float32, device=self.root_device)
@@ -435,7 +494,7 @@ class BalancedStrategy(RankedStrategy):
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """Module and optimizers as of one process, on rank 0; the others take part, and hold no values of them."""
-        if alone:
+        if alone and self.world.size > 1:
             raise MisconfigurationException(ALONE.format(rank=self.world.rank))
         sends = self.replicas.index == 0
         module = self._parts.state_dict(sends, self.collectives.gather_on_zero)
@@ -460,7 +519,7 @@ class BalancedStrategy(RankedStrategy):
 
 
 def _check_arguments(
-    stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object
+    stages: object, micro_batches: object, schedule: object, split: object, stages_per_rank: object, one_process: object
 ) -> None:
     def is_number(value: object, least: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -487,6 +546,10 @@ def _check_arguments(
             f"BalancedStrategy(stages_per_rank={stages_per_rank}, schedule={schedule!r}): each rank has one stage by "
             f"this schedule: choose {' or '.join(map(repr, IN_ROUNDS))}."
         )
+    if not isinstance(one_process, bool):
+        raise MisconfigurationException(f"BalancedStrategy(one_process={one_process!r:.100}): give True or False.")
+    if one_process:
+        refuse_older_torch("BalancedStrategy(one_process=True)", "leave one_process out")
     numbers = isinstance(split, Sequence) and not isinstance(split, str) and all(is_number(n, 1) for n in split)
     if split not in KINDS and not numbers:
         raise MisconfigurationException(

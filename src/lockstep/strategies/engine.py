@@ -108,6 +108,7 @@ class Engine:
         balances: its ranks can take unequal shares, which change while a fit runs.
         takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
+        step_device: where steps run while parameters are on several devices; None: where the parameters are.
     """
 
     window: Window | None = None
@@ -120,6 +121,7 @@ class Engine:
     balances: bool = False
     takes_closure: bool = True
     init_device: torch.device | None = None
+    step_device: torch.device | None = None
 
     def __init__(self) -> None:
         self._root_device = torch.device("cpu")

@@ -103,6 +103,10 @@ class Chain:
         self._output: Tensor | None = None
         self._count = 0
 
+    def block_of(self, name: str) -> int | None:
+        """The place of the block that has what is called so in the module's state dict; None: it is outside."""
+        return next((place for place, block in enumerate(self.names) if name.startswith(f"{block}.")), None)
+
     @staticmethod
     def _find(module: nn.Module) -> str:
         found = _candidates(module)

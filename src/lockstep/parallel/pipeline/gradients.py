@@ -67,16 +67,20 @@ def clip_by_norm(
     """Scale gradients so that the 2-norm of all stages' together is at most ``bound``. Collective.
 
     Args:
-        parameters: of this rank, with gradients.
+        parameters: of this rank, with gradients; on any devices.
         owned: who answers for those that several ranks hold.
         bound: largest norm.
         pipeline: the ranks of this replica.
-        device: of this rank.
+        device: of this rank, where it adds up.
     """
     norms = [torch.linalg.vector_norm(p.grad) for p in owned.mine(parameters) if p.grad is not None]
-    squares = torch.stack([norm.double() for norm in norms]).square().sum() if norms else torch.zeros(())
-    total = comm.all_reduce(squares.to(device, torch.float64), "sum", pipeline).sqrt()
+    there = [norm.double().to(device, non_blocking=True) for norm in norms]
+    squares = torch.stack(there).square().sum() if there else torch.zeros((), dtype=torch.float64, device=device)
+    total = comm.all_reduce(squares, "sum", pipeline).sqrt()
     factor = torch.clamp(bound / (total + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # one copy for each device
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        kind = gradient.device, gradient.dtype
+        if kind not in factors:
+            factors[kind] = factor.to(*kind, non_blocking=True)
+        gradient.mul_(factors[kind])

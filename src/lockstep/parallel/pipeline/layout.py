@@ -1,11 +1,12 @@
-"""Which rank of a pipeline has which blocks, and with them which parameters."""
+"""Which rank or device of a pipeline has which blocks, and with them which parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lockstep.parallel.pipeline.chain import Chain
@@ -27,7 +28,8 @@ class Layout:
     """The blocks of each stage, and the rank of each stage among the ranks of its pipeline.
 
     The last stage is on the first rank: there the losses are, and with them what is logged. The one before it is on the
-    next rank, and so on; where there are more stages than ranks, the ranks take turns.
+    next rank, and so on; where there are more stages than ranks, the ranks take turns. Where one process drives all
+    devices of a pipeline, the ranks are its devices.
 
     Attributes:
         counts: blocks of each stage.
@@ -63,6 +65,47 @@ class Layout:
     def stage_of(self, block: int) -> int:
         """The stage that has a block."""
         return next(stage for stage in range(self.stages) if block in self.blocks_of(stage))
+
+
+class Placement:
+    """The device of each parameter and buffer that this process holds of a module in stages.
+
+    Args:
+        chain: of the module.
+        layout: of its blocks.
+        devices: of this process, by their place in the pipeline. Where it drives several, blocks are on the device of
+            their stage, and what is outside of the chain is on the one that has the last stage.
+
+    Attributes:
+        root: the device of what is outside of the chain.
+    """
+
+    def __init__(self, chain: Chain, layout: Layout, devices: Mapping[int, torch.device]) -> None:
+        self.root = devices[min(devices)]
+        self._chain = chain
+        places = [layout.place_of(layout.stage_of(block)) for block in range(len(chain.blocks))]
+        self._of_blocks = [devices.get(place, self.root) for place in places]
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of what has this name in the module's state dict."""
+        block = self._chain.block_of(name)
+        return self.root if block is None else self._of_blocks[block]
+
+
+def torn_apart(module: nn.Module, where: Callable[[str], object]) -> tuple[str, str] | None:
+    """Two names of one parameter or buffer that is in two places at once; None: there is none.
+
+    Args:
+        module: whole.
+        where: the place of what has a name.
+    """
+    first: dict[int, str] = {}
+    named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    for name, tensor in [*named, *module.named_buffers(remove_duplicate=False)]:
+        before = first.setdefault(id(tensor), name)
+        if where(before) != where(name):
+            return before, name
+    return None
 
 
 class Ownership:
@@ -109,6 +152,10 @@ class Ownership:
     def owner_of(self, name: str) -> int:
         """The rank that answers for what has this name in the module's state dict."""
         return self._of_block(name) or 0
+
+    def is_spread(self, prefix: str) -> bool:
+        """Whether blocks are below a layer, whose names begin so in the module's state dict."""
+        return any(block.startswith(prefix) and block != prefix for block in self._prefixes)
 
     def holders(self, parameter: Parameter) -> set[int]:
         """The ranks that hold a parameter."""

@@ -1,7 +1,7 @@
-"""What each block of a chain costs on this rank: seconds of a forward and a backward, and the bytes that it keeps.
+"""What each block of a chain costs on a device: seconds of a forward and a backward, and the bytes that it keeps.
 
-A rank has the weights of its own blocks alone. For the others made-up weights of the same shapes stand in, one block at
-a time, since what a block takes does not hang on its values.
+A device has the weights of its own blocks alone. For the others made-up weights of the same shapes stand in, one block
+at a time, since what a block takes does not hang on its values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.ground.device import current_device, forked_random_numbers
 from lockstep.parallel.pipeline.stages import Stages
 from lockstep.parallel.pipeline.weights import stands_in
 
@@ -60,20 +61,27 @@ class BlockProbe:
     keeps: int
 
 
-def probe(stages: Stages, like: Like, clock: Callable[[], float] = time.perf_counter) -> list[BlockProbe]:
+def probe(
+    stages: Stages, like: Like, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> list[BlockProbe]:
     """Run each block of a chain by itself, forward and backward; all is as before afterwards.
 
     Args:
         stages: of the chain, as this rank sees them.
         like: what the first block is given.
+        device: of this process.
         clock: seconds.
 
     Raises:
         MisconfigurationException: a block gives what cannot go to the next stage.
     """
-    device, blocks = stages.device, stages.chain.blocks
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type), torch.enable_grad(), stages.chain.running():
+    blocks = stages.chain.blocks
+    with (
+        forked_random_numbers([device]),
+        current_device(device),
+        torch.enable_grad(),
+        stages.chain.running(),
+    ):
         likes, keeps = [like], []
         for place, block in enumerate(blocks):
             with _whole(block, device), _counting(block) as kept:  # a warm-up
@@ -83,8 +91,8 @@ def probe(stages: Stages, like: Like, clock: Callable[[], float] = time.perf_cou
         begun = time.perf_counter()
         while _goes_on(len(passes), time.perf_counter() - begun):
             # what else the machine does meanwhile slows down a pass, and not one block
-            calling = _timed(stages, 0, _Nothing(), likes[0], clock)
-            each = [_timed(stages, place, block, likes[place], clock) for place, block in enumerate(blocks)]
+            calling = _timed(stages, 0, _Nothing(), likes[0], device, clock)
+            each = [_timed(stages, place, block, likes[place], device, clock) for place, block in enumerate(blocks)]
             passes.append([max(seconds - calling, seconds / 10) for seconds in each])
     typical = median(sum(each) for each in passes)
     told = [each for each in passes if sum(each)]  # a clock may be too coarse
@@ -104,9 +112,10 @@ class _Nothing(nn.Module):
         return x.view_as(x)
 
 
-def _timed(stages: Stages, place: int, block: nn.Module, like: Like, clock: Callable[[], float]) -> float:
+def _timed(
+    stages: Stages, place: int, block: nn.Module, like: Like, device: torch.device, clock: Callable[[], float]
+) -> float:
     """Seconds of a block."""
-    device = stages.device
     with _whole(block, device):
         x = like.made(device)
         begin = _now(device, clock)
@@ -156,7 +165,7 @@ def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         for parameter in parameters:
             parameter.grad = None
-            if stands_in(parameter):
+            if stands_in(parameter) or parameter.device != device:
                 value = STAND_IN if parameter.is_floating_point() else 0
                 parameter.data = torch.full(parameter.shape, value, dtype=parameter.dtype, device=device)
         for buffer in buffers:
@@ -164,6 +173,7 @@ def _whole(block: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         for parameter, (value_before, gradient) in zip(parameters, before, strict=True):
+            parameter.grad = None
             parameter.data, parameter.grad = value_before, gradient
         with torch.no_grad():
             for buffer, (memory, copy) in zip(buffers, copies, strict=True):

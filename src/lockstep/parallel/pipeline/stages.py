@@ -2,12 +2,15 @@
 
 torch's stages send tensors of one shape. So there are stages and a schedule for each shape, made when it is first seen
 and kept. Its first micro-batch goes through the stages once more, to find out what each of them will receive.
+
+A rank has the stages of one place in the pipeline and sends to the others; or one process has those of all places, a
+device for each, and does the actions of all in one row. GPUs compute meanwhile: it only starts their kernels.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
+from lockstep.ground.device import current_device, forked_random_numbers
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.pipeline.chain import Chain
 from lockstep.parallel.pipeline.layout import Layout
 from lockstep.parallel.pipeline.split_backward import split_backward, with_graph, without_graph
 from lockstep.parallel.pipeline.times import BACKWARD, BEFORE, BEHIND, BLOCKS, StageTimes
-from lockstep.planner.timeline import IN_ROUNDS
+from lockstep.parallel.recompute import running_again
+from lockstep.planner.timeline import IN_ROUNDS, Action, actions_of, in_one_row
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -89,20 +94,37 @@ class _Stage:
 
     Attributes:
         number: among all stages.
+        device: of it.
+        times: measures what it does.
+        run: the blocks' forward, measured.
         blocks: of the chain.
         places: of these blocks in the chain.
         expected: shape of what it sends, where that is known.
     """
 
-    def __init__(self, number: int, chain: Chain, layout: Layout) -> None:
+    def __init__(
+        self,
+        number: int,
+        chain: Chain,
+        layout: Layout,
+        device: torch.device,
+        times: StageTimes | None,
+        through: Callable[[_Stage, Tensor], Tensor],
+    ) -> None:
         self.number, self.places = number, layout.blocks_of(number)
+        self.device, self.times = device, times
         self.is_first, self.is_last = number == 0, number == layout.stages - 1
         self.blocks = [chain.blocks[place] for place in self.places]
         self.expected: torch.Size | None = None
+        self.run: Callable[[Tensor], Tensor] = _timed(times, BLOCKS, partial(through, self))
         # what a stage receives is a leaf, which no block may change in place
         self.changes_input = not self.is_first and any(
             getattr(layer, "inplace", False) for layer in self.blocks[0].modules()
         )
+
+    def moved(self, x: Tensor) -> Tensor:
+        """What it is given, on its device; the gradient goes back to where that comes from."""
+        return x.to(self.device, non_blocking=True)
 
 
 class _Blocks(nn.Module):
@@ -141,12 +163,19 @@ class Stages:
         chain: whose blocks run here and elsewhere.
         layout: of the blocks.
         group: the ranks of the pipeline.
-        device: of this rank.
+        devices: of this process, by their place in the pipeline: one, or those of all places. What is outside of the
+            chain runs on the first.
         schedule: one of `SCHEDULES`. A window that has too few micro-batches for it, or a number that does not divide
             into rounds, has all its forwards before its backwards, as by "gpipe".
         context: around forwards, of the run's precision; None: nothing.
-        times: measures the windows; None: nobody does.
+        times: measure the windows, by place; None: nobody does.
         held: this rank's parameters.
+
+    Attributes:
+        root: the place of what is outside of the chain.
+        device: of the root.
+        has_all: no other process has a stage.
+        has_first, has_last: whether those stages are here.
     """
 
     def __init__(
@@ -154,16 +183,22 @@ class Stages:
         chain: Chain,
         layout: Layout,
         group: comm.Group,
-        device: torch.device,
+        devices: Mapping[int, torch.device],
         schedule: str = "1f1b",
         context: Callable[[], AbstractContextManager[Any]] | None = None,
-        times: StageTimes | None = None,
+        times: Mapping[int, StageTimes] | None = None,
         held: Sequence[Parameter] = (),
     ) -> None:
-        self.chain, self.layout, self.group, self.device, self.schedule = chain, layout, group, device, schedule
+        self.chain, self.layout, self.group, self.devices, self.schedule = chain, layout, group, devices, schedule
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext if context is None else context
-        self.place = comm.rank(group)
-        self._own = [_Stage(number, chain, layout) for number in layout.stages_of(self.place)]
+        self.root = min(devices)
+        self.device, times = devices[self.root], times or {}
+        self._own = [
+            _Stage(number, chain, layout, devices[place], times.get(place), self._through)
+            for number, place in enumerate(map(layout.place_of, range(layout.stages)))
+            if place in devices
+        ]
+        self.has_all = len(self._own) == layout.stages
         self.has_first, self.has_last = self._own[0].is_first, self._own[-1].is_last
         self._held = held
         self._splits = schedule == SPLITS_BACKWARD
@@ -172,10 +207,8 @@ class Stages:
         self._returned: list[Any] = []
         self._error: BaseException | None = None
         self._under_way: list[tuple[Any, Tensor]] = []
-        self._timed = _untimed if times is None else times.wrapped
-        self._run_begin = self._timed(BEFORE, self.begin)
-        self._run_blocks = self._timed(BLOCKS, self._through)
-        self._run_end = self._timed(BEHIND, self._end)
+        self._run_begin = _timed(times.get(self.root), BEFORE, self.begin)
+        self._run_end = _timed(times.get(self.root), BEHIND, self._end)
 
     # -- training
 
@@ -196,7 +229,7 @@ class Stages:
         for stage, sends in zip(self._own, plan.sends, strict=True):
             stage.expected = sends
         try:
-            self._play(plan.schedule, torch.arange(len(turns), device=self.device))
+            self._play(plan.schedule, torch.arange(len(turns)))  # on the CPU: to read them waits for no device
         except Exception:
             if self._error is not None:  # torch wraps it into one that shows whole tensors
                 raise self._error from None
@@ -223,7 +256,7 @@ class Stages:
                 turn = self._turns[int(x)]
                 turn.enter()
                 x = self._run_begin(turn)
-            out: Tensor = self._run_blocks(stage, x)
+            out: Tensor = stage.run(stage.moved(x))
             if stage.expected is not None and not stage.is_last and out.shape != stage.expected:
                 found, expected = tuple(out.shape), tuple(stage.expected)
                 raise MisconfigurationException(
@@ -236,14 +269,19 @@ class Stages:
 
     def begin(self, turn: Turn) -> Tensor:
         """What a step calls the chain with."""
-        with self.context():
-            x, _ = self.chain.input_of(turn.take)
+        x = self._input_of(turn.take)
         if x is None:
             raise MisconfigurationException(NEVER_CALLED.format(chain=self.chain.name))
         return x
 
+    def _input_of(self, step: Callable[[], Any]) -> Tensor | None:
+        # where the last stage is here, too, it runs the whole step, and what that logs counts
+        with self.context(), running_again() if self.has_last else nullcontext():
+            x, _ = self.chain.input_of(step)
+        return x
+
     def _through(self, stage: _Stage, x: Tensor) -> Tensor:
-        with self.context(), self.chain.running():
+        with current_device(stage.device), self.context(), self.chain.running():
             out: Any = x.clone() if stage.changes_input else x
             for block, place in zip(stage.blocks, stage.places, strict=True):
                 out = block(out)
@@ -306,6 +344,14 @@ class Stages:
         # losses are weighed by their shares, and so added up
         given: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         schedule: Schedule
+        if self.has_all:
+            schedule = schedules._PipelineScheduleRuntime(stages, count, **given)
+            row = [
+                schedules._Action(action.stage, schedules._ComputationType(action.letter), action.number)
+                for action in in_one_row(self.actions(count))
+            ]
+            schedule._prepare_schedule_with_comms({0: list(row)})
+            return _Plan(schedule, sends)
         if self.schedule not in IN_ROUNDS:
             one_by_one = self.schedule == "1f1b" and count >= self.layout.stages
             kind = schedules.Schedule1F1B if one_by_one else schedules.ScheduleGPipe
@@ -321,6 +367,13 @@ class Stages:
         )
         return _Plan(schedule, sends)
 
+    def actions(self, count: int) -> list[list[Action]]:
+        """What each place of the pipeline computes for so many micro-batches, in its order."""
+        ranks, stages = self.layout.ranks, self.layout.stages
+        if self.schedule in IN_ROUNDS and not goes_in_rounds(count, ranks):
+            return actions_of("gpipe", stages, count)
+        return actions_of(self.schedule, ranks, count, stages // ranks)
+
     def _stage(self, own: _Stage, received: Tensor, sent: Tensor) -> PipelineStage:
         """One of torch's."""
         from torch.distributed.pipelining import PipelineStage
@@ -329,36 +382,36 @@ class Stages:
             _Blocks(partial(self._forward, own)),
             own.number,
             self.layout.stages,
-            self.device,
+            own.device,
             input_args=received,
             output_args=sent,
             group=self.group,
         )
+        if self.has_all:
+            _on_several_devices(stage)
         if self._splits:
             # what comes behind the chain may use all that is here
             inside = [parameter for block in own.blocks for parameter in block.parameters()]
             split_backward(stage, self._held if own.is_last else inside)
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):  # what calls these waits for others
-            vars(stage)[name] = self._timed(BACKWARD, getattr(stage, name))
+            vars(stage)[name] = _timed(own.times, BACKWARD, getattr(stage, name))
         return stage
 
     def _shapes(self) -> list[tuple[Tensor, Tensor]]:
         """What each stage here gets and gives: tensors without values, of one micro-batch through all stages."""
-        devices = [] if self.device.type == "cpu" else [self.device]
-        found = []
-        with torch.random.fork_rng(devices, device_type=self.device.type), torch.enable_grad():
+        found, out = [], None
+        with forked_random_numbers(self.devices.values()), torch.enable_grad():
             for stage in self._own:
                 if stage.is_first:
                     received: Tensor = torch.zeros(1, dtype=torch.int64)
                     x = self.begin(self._turns[0])
                     self.check(x, 0)
                 else:
-                    arrived = self._receive(stage)
+                    arrived = self._receive(stage, out)
                     assert arrived is not None  # each training step calls the chain
                     received = x = arrived
-                out = self._through(stage, x)
-                if not stage.is_last:
-                    self._send(stage, out)
+                out = self._through(stage, stage.moved(x))
+                self._send(stage, out)
                 found.append((_valueless(received), _valueless(out)))
             self._wait()
         return found
@@ -373,15 +426,9 @@ class Stages:
         """
         out: Tensor | None = None
         for stage in self._own:
-            x: Tensor | None
-            if stage.is_first:
-                with self.context():
-                    x, _ = self.chain.input_of(step)
-            else:
-                x = self._receive(stage)
-            out = None if x is None else self._through(stage, x)
-            if not stage.is_last:
-                self._send(stage, out)
+            x = self._input_of(step) if stage.is_first else self._receive(stage, out)
+            out = None if x is None else self._through(stage, stage.moved(x))
+            self._send(stage, out)
         if not self.has_last:
             return None
         with self.context():
@@ -391,7 +438,9 @@ class Stages:
         return comm.ranks_of(self.group)[self.layout.place_of(stage)]
 
     def _send(self, stage: _Stage, tensor: Tensor | None) -> None:
-        """To the next stage; None: the step did not call the chain."""
+        """To the next stage, if it is elsewhere; None: the step did not call the chain."""
+        if stage.is_last or self.has_all:
+            return
         self._wait()
         head = torch.full((DIMENSIONS + 3,), -1, dtype=torch.int64)
         if tensor is not None:
@@ -407,7 +456,10 @@ class Stages:
             work.wait()
         self._under_way.clear()
 
-    def _receive(self, stage: _Stage) -> Tensor | None:
+    def _receive(self, stage: _Stage, before: Tensor | None) -> Tensor | None:
+        """From the stage before; where that is here, too, ``before`` is what it gave."""
+        if self.has_all:
+            return None if before is None else before.detach().requires_grad_(before.requires_grad)
         peer = self._peer(stage.number - 1)
         head = torch.empty(DIMENSIONS + 3, dtype=torch.int64, device=self.device)
         dist.recv(head, peer, group=self.group)
@@ -447,8 +499,25 @@ def _without_memory(returned: Any) -> Any:
     return returned.detach() if returned.ndim else returned.detach().clone()
 
 
-def _untimed(part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn
+def _timed(times: StageTimes | None, part: int, fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn if times is None else times.wrapped(part, fn)
+
+
+def _on_several_devices(stage: PipelineStage) -> None:
+    """Let a stage of torch's take what the others of this process give it, from their devices.
+
+    It is copied when it is there, and not when the stage runs: a GPU copies behind all that it has been given to do.
+    """
+    vote, takes = stage._warmup_forward_vote, stage.set_local_fwd_input
+    takes_gradients = stage.set_local_bwd_input
+
+    def here(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(stage.device, non_blocking=True)
+
+    # before they run, torch's stages multiply votes
+    vars(stage)["_warmup_forward_vote"] = lambda has_backward, received_acc=None: vote(has_backward, here(received_acc))
+    vars(stage)["set_local_fwd_input"] = lambda output, number: takes(here(output), number)
+    vars(stage)["set_local_bwd_input"] = lambda gradients, number: takes_gradients(tuple(map(here, gradients)), number)
 
 
 def _valueless(tensor: Tensor) -> Tensor:

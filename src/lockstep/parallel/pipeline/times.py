@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lockstep.ground.device import current_device
+
 BEFORE, BLOCKS, BEHIND, BACKWARD = range(4)
 """Parts of a stage's work: the step before the chain, the blocks' forward, the step behind the chain, the backward."""
 NAMES = ("before the chain", "blocks forward", "behind the chain", "backward")
@@ -84,7 +86,7 @@ class StageTimes:
     """Measures the windows of a stage while it listens: by the host's clock, or by events on a GPU.
 
     Args:
-        device: of the rank.
+        device: of the stage.
         make_event: an event that knows its time; default: torch's, where the device is a GPU.
 
     Attributes:
@@ -94,7 +96,8 @@ class StageTimes:
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
-        self.clock = perf_counter
+        self.clock: Callable[[], float] = perf_counter
+        self._device = device
         self.listens, self.keeps_spans = True, False
         self.listener: Callable[[WindowOfStage], None] | None = None
         self._make = _event_of_gpu if make_event is None and device.type == "cuda" else make_event
@@ -107,7 +110,8 @@ class StageTimes:
     def _event(self) -> Event:
         assert self._make is not None
         event = self._make()
-        event.record()
+        with current_device(self._device):
+            event.record()
         return event
 
     @contextmanager

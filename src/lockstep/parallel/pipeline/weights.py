@@ -1,4 +1,4 @@
-"""The weights of a model in stages: each rank's own on its device, and all of them whole for a checkpoint."""
+"""The weights of a model in stages: each rank's own on its devices, and all of them whole for a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.parameters import plain_name
-from lockstep.parallel.consistency import PIECE_BYTES
-from lockstep.parallel.pipeline.layout import Ownership
+from lockstep.parallel.pipeline.layout import Ownership, Placement
 
 Gather = Callable[[object], list[Any]]
 
@@ -26,27 +25,42 @@ class WholeModule:
         module: the same on all ranks.
         owned: who holds what.
         pipeline: the ranks.
-        device: of this rank.
+        placement: on which device of this rank.
 
     Attributes:
-        is_freed: whether the weights of others' blocks are not here.
+        is_freed: whether the weights of others' blocks are not here, and those of this rank's own are on its devices.
     """
 
-    def __init__(self, module: nn.Module, owned: Ownership, pipeline: comm.Group, device: torch.device) -> None:
-        self.module, self.owned, self.pipeline, self.device = module, owned, pipeline, device
+    def __init__(self, module: nn.Module, owned: Ownership, pipeline: comm.Group, placement: Placement) -> None:
+        self.module, self.owned, self.pipeline, self.placement = module, owned, pipeline, placement
+        self.device = placement.root
         self.is_freed = False
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        # layers that move more than parameters and buffers, as torchmetrics do, and are on one device
+        self._with_more = [
+            (name, layer)
+            for name, layer in module.named_modules()
+            if type(layer)._apply is not nn.Module._apply and not owned.is_spread(f"{name}." if name else "")
+        ]
 
     # -- where weights are
 
     def place(self) -> None:
-        """Bring what this rank holds to its device."""
-        place = self.owned.place
-        for parameter in self.owned.held:
-            parameter.data = parameter.data.to(self.device)
+        """Bring what this rank holds to its devices."""
+        self._bring(self.placement.device_of, [])
+
+    def _bring(self, device_of: Callable[[str], torch.device], optimizers: list[Optimizer]) -> None:
+        """Bring what this rank holds to the devices that names have."""
+        held = {id(parameter) for parameter in self.owned.held}
+        for name, parameter in self._parameters.items():
+            if id(parameter) in held:
+                _bring(parameter, device_of(name), optimizers)
         for name, buffer in self.module.named_buffers():
-            if place in self.owned.holders_of(name):
-                buffer.data = buffer.data.to(self.device)
+            if self.owned.place in self.owned.holders_of(name):
+                buffer.data = buffer.data.to(device_of(name))
+        for name, layer in self._with_more:
+            if self.owned.place in self.owned.holders_of(f"{name}."):
+                layer.to(device_of(f"{name}."))
 
     def free(self, optimizers: list[Optimizer]) -> None:
         """Let go of the weights of others' blocks, and of what optimizers keep for them.
@@ -62,22 +76,30 @@ class WholeModule:
                 optimizer.state.pop(parameter, None)
         self.is_freed = True
 
-    def change_owners(self, owned: Ownership, optimizers: list[Optimizer]) -> None:
-        """Blocks have moved: what came is here, and what went is let go of."""
-        self.owned = owned
-        self.place()
+    def change_owners(self, owned: Ownership, placement: Placement, optimizers: list[Optimizer]) -> None:
+        """Blocks have moved: what came is here, on its device with its states, and what went is let go of."""
+        self.owned, self.placement = owned, placement
+        self._bring(placement.device_of, optimizers)
         self.free(optimizers)
 
     def gather(self) -> None:
-        """Let each rank have all weights and buffers again, those of others' blocks on the CPU. Collective."""
+        """Let each rank have all weights and buffers again, those of others' blocks on the CPU. Collective.
+
+        So are those of blocks that this rank had on another device than what is outside of the chain.
+        """
         if self.is_freed:
             for parameter in self.owned.freed:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            self._bring(self._after_fit, [])
             self.is_freed = False
         state = dict(chain(self._parameters.items(), self.module.named_buffers()))
         for place in range(comm.world_size(self.pipeline)):
             theirs = [each.detach() for name, each in state.items() if self._owner(name) == place]
-            comm.broadcast_tensors(theirs, place, self.pipeline, piece=PIECE_BYTES)
+            comm.broadcast_tensors(theirs, place, self.pipeline)
+
+    def _after_fit(self, name: str) -> torch.device:
+        device = self.placement.device_of(name)
+        return device if device == self.device else torch.device("cpu")
 
     def _owner(self, name: str) -> int:
         parameter = self._parameters.get(name)
@@ -92,7 +114,7 @@ class WholeModule:
         comm.broadcast_tensors([named[name] for name in self.owned.outside_buffers], 0, self.pipeline)
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Name, value and gradient of each parameter. Collective."""
+        """Name, value and gradient of each parameter, on one device. Collective."""
         named = {plain_name(name): p for name, p in self.module.named_parameters()}
         there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.device)
         has_gradient = comm.all_reduce(there, "max", self.pipeline).tolist()
@@ -105,6 +127,7 @@ class WholeModule:
         if self.owned.place != owner:
             tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
         assert tensor is not None
+        tensor = tensor.to(self.device)
         comm.broadcast_tensors([tensor], owner, self.pipeline)
         return tensor
 
@@ -164,6 +187,21 @@ class WholeModule:
             if not isinstance(key, int) or key >= len(parameters) or id(parameters[key]) in held
         }
         optimizer.load_state_dict({**state, "state": own})
+
+
+def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimizer]) -> None:
+    """Bring a parameter to a device, with its gradient and with what optimizers keep where it was."""
+    before = parameter.device
+    if before == device:
+        return
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = parameter.data.to(device)
+    parameter.grad = None if gradient is None else gradient.to(device)
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device == before:  # a count of steps is on the CPU
+                state[key] = value.to(device)
 
 
 def stands_in(parameter: Tensor) -> bool:
