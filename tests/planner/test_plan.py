@@ -99,7 +99,7 @@ def test_a_pipeline_of_unequal_blocks_is_split_by_the_exact_partition() -> None:
 
 
 def test_schedules_that_wait_less_are_predicted_to() -> None:
-    model, machine = transformer(7), described(4, 1, 80 * GB)
+    model, machine = transformer(7, kept=20 * GB), described(4, 1, 80 * GB)  # activations, not the update, decide
     ways = ("GPipe", "1F1B", "interleaved", "zero-bubble")
     all_at_once, one, between, split = (
         predict(model, Candidate("pipeline", micro_batches=8, schedule=schedule), machine) for schedule in ways
