@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 
 # Before torch is imported: tests run on one thread each, as the ranks of the pool do.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -12,7 +13,9 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # torch asks for the name of each address that a store connects to: an answer that is lost shall cost one second, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # Processes that tests start find lockstep compiled: where none is kept, each of them compiles it for most of a second.
+# So does pytest itself: without what it has kept, each of its workers rewrites the asserts of 320 files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 from collections.abc import Generator, Iterator  # noqa: E402
 from typing import Any  # noqa: E402
