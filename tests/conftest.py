@@ -38,6 +38,9 @@ SECONDS_SLOW = 900
 PRELOAD = ("lockstep.trainer", "torch.distributed.fsdp", "torchmetrics")
 """What most ranks import in their lives, 1.5 s of a processor in each of them."""
 
+seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+"""Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
+
 _failed = pytest.StashKey[bool]()
 
 
@@ -99,7 +102,7 @@ def begins_alike() -> Iterator[None]:
     before, seed._current = seed._current, None
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    seed_torch(0)
     yield
     seed._current = before
 
