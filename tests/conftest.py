@@ -38,7 +38,7 @@ SECONDS_SLOW = 900
 PRELOAD = ("lockstep.trainer", "torch.distributed.fsdp", "torchmetrics")
 """What most ranks import in their lives, 1.5 s of a processor in each of them."""
 
-seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
 
 _failed = pytest.StashKey[bool]()
