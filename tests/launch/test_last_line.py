@@ -391,8 +391,7 @@ lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enabl
 @pytest.mark.parametrize(
     ("fsdp", "line", "operation"),
     [
-        # every day on ranks of the pool: tests/launch/test_collective_trace.py
-        pytest.param("pass", 17, "all_gather", id="all_gather", marks=pytest.mark.slow),
+        pytest.param("pass", 17, "all_gather", id="all_gather"),
         pytest.param("shard(self.global_rank)", 32, "all_gather_into_tensor", id="fsdp", marks=pytest.mark.slow),
     ],
 )
