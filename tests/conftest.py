@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 
 # Before torch is imported: tests run on one thread each, as the ranks of the pool do.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -12,9 +13,13 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # torch asks for the name of each address that a store connects to: an answer that is lost shall cost one second, not 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # Processes that tests start find lockstep compiled: where none is kept, each of them compiles it for most of a second.
+# So does pytest itself: without what it has kept, each of its workers rewrites the asserts of 320 files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until torch is imported: it would go through all that is there dozens of times
 
 from collections.abc import Generator, Iterator  # noqa: E402
+from importlib.util import find_spec  # noqa: E402
 from typing import Any  # noqa: E402
 
 import numpy  # noqa: E402
@@ -25,8 +30,16 @@ from lockstep.ground import seed  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 
+gc.enable()
+
 SECONDS_SLOW = 900
 """The time limit of a test marked slow that sets none; pyproject has that of the others, and some files theirs."""
+
+PRELOAD = ("lockstep.trainer", "torch.distributed.fsdp", "torchmetrics")
+"""What most ranks import in their lives, 1.5 s of a processor in each of them."""
+
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+"""Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
 
 _failed = pytest.StashKey[bool]()
 
@@ -41,9 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """What is there now stays: no collection of garbage needs to walk torch, pytest and 4,000 tests again."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is made now stays: no collection of garbage needs to walk torch, pytest and 7,000 tests, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,7 +91,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """The session's rank pool: ``ranks(2).run(fn, *args)`` gives ``[fn(*args) on rank 0, ... on rank 1]``."""
-    with RankPool(2) as pool:
+    preload = [name for name in PRELOAD if find_spec(name.partition(".")[0])]
+    with RankPool(2, preload) as pool:
         yield pool
 
 
@@ -82,7 +102,7 @@ def begins_alike() -> Iterator[None]:
     before, seed._current = seed._current, None
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    seed_torch(0)
     yield
     seed._current = before
 

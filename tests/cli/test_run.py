@@ -204,6 +204,7 @@ def killed(folder: Path, kills: list[tuple[int, Kill]], restarts: int) -> str:
     return text
 
 
+@pytest.mark.slow  # every day by parts: a script without torch is started anew, below; tests/launch/test_rerun.py
 def test_when_a_rank_is_killed_the_run_ends_with_the_bits_of_one_that_nobody_disturbed(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -378,7 +379,6 @@ def test_agents_of_two_nodes_start_their_ranks_anew_together(tmp_path: Path) -> 
         assert f"ended: {node} {node} {-0.01 * 4 * (1.5 + 3.5 + 5.5 + 7.5)}" in text
 
 
-@pytest.mark.slow
 def test_a_script_that_keeps_failing_is_given_up_with_its_cause_as_the_last_line(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)"

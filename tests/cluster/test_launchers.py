@@ -52,6 +52,7 @@ def lines(*places: str) -> list[str]:
 TWO = ("0 2 0 2 0 1", "1 2 1 2 0 1")
 
 
+@pytest.mark.slow  # the ranks of the pool, every day, find the variables that torchrun sets
 def test_torchrun(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert said(start(tmp_path, words)) == lines(*TWO)

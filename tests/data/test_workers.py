@@ -98,7 +98,8 @@ def torch_hears_of_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("make", "persistent"), [(indexed, False), (indexed, True), (stream, False), (untouched, False)]
+    ("make", "persistent"),
+    [pytest.param(indexed, False, marks=pytest.mark.slow), (indexed, True), (stream, False), (untouched, False)],
 )
 def test_a_worker_killed_with_the_lock_ends_the_pass_and_the_other_workers(
     make: Callable[..., Any], persistent: bool

@@ -17,7 +17,7 @@ lightning = pytest.importorskip("lightning")
 if lightning.__version__ != "2.6.6":
     pytest.skip(f"the reference is Lightning 2.6.6, not {lightning.__version__}", allow_module_level=True)
 
-EVERY_DAY = 120
+EVERY_DAY = 40
 ALL = 400
 
 

@@ -42,12 +42,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a loss with a weight of its own": (Weighted, {"accumulate": 2}),
     "accumulation, clipping": (Plain, {"accumulate": 3, "gradient_clip_val": 0.5}),
     "sharded optimizer": (Plain, {"strategy": lambda: DDPStrategy(shard_optimizer=True)}),
-    "fsdp": (Blocks, {"strategy": "fsdp"}),
+    "fsdp": (Plain, {"strategy": "fsdp"}),
+    "fsdp, blocks": (Blocks, {"strategy": "fsdp"}),
     "manual optimization": (ManualOptimBoringModel, {}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "fsdp, blocks" else ()) for case in CASES]
+)
 def test_a_balanced_run_is_one_process(ranks: RankPool, case: str) -> None:
     make, given = CASES[case]
     if callable(given.get("strategy")):

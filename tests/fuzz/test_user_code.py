@@ -11,7 +11,7 @@ from lockstep.testing import RankPool
 from tests.fuzz.compare import Verdict, compare, differences
 from tests.fuzz.program import Event, Shown, draw
 
-EVERY_DAY = 8
+EVERY_DAY = 4
 ALL = 500
 
 

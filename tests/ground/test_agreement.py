@@ -68,8 +68,18 @@ def _race(mode: str, every: int | None, windows: int, seed: int, held: bool = Tr
     return asked, seen
 
 
-@pytest.mark.parametrize(("mode", "every"), [("shared", 1), ("messages", 1), ("messages", 3), ("messages", None)])
-@pytest.mark.parametrize("world", [2, 3])
+CHANNELS = [("shared", 1), ("messages", 1), ("messages", 3), ("messages", None)]
+
+
+# Every day each channel once, on two ranks and on three in turn.
+@pytest.mark.parametrize(
+    ("world", "mode", "every"),
+    [
+        pytest.param(world, *channel, marks=() if (place + world) % 2 else pytest.mark.slow)
+        for world in (2, 3)
+        for place, channel in enumerate(CHANNELS)
+    ],
+)
 def test_all_ranks_see_a_flag_at_the_same_boundary(ranks: RankPool, world: int, mode: str, every: int | None) -> None:
     results = ranks(world).run(_race, mode, every, 200, world)
     seen = results[0][1]
@@ -100,8 +110,23 @@ def _race_over_hosts(hosts: list[str], every: int | None, windows: int, seed: in
 HOSTS = [["a", "a", "b", "b"], ["a", "b", "a", "c"], ["a", "b", "b", "b", "b"], [*"aabcdefghij"]]
 
 
-@pytest.mark.parametrize("every", [1, 3, None])
-@pytest.mark.parametrize("hosts", HOSTS, ids="".join)
+PACES = (1, 3, None)
+
+
+# Every day each pace on the first hosts, and one of them on each of the others.
+@pytest.mark.parametrize(
+    ("hosts", "every"),
+    [
+        pytest.param(
+            hosts,
+            every,
+            marks=() if not place or place % 3 == number else pytest.mark.slow,
+            id=f"{''.join(hosts)}-{every}",
+        )
+        for place, hosts in enumerate(HOSTS)
+        for number, every in enumerate(PACES)
+    ],
+)
 def test_ranks_of_several_hosts_agree_over_the_sockets_that_they_have(
     ranks: RankPool, hosts: list[str], every: int | None
 ) -> None:

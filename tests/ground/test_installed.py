@@ -14,6 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.ground.installed import GLOBALS, INSTALLED, OTHER_PROCESSES, Installation
+from tests.guards.test_house import parsed
 
 SOURCE = Path(lockstep.__file__).parent
 CALLS = ("register_at_fork", "set_wakeup_fd", "_registration_hook", "optimizer_step_pre_hook", "faulthandler.register")
@@ -26,27 +27,29 @@ def _installs(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            first = ast.unparse(node.args[0]) if node.args else ""
             if (
                 name.endswith(CALLS)
                 or name in ("signal.signal", "atexit.register")
                 or name.startswith("sys.meta_path.")
             ):
                 yield f"{node.lineno}: {name}"
-            elif name in ("setattr", "_set") and first in ("sys", "dist.Work"):
-                yield f"{node.lineno}: {name}({first}, ...)"
+            elif name in ("setattr", "_set") and node.args:
+                first = ast.unparse(node.args[0])
+                if first in ("sys", "dist.Work"):
+                    yield f"{node.lineno}: {name}({first}, ...)"
         elif isinstance(node, ast.Assign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (f"{node.lineno}: {target}" for target in map(ast.unparse, targets) if target in ASSIGNED)
 
 
-def _files() -> dict[str, ast.Module]:
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+@pytest.fixture(scope="module")
+def files() -> dict[str, ast.Module]:
+    return {str(path.relative_to(SOURCE)): parsed(path.read_text(), path.name) for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def test_whatever_changes_the_process_is_on_the_list() -> None:
+def test_whatever_changes_the_process_is_on_the_list(files: dict[str, ast.Module]) -> None:
     homes = {home for each in INSTALLED for home in each.homes} | {"ground/installed.py"}
-    found = {name: list(_installs(tree)) for name, tree in _files().items() if not name.startswith(OTHER_PROCESSES)}
+    found = {name: list(_installs(tree)) for name, tree in files.items() if not name.startswith(OTHER_PROCESSES)}
     strangers = {name: lines for name, lines in found.items() if lines and name not in homes}
     assert not strangers
     assert all((SOURCE / home).exists() for home in homes)
@@ -57,9 +60,9 @@ def test_what_would_change_the_process_elsewhere_is_found() -> None:
     assert sorted(_installs(ast.parse(text))) == ["2: signal.signal", "3: sys.excepthook", "4: os.register_at_fork"]
 
 
-def test_what_modules_remember_is_on_the_list() -> None:
+def test_what_modules_remember_is_on_the_list(files: dict[str, ast.Module]) -> None:
     found = {}
-    for name, tree in _files().items():
+    for name, tree in files.items():
         names = {each for node in ast.walk(tree) if isinstance(node, ast.Global) for each in node.names}
         if names and not name.startswith("testing/"):
             found[name] = names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,7 +89,7 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text, str(self.path))
+        return parsed(self.text, str(self.path))
 
     @property
     def module(self) -> str:
@@ -103,6 +104,17 @@ class Source:
     def part(self) -> str:
         """The folder or file directly under lockstep/ that this belongs to; empty for the face itself."""
         return ".".join(self.module.split(".")[1:2])
+
+
+def parsed(text: str, name: str) -> ast.Module:
+    """The tree of a file. Nothing of it is garbage: to look for some meanwhile takes three times as long as it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text, name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 Sources = dict[str, Source]

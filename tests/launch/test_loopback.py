@@ -16,12 +16,10 @@ from lockstep.supervise.hub import Hub
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 
-SCRIPT = """
+AGENT = ["-m", "lockstep", "run", "--devices", "2"]
+LISTENING = """
 import json, os, sys
 from pathlib import Path
-import torch
-from torch.utils.data import DataLoader
-import lockstep
 
 def listening():
     inodes = set()
@@ -34,13 +32,21 @@ def listening():
     lines = [each.split() for name in ("tcp", "tcp6") for each in Path("/proc/net", name).read_text().splitlines()[1:]]
     return sorted({each[1].split(":")[0] for each in lines if each[3] == "0A" and f"socket:[{each[9]}]" in inodes})
 
+def say():
+    print(json.dumps([listening(), os.environ.get("GLOO_SOCKET_IFNAME")]), flush=True)
+"""
+SCRIPT = f"""{LISTENING}
+import torch
+from torch.utils.data import DataLoader
+import lockstep
+
 class Module(lockstep.LightningModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
     def training_step(self, batch, batch_idx):
         if batch_idx == 2 and self.global_rank == 0:
-            print(json.dumps([listening(), os.environ.get("GLOO_SOCKET_IFNAME")]), flush=True)
+            say()
         return self.layer(batch).mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -52,22 +58,23 @@ lockstep.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[1], max_steps=4
 
 
 @pytest.mark.parametrize(
-    ("command", "strategy"),
+    ("command", "strategy", "text"),
     [
-        # has all that the others have, and an agent's store
-        pytest.param(["-m", "lockstep", "run", "--devices", "2"], "ddp", id="lockstep run"),
-        pytest.param([], "ddp", id="ddp", marks=pytest.mark.slow),
-        pytest.param([], "ddp_fork", id="ddp_fork", marks=pytest.mark.slow),
-        pytest.param([], "ddp_notebook", id="ddp_notebook", marks=pytest.mark.slow),
-        pytest.param([], "ddp_spawn", id="ddp_spawn", marks=pytest.mark.slow),
+        # the agent's store alone; a fit has its own and the groups' sockets, too
+        pytest.param(AGENT, "none", f"{LISTENING}if os.environ['RANK'] == '0': say()", id="agent"),
+        pytest.param(AGENT, "ddp", SCRIPT, id="lockstep run", marks=pytest.mark.slow),
+        pytest.param([], "ddp", SCRIPT, id="ddp", marks=pytest.mark.slow),
+        pytest.param([], "ddp_fork", SCRIPT, id="ddp_fork", marks=pytest.mark.slow),
+        pytest.param([], "ddp_notebook", SCRIPT, id="ddp_notebook", marks=pytest.mark.slow),
+        pytest.param([], "ddp_spawn", SCRIPT, id="ddp_spawn", marks=pytest.mark.slow),
     ],
 )
 def test_no_socket_of_a_local_run_listens_on_another_address_than_loopback(
-    tmp_path: Path, command: list[str], strategy: str
+    tmp_path: Path, command: list[str], strategy: str, text: str
 ) -> None:
     """The store of the agent of `lockstep run` listened on all interfaces."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     environ = {name: value for name, value in os.environ.items() if name != INTERFACE} | {"OMP_NUM_THREADS": "1"}
     environ["OF_THIS_TEST"] = uuid.uuid4().hex
     ended = subprocess.run(

@@ -83,7 +83,9 @@ class Run:
 @pytest.mark.parametrize(
     ("what", "last", "strategy", "workers"),
     [
-        ("exit", r"rank 1 failed first, at {}: sys.exit\(0\) in the middle", "ddp", 2),
+        pytest.param(  # every day, of processes without torch: tests/launch/test_processes.py
+            "exit", r"rank 1 failed first, at {}: sys.exit\(0\) in the middle", "ddp", 2, marks=pytest.mark.slow
+        ),
         pytest.param("exit", r"rank 1 failed first, at {}: sys.exit\(0\)", "ddp_spawn", 0, marks=pytest.mark.slow),
         pytest.param(
             "hard exit", r"rank 1 .*in the middle of the run with exit code 0", "ddp", 2, marks=pytest.mark.slow
@@ -167,6 +169,7 @@ def test_ctrl_c_ends_a_fit_with_its_result(
     assert (run.left, run.seconds < SECONDS) == ([], True)
 
 
+@pytest.mark.slow  # every day in one process: tests/launch/test_ctrl_c.py, by what the main thread cannot handle
 def test_ctrl_c_ends_ranks_that_wait_for_one_another_for_ever(tmp_path: Path) -> None:
     """No handler of Python's runs in a process that waits in a collective: Ctrl-C had no effect, however often."""
     run = Run(tmp_path, "deadlock", press=to_all)

@@ -153,9 +153,20 @@ def cut_on_ranks(kind: str, where: str, nth: int, number: int, folder: Path) -> 
     return resumed == whole, before + after == epochs, len(before)
 
 
-@pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau", "WeightAveraging"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("where", "nth", "epochs"), [("training", 1, 0), ("training", 3, 1), ("validation", 1, 1)])
+WATCHED = ("EarlyStopping", "ReduceLROnPlateau", "WeightAveraging")
+MOMENTS = [("training", 1, 0), ("training", 3, 1), ("validation", 1, 1)]
+
+
+# Every day each callback at each moment, by SIGINT and by SIGTERM in turn.
+@pytest.mark.parametrize(
+    ("kind", "number", "where", "nth", "epochs"),
+    [
+        pytest.param(kind, number, *moment, marks=() if (place + when + turn) % 2 else pytest.mark.slow)
+        for place, kind in enumerate(WATCHED)
+        for when, moment in enumerate(MOMENTS)
+        for turn, number in enumerate((signal.SIGINT, signal.SIGTERM))
+    ],
+)
 def test_ranks_that_one_signal_interrupts_go_on_with_the_same_metrics(
     ranks: RankPool, kind: str, number: int, where: str, nth: int, epochs: int, tmp_path: Path
 ) -> None:

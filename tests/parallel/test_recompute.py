@@ -303,8 +303,14 @@ def fitted(strategy: str, wraps: bool, precision: str, given: dict[str, Any]) ->
     return weights, dict(module.named_buffers()), list(module.state_dict()), left
 
 
+BY_WRAPPER = ("ddp, sharded optimizer", "fsdp, whole")
+"""Every day each strategy with one of the two ways, and one process with both: these with torch's wrapper."""
+
+
 @pytest.mark.parametrize("precision", ["64-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(each, marks=pytest.mark.slow if each in BY_WRAPPER else ()) for each in STRATEGIES]
+)
 def test_a_fit_has_the_same_bits(ranks: RankPool, strategy: str, precision: str) -> None:
     """Statistics of synchronized BatchNorm are counted once, and the layers are what they were afterwards."""
     pool = ranks(1 if strategy == "single" else 2)
@@ -320,7 +326,10 @@ def test_a_fit_has_the_same_bits(ranks: RankPool, strategy: str, precision: str)
 SAVES = {"activation_checkpointing_save": "matmuls"}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(each, marks=() if each in ("single", *BY_WRAPPER) else pytest.mark.slow) for each in STRATEGIES],
+)
 def test_torchs_wrapper_in_configure_model(ranks: RankPool, strategy: str) -> None:
     """The guide's way: same bits, same keys in a checkpoint, same names of parameters."""
     pool = ranks(1 if strategy == "single" else 2)

@@ -81,7 +81,7 @@ FLAGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_complex_gradients_are_those_of_one_process(ranks: RankPool, world: int) -> None:
     def reports() -> list[str]:
         found = [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.guards.test_house import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 PAGES = sorted(str(page.relative_to(ROOT)) for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -41,9 +43,13 @@ def broken_links(text: str, folder: Path) -> list[str]:
     return broken
 
 
+def tree_of(file: Path) -> ast.Module:
+    return parsed(file.read_text(), str(file))
+
+
 @lru_cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def names_of(file: Path) -> set[str]:
+    return names_in(tree_of(file))
 
 
 def names_in(tree: ast.Module) -> set[str]:
@@ -70,7 +76,7 @@ def not_there(text: str) -> list[str]:
     wrong = []
     for path, name in cited(text):
         file = next((file for file in (PACKAGE / path, ROOT / path) if file.is_file()), None)
-        if file is None or (name and name not in names_in(parsed(file))):
+        if file is None or (name and name not in names_of(file)):
             wrong.append(f"{path}: {name}" if name else path)
     return wrong
 
@@ -114,7 +120,7 @@ def test_the_architecture_page_cites_what_is_there() -> None:
 def test_short_names_on_the_architecture_page_are_there() -> None:
     """`Class.name` without a file, after the file was named."""
     text = text_of("docs/architecture.md")
-    trees = [parsed(file) for file in PACKAGE.rglob("*.py")]
+    trees = [tree_of(file) for file in PACKAGE.rglob("*.py")]
     everything = set().union(*map(names_in, trees))
     attributes = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):

@@ -198,7 +198,11 @@ def test_the_page_has_twelve_rows_of_each() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "timeout"),
-    [(6, 1), pytest.param(60, 3, marks=[pytest.mark.slow, pytest.mark.timeout(240)])],
+    # Every day waits are played: tests/launch/test_hang_monitor.py, tests/testing/test_scale.py.
+    [
+        pytest.param(6, 1, marks=pytest.mark.slow),
+        pytest.param(60, 3, marks=[pytest.mark.slow, pytest.mark.timeout(240)]),
+    ],
 )
 def test_a_healthy_training_is_not_taken_for_a_hang(seconds: int, timeout: int) -> None:
     """Ranks wait for one another again and again, for longer than ``hang_timeout``."""

@@ -40,8 +40,18 @@ def check(done: subprocess.CompletedProcess[str], folder: Path) -> None:
     assert checkpoints[0].name in done.stdout
 
 
+def test_first_script_runs(ranks: RankPool, tmp_path: Path) -> None:
+    """On two ranks that are there already."""
+    script = first_script(tmp_path, 2)
+    one, other = run_script(ranks, script, folder=tmp_path, world=2, launched=True)
+    check(one, tmp_path)
+    assert other.returncode == 0, other.stderr
+    assert "validation loss" not in other.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_first_script_runs(tmp_path: Path) -> None:
+def test_first_script_starts_its_ranks(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, first_script(tmp_path, 2).name],
         cwd=tmp_path,

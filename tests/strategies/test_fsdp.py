@@ -145,15 +145,18 @@ def equivalence(case: str, mode: str) -> EquivalenceReport:
 
 
 EVERYDAY = [("full", 2)]
-ALWAYS = ("blocks", "blocks, empty shares")
-"""Cases of which each mode is tried every day, too, on two ranks."""
+ALWAYS = {
+    "blocks": ("gradients", "hybrid", "reduced once"),
+    "blocks, empty shares": ("offload", "recomputed"),
+}
+"""Cases by which the other modes are tried every day, each by one of them, on two ranks."""
 ALL = [(mode, world) for mode in MODES for world in (1, 2, 3, 4) if mode != "hybrid" or world in (2, 4)]
 
 
 def is_everyday(case: str, mode: str, world: int) -> bool:
-    if (mode, world) == ("full", 3):  # on two ranks no share of these with BatchNorm is empty
-        return case.endswith("empty shares")
-    return (mode, world) in EVERYDAY or (case in ALWAYS and world == 2)
+    if case.endswith("empty shares") and mode == "full":  # on two ranks no share of these with BatchNorm is empty
+        return world == 3 and case not in ALWAYS
+    return (mode, world) in EVERYDAY or (mode in ALWAYS.get(case, ()) and world == 2)
 
 
 @pytest.mark.parametrize(

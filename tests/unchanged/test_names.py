@@ -414,18 +414,19 @@ def check(ended: CompletedProcess[str], world: int) -> None:
     assert f"done: Lightning {STANDS_FOR}, []" in ended.stdout
 
 
-def test_ranks_and_their_spawned_workers_have_the_names(tmp_path: Path) -> None:
-    """The script is started once for each rank, by a command line without a word of lockstep."""
-    check(python(folder_of(tmp_path), "-m", "lockstep.lightning", "train.py", "ddp", "2", "spawn"), 2)
-
-
 MODULE = ["-m", "lockstep.lightning"]
+
+
+def test_spawned_workers_have_the_names(tmp_path: Path) -> None:
+    """A process that is started by a command line without a word of lockstep, as ranks are."""
+    check(python(folder_of(tmp_path), *MODULE, "train.py", "auto", "1", "spawn"), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "world"),
     [
+        ([*MODULE, "train.py", "ddp", "2", "spawn"], 2),
         ([*MODULE, "train.py", "ddp_spawn", "2", "fork"], 2),
         ([*MODULE, "train.py", "ddp_fork", "2", "none"], 2),
         ([*MODULE, "train.py", "auto", "1", "forkserver"], 1),

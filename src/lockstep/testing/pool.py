@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,6 +91,8 @@ class RankPool:
 
     Args:
         size: how many ranks to start with; a call on a larger world adds what is missing.
+        preload: modules that the nursery imports beside torch: no rank imports them then, nor one that takes the
+            place of a rank that failed.
 
     Each rank runs with one OpenMP thread. Between calls the ranks' environment, working directory, default
     dtype and torch flags are put back, and the process group is destroyed; every call starts from the same
@@ -99,7 +101,7 @@ class RankPool:
     Needs ``fork``: Linux, macOS.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, preload: Sequence[str] = ()) -> None:
         if size < 1:
             raise ValueError(f"RankPool(size={size!r}): a pool has at least one rank")
         if not hasattr(os, "fork"):
@@ -108,7 +110,7 @@ class RankPool:
         self._folder = tempfile.mkdtemp(prefix="lockstep-pool-")
         self._calls = 0
         self._owner = os.getpid()
-        self._control, self._nursery = _start_nursery(self._folder)
+        self._control, self._nursery = _start_nursery(self._folder, preload)
         _open_pools.add(self)
         self._grow(size)
 
@@ -366,7 +368,7 @@ def _close_all() -> None:
         pool.close()
 
 
-def _start_nursery(folder: str) -> tuple[socket.socket | None, subprocess.Popen[bytes]]:
+def _start_nursery(folder: str, preload: Sequence[str]) -> tuple[socket.socket | None, subprocess.Popen[bytes]]:
     mine, its = socket.socketpair()
     environ = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -375,8 +377,9 @@ def _start_nursery(folder: str) -> tuple[socket.socket | None, subprocess.Popen[
     if loopback:
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     begin = (
+        "import gc; gc.disable(); "  # a quarter of the time that torch's import takes; `worker.warm_up` ends it
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from lockstep.testing import worker; worker.main({its.fileno()}, {folder!r})"
+        f"from lockstep.testing import worker; worker.main({its.fileno()}, {folder!r}, {tuple(preload)!r})"
     )
     nursery = subprocess.Popen(
         [sys.executable, "-c", begin],

@@ -18,6 +18,7 @@ import ctypes
 import datetime
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -28,6 +29,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -182,15 +184,16 @@ def _die_with_parent() -> None:
 # -- the nursery: imports torch once and forks the ranks of a pool --------------------------------------------
 
 
-def main(descriptor: int, folder: str) -> None:
+def main(descriptor: int, folder: str, preload: Sequence[str] = ()) -> None:
     """Imports what every rank needs, then forks ranks until the pool goes away.
 
     Args:
         descriptor: this process's end of the socket.
         folder: the pool's scratch folder, removed at the end.
+        preload: modules to import beside torch.
     """
     control = socket.socket(fileno=descriptor)
-    warm_up()
+    warm_up(preload)
     ears, mouth = socket.socketpair()
     for end in (ears, mouth):
         end.setblocking(False)
@@ -225,12 +228,15 @@ def main(descriptor: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def warm_up() -> None:
+def warm_up(preload: Sequence[str] = ()) -> None:
     """What every rank would import, once; collected and frozen, so that ranks neither copy nor walk it."""
     # torch imports its compiler, which takes over a second, when the first optimizer is made.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    for name in preload:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def fork(descriptors: list[int], not_the_childs: tuple[socket.socket, ...]) -> int:
