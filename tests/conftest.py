@@ -25,6 +25,7 @@ from typing import Any  # noqa: E402
 import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from lockstep.ground import seed  # noqa: E402
 from lockstep.testing import leaks  # noqa: E402
@@ -40,6 +41,10 @@ PRELOAD = ("lockstep.trainer", "torch.distributed.fsdp", "torchmetrics")
 
 seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
+
+# A drawn example may take as long as the machine lets it: a test that fails once in a hundred runs tells nothing.
+settings.register_profile("patient", parent=settings(), deadline=None)
+settings.load_profile("patient")
 
 _failed = pytest.StashKey[bool]()
 

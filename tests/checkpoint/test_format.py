@@ -341,7 +341,7 @@ class TestLetThrough:
         with pytest.raises(MisconfigurationException):
             readable({"p": Point()})
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1),

@@ -104,7 +104,6 @@ def by_windows(n: int, batch: int, size: int, window: int) -> list[list[tuple[in
     return found
 
 
-@settings(deadline=None)
 @given(n=st.integers(0, 200), batch=small, size=small, drop_last=st.booleans(), window=st.integers(1, 90))
 def test_one_cut_gives_what_two_gave(n: int, batch: int, size: int, drop_last: bool, window: int) -> None:
     def spans(cut: Cut) -> list[list[tuple[int, int]]]:
@@ -121,7 +120,6 @@ def test_one_cut_gives_what_two_gave(n: int, batch: int, size: int, drop_last: b
 # -- parts by weight
 
 
-@settings(deadline=None)
 @given(cut=weighted())
 def test_by_weight_every_position_is_taken_once(cut: Cut) -> None:
     parts = positions(cut)
@@ -137,7 +135,6 @@ def test_by_weight_every_position_is_taken_once(cut: Cut) -> None:
     assert all(map(all, full))
 
 
-@settings(deadline=None)
 @given(cut=weighted())
 def test_by_weight_a_ranks_part_of_a_window_is_its_quota_rounded(cut: Cut) -> None:
     micro = -(-(cut.window or cut.batch * cut.size) // (cut.batch * cut.size))
@@ -151,7 +148,6 @@ def test_by_weight_a_ranks_part_of_a_window_is_its_quota_rounded(cut: Cut) -> No
             assert max(of_rank) - min(of_rank) <= 1
 
 
-@settings(deadline=None)
 @given(cut=weighted(), weight=numbers)
 def test_equal_weights_cut_as_none_do(cut: Cut, weight: float) -> None:
     plain = Cut(cut.n, cut.batch, cut.size, cut.drop_last, cut.window, (), cut.number, cut.position)
@@ -160,7 +156,6 @@ def test_equal_weights_cut_as_none_do(cut: Cut, weight: float) -> None:
     assert (equal.full, equal.rest, equal.length) == (plain.full, plain.rest, plain.length)
 
 
-@settings(deadline=None)
 @given(count=st.integers(0, 10**15), weights=st.lists(numbers, min_size=1, max_size=9), factor=st.integers(1, 9))
 def test_largest_remainders_are_rounded_up_and_only_proportions_count(
     count: int, weights: list[float], factor: int
@@ -188,7 +183,7 @@ def test_a_rank_that_gets_nothing_of_a_full_window_leaves_none_to_rely_upon() ->
 # -- windows on another number of ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n=st.integers(0, 200), batch=small, before=small, after=small, accumulate=st.integers(1, 4))
 def test_a_window_has_the_same_positions_on_any_number_of_ranks(
     n: int, batch: int, before: int, after: int, accumulate: int
@@ -203,7 +198,7 @@ def test_a_window_has_the_same_positions_on_any_number_of_ranks(
         assert parts[0], "rank 0 has a sample of every micro-batch"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(window=st.integers(1, 60), batch=small, size=small, count=st.integers(1, 3))
 def test_parts_of_a_full_window_differ_by_at_most_one(window: int, batch: int, size: int, count: int) -> None:
     cut = Cut(window * count, batch, size, window=window)
@@ -213,7 +208,7 @@ def test_parts_of_a_full_window_differ_by_at_most_one(window: int, batch: int, s
     assert (cut.length // count - 1) * batch * size < window  # no more micro-batches than it takes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 200),
     batch=small,
@@ -245,7 +240,7 @@ def test_lives_with_other_ranks_draw_what_was_left(
     assert drawn == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 120),
     batch=st.integers(2, 6),

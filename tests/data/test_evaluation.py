@@ -23,7 +23,7 @@ def made(source: Any, rank: int = 0, size: int = 1, **arguments: Any) -> Evaluat
 
 
 @given(n=st.integers(1, 50), batch=st.integers(1, 6), size=st.integers(1, 5), shuffle=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_sample_once_and_shares_that_differ_by_one(n: int, batch: int, size: int, shuffle: bool) -> None:
     feeds = [made(loader(n, batch, shuffle), rank, size) for rank in range(size)]
     ranks = [list(feed) for feed in feeds]

@@ -74,7 +74,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, accumulate=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_sample_once_in_equal_steps(kind: Any, n: int, batch: int, size: int, accumulate: int) -> None:
     feeds = [feed_of(kind(n, batch), rank, size) for rank in range(size)]
     ranks = [epoch(feed, 3, accumulate=accumulate) for feed in feeds]
@@ -85,7 +85,7 @@ def test_every_sample_once_in_equal_steps(kind: Any, n: int, batch: int, size: i
 
 
 @given(**SIZES, accumulate=st.integers(1, 4), drop_last=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_shares_make_the_mean_over_the_window(n: int, batch: int, size: int, accumulate: int, drop_last: bool) -> None:
     if drop_last and n < batch * size:
         return
@@ -120,7 +120,7 @@ def test_one_process_that_accumulates_draws_what_ranks_draw() -> None:
 
 
 @given(n=SIZES["n"], batch=SIZES["batch"], drop_last=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_one_process_has_as_many_batches_as_the_loader_says(n: int, batch: int, drop_last: bool) -> None:
     if drop_last and n < batch:
         return
@@ -176,7 +176,7 @@ def test_more_samples_than_there_are_begin_another_permutation() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(**SIZES, accumulate=st.integers(1, 3), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_an_epoch_resumed_goes_on_as_it_would_have(
     kind: Any, n: int, batch: int, size: int, accumulate: int, data: Any
 ) -> None:

@@ -33,7 +33,7 @@ def deviation(counts: Tensor, probabilities: Tensor, freedom: int) -> float:
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_kinds_are_permutations(n: int, seed: int) -> None:
     for kind in (table, Feistel):
         assert sorted(kind(n, make_key(seed))(torch.arange(n)).tolist()) == list(range(n))

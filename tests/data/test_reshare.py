@@ -52,7 +52,7 @@ def samples_of(steps: list[list[Step]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("make", [loader, by_sampler])
 @given(n=st.integers(30, 90), batch=st.integers(2, 5), accumulate=st.integers(1, 3), changes=SHARES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_each_step_has_its_samples_once_and_their_mean(
     make: Any, n: int, batch: int, accumulate: int, changes: Any
 ) -> None:

@@ -37,7 +37,7 @@ def feeds(make: Any, shares: Any, **arguments: Any) -> list[Feed]:
     accumulate=st.integers(1, 3),
     number=st.integers(0, 9),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_sample_once_in_proportion_and_the_mean_is_that_of_the_window(
     make: Any, n: int, batch: int, weights: list[float], accumulate: int, number: int
 ) -> None:

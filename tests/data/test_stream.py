@@ -26,7 +26,7 @@ class Quiet(Stream):
 
 
 @given(n=st.integers(3, 40), batch=st.integers(1, 5), size=st.integers(1, 3), accumulate=st.integers(1, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_ranks_share_a_stream_and_end_together(n: int, batch: int, size: int, accumulate: int) -> None:
     def play(rank: int, gather: Any) -> Any:
         feed = Feed.train(DataLoader(Quiet(n), batch), replicas=Replicas(rank, size, gather), seed=1)

@@ -16,7 +16,7 @@ from lockstep.hpc.grid import Options, Range, Space, numbers, options_of, range_
 LISTS = st.lists(st.lists(st.integers(), min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LISTS)
 def test_the_grid_is_the_product_with_the_first_option_slowest(lists: list[list[int]]) -> None:
     space = Space({str(at): Options(tuple(values)) for at, values in enumerate(lists)})
@@ -24,7 +24,7 @@ def test_the_grid_is_the_product_with_the_first_option_slowest(lists: list[list[
     assert [space.at(number) for number in range(space.size)] == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LISTS, st.integers(0, 1 << 40))
 def test_a_random_search_over_lists_takes_each_combination_once(lists: list[list[int]], seed: int) -> None:
     space = Space({str(at): Options(tuple(range(len(values)))) for at, values in enumerate(lists)})
@@ -57,7 +57,7 @@ def test_a_draw_depends_on_seed_and_number_alone() -> None:
     assert space.drawn(1, 3) != space.drawn(0, 3)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.integers(1, 50), st.booleans(), st.booleans(), st.randoms())
 def test_points_of_a_range_ascend_from_low_to_high(
     one: float, other: float, samples: int, whole: bool, log: bool, random: Any

@@ -150,7 +150,7 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(VALUES, min_size=1, max_size=6), st.text())
 def test_values_arrive_unchanged_with_their_types(options: list[Any], name: str) -> None:
     parser = HyperOptArgumentParser()

@@ -62,7 +62,7 @@ def _run(period: Any, start: int, steps: int, of: str) -> tuple[list[list[Tensor
     return found, agreed
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(world=st.integers(1, 4), period=st.integers(1, 4), start=st.integers(0, 4))
 def test_parameters_are_those_of_a_simulation(ranks: RankPool, world: int, period: int, start: int) -> None:
     steps = 8

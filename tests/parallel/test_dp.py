@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 @given(rows=st.integers(1, 9), devices=st.integers(1, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_outputs_and_gradients_are_those_of_one_device(rows: int, devices: int) -> None:
     torch.manual_seed(rows)
     net, x = Net().double(), torch.randn(rows, 3, dtype=torch.float64)

@@ -120,14 +120,14 @@ def _in_one_process(case: Case) -> list[Gradients]:
     return found
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_gradients_are_those_of_one_process(ranks: RankPool, case: Case) -> None:
     compare(ranks, case)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_gradients_are_those_of_one_process_in_many_cases(ranks: RankPool, case: Case) -> None:
     compare(ranks, case)

@@ -119,14 +119,14 @@ def _rounds(case: Case) -> list[list[Tensor]]:
     return found
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_sums_are_those_in_rank_order(ranks: RankPool, case: Case) -> None:
     compare(ranks, case)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_sums_are_those_in_rank_order_in_many_cases(ranks: RankPool, case: Case) -> None:
     compare(ranks, case)

@@ -121,7 +121,7 @@ def cases_of(world: int) -> Any:
     return st.lists(case, min_size=1, max_size=8)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases=st.integers(1, 3).flatmap(cases_of))
 def test_numbers_are_those_of_one_process_with_the_whole_batch(ranks: RankPool, cases: list[Case]) -> None:
     """Outputs, gradients and running statistics, with uneven and empty batches; evaluation, too."""

@@ -43,6 +43,11 @@ def broken_links(text: str, folder: Path) -> list[str]:
     return broken
 
 
+def placeholders(text: str) -> list[str]:
+    """Words in capitals that stand alone on a line: a table that was to come."""
+    return re.findall(r"^[A-Z]{4,}\.?$", PROSE.sub("", text), re.MULTILINE)
+
+
 def tree_of(file: Path) -> ast.Module:
     return parsed(file.read_text(), str(file))
 
@@ -87,6 +92,16 @@ def not_there(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert broken_links(text_of(page), (ROOT / page).parent) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_has_a_placeholder(page: str) -> None:
+    """docs/balance.md said TABLE where its measurements were to come."""
+    assert placeholders(text_of(page)) == []
+
+
+def test_a_placeholder_is_found() -> None:
+    assert placeholders("Costs:\n\nTABLE\n\n```\nNOTHING\n```\nA TABLE of it.\n") == ["TABLE"]
 
 
 def test_every_page_is_reached_from_the_readme() -> None:

@@ -678,7 +678,7 @@ REFUSED: dict[str, tuple[type[LightningModule], dict[str, Any], str]] = {
         {"schedule": "zero-bubble"},
         "'layers.2' is compiled, which has one: leave torch.compile out",
     ),
-    "a block's weight outside of it": (TakesWeights, {}, "used 'layers.1.weight' outside of its block"),
+    "a block's weight outside of it": (TakesWeights, {"split": "equal"}, "used 'layers.1.weight' outside of its block"),
     "no loss": (NoLoss, {}, "The stages before the last one wait for a gradient of each micro-batch"),
     "the user's error": (Fails, {}, "of the user's"),
 }

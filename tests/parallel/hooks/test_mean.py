@@ -29,7 +29,7 @@ def _everyones(cut: list[list[Shape]], dtype: torch.dtype, world: int) -> list[l
     return [list(column) for column in zip(*by_rank, strict=True)]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=some_buckets, world=st.integers(1, 4), hook=st.sampled_from([fp16, bf16]))
 def test_halves_are_rounded_twice_and_summed_in_float32(
     ranks: RankPool, cut: list[list[Shape]], world: int, hook: Any
@@ -46,7 +46,7 @@ def test_halves_are_rounded_twice_and_summed_in_float32(
         assert bool(((found - truth).abs() <= largest * 2 * torch.finfo(HALVES[hook]).eps).all())
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=some_buckets, world=st.integers(1, 4))
 def test_the_plain_mean(ranks: RankPool, cut: list[list[Shape]], world: int) -> None:
     results = ranks(world).run(_on_rank, allreduce, cut, torch.float64)

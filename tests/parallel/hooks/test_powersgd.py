@@ -59,7 +59,7 @@ class Simulation:
         return found.view(sent[0].shape)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=some_shapes,
     world=st.integers(1, 4),

@@ -65,7 +65,7 @@ def _rounds(cut: list[list[Shape]], feedback: bool, steps: int) -> list[Tensor]:
     return found
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shapes=some_shapes, world=st.integers(1, 4), feedback=st.booleans())
 def test_the_mean_is_that_of_one_process(ranks: RankPool, shapes: list[Shape], world: int, feedback: bool) -> None:
     results = ranks(world).run(_rounds, [shapes, [(5,)]], feedback, 3)
