@@ -94,10 +94,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the parameters; where they are on several, the one on which steps run."""
-        if self._trainer is not None and self._trainer.strategy.module is self:
-            device = self._trainer.strategy.step_device
-            if device is not None:
-                return device
+        strategy = getattr(self._trainer, "strategy", None)  # while TorchScript looks, another object stands there
+        device: torch.device | None = getattr(strategy, "step_device", None)
+        if strategy is not None and device is not None and strategy.module is self:
+            return device
         first = next(self.parameters(), None)
         if first is not None:
             return first.device

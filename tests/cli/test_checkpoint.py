@@ -100,6 +100,11 @@ def test_diff_names_what_differs(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert "state_dict.seen: shape (5,) and (4,)" in said
     assert "epoch: 1 and 7" in said
     assert len(said.splitlines()) == 4
+    found["state_dict"]["into.weight"][1, 0] = torch.nan
+    format.save({**sharded.load(folder), "state_dict": {**found["state_dict"]}}, path)
+    main(["checkpoint", "diff", str(folder), path])
+    assert "2 of 42 values differ, by 0.5 at most; 1 are NaN in one of the two" in capsys.readouterr().out
+    found["state_dict"]["into.weight"][1, 0] = 0.0
     format.save({**sharded.load(folder), "state_dict": {**found["state_dict"]}}, path)
     assert main(["checkpoint", "diff", "--atol", "1", str(folder), path]) == 1
     assert "into.weight" not in capsys.readouterr().out

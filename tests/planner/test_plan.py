@@ -152,6 +152,19 @@ def test_a_trainers_plan_is_saved_and_run(tmp_path: Path, caplog: pytest.LogCapt
     assert yaml.safe_load(text)["model"] == "Model"
 
 
+def test_a_step_may_call_the_index_of_its_batch_what_it_likes() -> None:
+    """A plan asked for the name `batch_idx`, and a step without it ended in a TypeError."""
+
+    class Named(type(made("wide")[0])):  # type: ignore[misc]
+        def training_step(self, b: Any, i: int) -> Any:
+            assert i == 0
+            return super().training_step(b, i)
+
+    model, loader, _ = made("wide")
+    model.__class__ = Named
+    assert quiet().plan(model, loader).choice is not None
+
+
 def saved(tmp_path: Path, **changes: Any) -> str:
     plan = quiet().plan(net(), batch=BATCH)
     path = tmp_path / "plan.yaml"
@@ -295,6 +308,7 @@ def test_the_command_plans_a_model_larger_than_this_machine(
     assert "5.1 billion parameters" in out
     assert "8 nodes of 8 x" in out
     assert "too much" in out
+    assert f'Trainer(strategy="{path}", devices=8, num_nodes=8)' in out
     assert SavedPlan.read(path).devices == 8
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -264,7 +264,7 @@ class ModelCheckpoint(Checkpoint):
             waited = time.monotonic() - self._time_of_last_save
             if waited >= self._train_time_interval.total_seconds():
                 trainer.agreement.request(self._time_bit)
-        if step == self._step_of_last_batch:  # inside a window: gradients are on the way
+        if step == self._step_of_last_batch or not trainer.strategy.sync_gradients:  # inside a window
             return
         self._step_of_last_batch = step
         if self._train_time_interval is not None:

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
+from lockstep.parallel.pipeline.weights import is_freed
 
 if TYPE_CHECKING:
     from lockstep.ground.types import STEP_OUTPUT
@@ -33,7 +34,7 @@ class WeightAveraging(Callback):
     ``"current_model_state"`` and the number of updates under ``"averaging_state"``, as Lightning's do. A
     resumed fit takes back all three, bitwise. Every rank averages its own copy of the same weights, so
     nothing is communicated in a step; buffers, which may differ between ranks, are taken from rank 0 when the
-    average is shown. Sharded models are not supported.
+    average is shown. The ranks of a pipeline are refused.
 
     Override :meth:`should_update` to choose when to average::
 
@@ -76,7 +77,17 @@ class WeightAveraging(Callback):
             self._latest_step, self._latest_epoch = None, -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the weights, which by now have their final device and type, or those of the checkpoint."""
+        """Copy the weights, which by now have their final device and type, or those of the checkpoint.
+
+        Raises:
+            MisconfigurationException: each rank of a pipeline has the weights of its own blocks alone.
+        """
+        if is_freed(pl_module):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: each rank of a pipeline has the weights of its own blocks alone, so that none "
+                "has a whole average to show or to save: give BalancedStrategy(one_process=True), another strategy, or "
+                "StochasticWeightAveraging in the place of this callback."
+            )
         tensors = nn.Module()
         for i, parameter in enumerate(pl_module.parameters()):
             tensors.register_parameter(str(i), parameter)

@@ -245,7 +245,10 @@ def _difference(one: Tensor, other: Tensor, rtol: float, atol: float) -> str:
     far = ""
     if one.dtype is not torch.bool:
         wide = torch.complex128 if one.is_complex() else torch.float64
-        far = f", by {(one.to(wide) - other.to(wide)).abs().max().item():.3g} at most"
+        gaps = (one.to(wide) - other.to(wide)).abs()
+        alone = int((one.isnan() != other.isnan()).sum())
+        far = f", by {gaps[~gaps.isnan()].max().item():.3g} at most" if not gaps.isnan().all() else ""
+        far += f"; {alone} are NaN in one of the two" if alone else ""
     return f"{int(apart.sum())} of {one.numel()} values differ{far}"
 
 

@@ -74,7 +74,10 @@ def plan(words: Sequence[str]) -> int:
         draw(found, given.plot)
     if given.save is not None and found.choice is not None:
         found.save(given.save)
-        print(f'\n{given.save}: use it by Trainer(strategy="{given.save}")')
+        nodes = "" if found.hardware.nodes == 1 else f", num_nodes={found.hardware.nodes}"
+        alone = found.choice.devices == 1
+        nodes, devices = ("", 1) if alone else (nodes, found.hardware.devices)
+        print(f'\n{given.save}: use it by Trainer(strategy="{given.save}", devices={devices}{nodes})')
     return 0 if found.choice is not None else 1
 
 

@@ -251,6 +251,12 @@ def is_overridden(name: str, instance: object, base: type) -> bool:
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
 
 
+def takes_idx(training_step: Callable[..., Any]) -> bool:
+    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is."""
+    arguments = inspect.signature(training_step).parameters
+    return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+
+
 class Hooks:
     """For each hook the callbacks' methods and the module's own, or None where nobody overrides it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.hooks import is_overridden
+from lockstep.loop.hooks import is_overridden, takes_idx
 from lockstep.loop.optimizers import parse
 from lockstep.module import LightningModule
 from lockstep.planner.profile import ModelProfile, measure_step, profile_step
@@ -94,12 +93,11 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Ste
             f"{name} sets automatic_optimization = False, and a plan needs to know where the backward is: choose the "
             "strategy by its name."
         )
-    known = inspect.signature(module.training_step).parameters
-    more = {key: 0 for key in ("batch_idx", "dataloader_idx") if key in known}
+    more = (0,) if takes_idx(module.training_step) else ()
     converted = batch if precision.convert_input is None else precision.convert_input(batch)
 
     def loss() -> Tensor:
-        found = module.training_step(converted, **more)
+        found = module.training_step(converted, *more)
         found = found.get("loss") if isinstance(found, dict) else found
         if not isinstance(found, Tensor):
             raise MisconfigurationException(f"{name}.training_step gave no loss for the batch of the plan.")

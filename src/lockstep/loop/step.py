@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window, share_of
-from lockstep.loop.hooks import Transfer, is_overridden
+from lockstep.loop.hooks import Transfer, is_overridden, takes_idx
 from lockstep.loop.optimizers import LightningOptimizer, demands_closure, refuse_loss, takes_closure
 from lockstep.loop.padding import padding
 from lockstep.loop.parts import StepParts
@@ -95,8 +94,7 @@ class Step:
         self.training_step = self.module.training_step
         self.results.enter("training_step")
         self.table = self.results.table
-        arguments = inspect.signature(self.training_step).parameters
-        self.takes_idx = len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+        self.takes_idx = takes_idx(self.training_step)
         own = {name: is_overridden(name, self.module, LightningModule) for name in vars(LightningModule)}
         self._own_zero_grad = own["optimizer_zero_grad"]
         self._own_clipping = own["configure_gradient_clipping"]
@@ -334,6 +332,8 @@ class Step:
         progress.batch += last  # a checkpoint of the hooks below goes on after the whole window
         progress.total_batches += last
         for i, (output, (batch, weight, number, absent)) in enumerate(zip(outputs, begun, strict=True)):
+            # as on the plain road: who saves at the end of a window does so behind all of its batches
+            self.strategy.sync_gradients = i == last
             self._enter(weight, number)
             self._parts.show()
             self._absent = absent

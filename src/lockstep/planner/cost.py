@@ -411,7 +411,9 @@ def _seconds(profile: ModelProfile, candidate: Candidate, hardware: Hardware, ra
             update += 2 * states / hardware.host_link
         else:  # the host steps: gradients go there, weights come back
             moved = sum(s.work.moved for s in steps_of(profile, candidate).spans if s.phase == UPDATE)
+            calls = sum(s.work.calls for s in steps_of(profile, candidate).spans if s.phase == UPDATE)
             update = moved / share * hardware.devices / hardware.host_moved + 2 * trained / share / hardware.host_link
+            update = max(update, calls / share * hardware.call)
     return compute, sent, update
 
 

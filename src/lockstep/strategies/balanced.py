@@ -28,6 +28,7 @@ from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.parallel.consistency import check_same_module
+from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.late_parameters import beside
 from lockstep.parallel.pipeline import gradients
 from lockstep.parallel.pipeline.chain import Chain
@@ -39,6 +40,7 @@ from lockstep.parallel.pipeline.moves import move
 from lockstep.parallel.pipeline.stages import SCHEDULES, SPLITS_BACKWARD, Stages, Turn, goes_in_rounds
 from lockstep.parallel.pipeline.times import StageTimes
 from lockstep.parallel.pipeline.weights import WholeModule, stands_in
+from lockstep.parallel.recompute import Layers, Save
 from lockstep.planner.timeline import IN_ROUNDS, STAGES_OF_RANK
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import ReplicaMap
@@ -74,7 +76,7 @@ ROUNDS = (
 )
 SPLIT = (
     'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage: {stages} '
-    "numbers, whose sum is {blocks}, the blocks of the chain {chain!r}."
+    "numbers above 0, whose sum is {blocks}, the blocks of the chain {chain!r}."
 )
 NO_FIT = (
     "BalancedStrategy: {why}. This follows from bytes that were measured before the first step; the split by speed "
@@ -135,6 +137,9 @@ class BalancedStrategy(RankedStrategy):
         stages_per_rank: with "interleaved" (default: 2) and "zero-bubble" (default: 1); the stages go round the ranks.
         one_process: this process drives all devices of its node, a place in the pipeline each, and no other process is
             started. Stages are then on devices as otherwise on ranks; what is outside of the chain is on the first.
+        activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.
+        activation_checkpointing_policy: the same by classes or a policy function.
+        activation_checkpointing_save: what is kept of such layers all the same.
         others: as of `lockstep.strategies.ranks.RankedStrategy`.
 
     Raises:
@@ -160,6 +165,9 @@ class BalancedStrategy(RankedStrategy):
         *,
         stages_per_rank: int | None = None,
         one_process: bool = False,
+        activation_checkpointing: Layers | Literal[False] | None = None,
+        activation_checkpointing_policy: Policy | None = None,
+        activation_checkpointing_save: Save = None,
         cluster_environment: object = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: object = None,
@@ -172,6 +180,7 @@ class BalancedStrategy(RankedStrategy):
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout, start_method, nccl
         )
         _check_arguments(stages, micro_batches, schedule, split, stages_per_rank, one_process)
+        self._recompute(activation_checkpointing, activation_checkpointing_policy, activation_checkpointing_save)
         self.drives_all_devices = one_process
         self._stages_per_rank = stages_per_rank or STAGES_OF_RANK.get(schedule, 1)
         self._asked_stages, self._asked_split, self._chain_name = stages, split, chain
@@ -554,7 +563,7 @@ def _check_arguments(
     if split not in KINDS and not numbers:
         raise MisconfigurationException(
             f'BalancedStrategy(split={split!r:.100}): give "measured", "equal", or the number of blocks of each stage, '
-            "[3, 5] say."
+            "each above 0: [3, 5] say."
         )
 
 

@@ -99,7 +99,9 @@ class RankedStrategy(Strategy):
         if dist.get_world_size() != world.size:
             raise MisconfigurationException(
                 f"A process group of {dist.get_world_size()} ranks is there already, and this run has {world.size}: "
-                "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group."
+                "give Trainer `devices` and `num_nodes` to match, or let lockstep make the group. If an earlier call "
+                "of this script made it, on other devices: a script has one number of ranks; give "
+                'strategy="ddp_spawn", whose ranks are there for one call, or put the two into scripts of their own.'
             )
         if self.peers is None and self.replicas.count < world.size:
             self.peers = column_group(self.replicas, self._timeout)

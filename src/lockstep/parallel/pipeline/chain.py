@@ -204,4 +204,8 @@ def _candidates(module: nn.Module) -> list[str]:
 
 def _known(module: nn.Module) -> str:
     names = _candidates(module)
-    return f": it has {', '.join(map(repr, names))}" if names else "; this module has none"
+    return (
+        f": it has {', '.join(map(repr, names))}"
+        if names
+        else ". This module has none: put the layers that are to be split into one"
+    )
