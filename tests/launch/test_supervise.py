@@ -47,6 +47,7 @@ def train():
         time.sleep(float(sys.argv[3]))
         if what == "raise": raise ValueError("no such label")
         if what == "exit": os._exit(5)
+        if what == "leave": return
     time.sleep(100)
 
 launcher.launch(train)
@@ -119,6 +120,18 @@ def test_rank_zero_is_killed_and_its_name_is_on_the_screen(tmp_path: Path) -> No
         code, errors = run.end()
         assert code == -signal.SIGKILL
         assert re.fullmatch(r"lockstep: rank 0 \(process \d+\) was killed by SIGKILL \(exit code -9\)", errors[-1])
+        assert not run.is_left()
+
+
+@LINUX
+@pytest.mark.slow
+def test_nothing_outlives_rank_zero_that_was_killed_while_it_waited_for_the_others(tmp_path: Path) -> None:
+    """Its last word had been said, so that its end was no news: a rank that waited for what never came stayed."""
+    with running(tmp_path, "leave", "0", "0") as run:
+        run.wait_for(2)
+        time.sleep(1.5)
+        assert run.process.poll() is None
+        os.kill(run.pids[0], signal.SIGKILL)
         assert not run.is_left()
 
 

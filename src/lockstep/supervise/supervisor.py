@@ -158,6 +158,8 @@ class Supervisor:
             if message["say"] == "left" and message["cause"] is not None:
                 message["cause"] = Cause(**message["cause"])
             self._put(message["say"], (rank, message))
+        if rank == self._rank:
+            self._put("gone")
 
     def _hear_presses(self) -> None:
         """In a thread: the signals that rank 0 hears."""
@@ -208,6 +210,7 @@ class Supervisor:
             "ended": self._on_ended,
             "left": self._on_left,
             "stop": self._on_stop,
+            "gone": self._on_gone,
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
             "claim": self._nodes.claimed,
@@ -291,6 +294,13 @@ class Supervisor:
         if cause is not None:
             self._left[rank] = cause
         self._processes.has_left(rank, message["at"] if cause is None else None)
+
+    def _on_gone(self, _: object) -> bool:
+        """Rank 0's process is not there any more; if it was killed while it waited for the others, nobody waits now."""
+        if not self._starts or not self._has_left or self._is_failing():
+            return False
+        self._processes.stop()
+        return True
 
     def _on_stop(self, _: object) -> bool:
         """Ctrl-C, while rank 0 waited for the others to end."""
