@@ -406,7 +406,7 @@ class Wrong(Callback):
 def refused() -> str:
     trainer = quiet(strategy="balanced", devices=2, max_epochs=1, precision="64-true", callbacks=[Wrong()])
     with pytest.raises(
-        MisconfigurationException, match=r"split=\[7, 0\]\): give .* 2 numbers, whose sum is 7"
+        MisconfigurationException, match=r"split=\[7, 0\]\): give .* 2 numbers above 0, whose sum is 7"
     ) as raised:
         trainer.fit(Tied(), rows(8)(4))
     return str(raised.value)
@@ -415,4 +415,4 @@ def refused() -> str:
 def test_a_stage_without_blocks_is_refused(ranks: RankPool) -> None:
     for text in ranks(2).run(refused, timeout=40):
         assert "split=[7, 0]): give" in text
-        assert "2 numbers, whose sum is 7" in text
+        assert "2 numbers above 0, whose sum is 7" in text
