@@ -132,6 +132,19 @@ def script(text: str) -> list[str]:
 
 
 @pytest.mark.skipif(sample.ASK is None, reason="needs signals of Linux")
+def test_a_question_at_the_end_of_a_process_does_not_kill_it() -> None:
+    """On a loaded machine a rank that had ended well was asked once more: "rank 1 was killed by signal 43"."""
+    asked = (
+        "import faulthandler, os\n"
+        "from lockstep.supervise import stack\n"
+        "assert stack.offer()\n"
+        "faulthandler.unregister(stack.ASK)  # as Python does it at its end\n"
+        "os.kill(os.getpid(), stack.ASK)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", asked], timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(sample.ASK is None, reason="needs signals of Linux")
 def test_a_process_that_runs_no_python_answers() -> None:
     with subprocess.Popen(script(WAITS), stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import FrameType, TracebackType
-from typing import IO
+from typing import IO, Any, TypeAlias
 
 from lockstep.ground.installed import STACK
 from lockstep.ground.rank import Doing, marks_in
@@ -347,6 +347,8 @@ HEADER = "Stack (most recent call first):\n"
 PROMPT = 0.5
 """Seconds in which the thread answers, unless it cannot."""
 
+Handler: TypeAlias = "Callable[[int, FrameType | None], Any] | int | signal.Handlers | None"
+
 _file: IO[bytes] | None = None
 _say: Callable[[], None] | None = None
 _bell: tuple[int, int] = (0, -1)
@@ -379,8 +381,23 @@ def offer() -> str:
 def _register() -> Callable[[], object]:
     assert ASK is not None
     assert _file is not None
+    # At the end of a process faulthandler puts back what was there before: who is asked then shall not die of it.
+    before = _change_handler(ASK, signal.SIG_IGN)
     faulthandler.register(ASK, file=_file, all_threads=False, chain=False)
-    return partial(faulthandler.unregister, ASK)
+    return partial(_unregister, ASK, before)
+
+
+def _unregister(number: int, before: Handler) -> None:
+    faulthandler.unregister(number)
+    if before is not None:
+        _change_handler(number, before)
+
+
+def _change_handler(number: int, handler: Handler) -> Handler:
+    """The handler that was there; only a main thread can change it."""
+    with suppress(ValueError):
+        return signal.signal(number, handler)
+    return None
 
 
 def _attend(ear: int, file: IO[bytes]) -> None:
