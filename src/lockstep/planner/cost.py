@@ -462,10 +462,10 @@ def _chain(profile: ModelProfile, candidate: Candidate, hardware: Hardware) -> I
     """
     step, count = profile.steps["kept"], candidate.micro_batches
     last, (before, behind) = len(profile.blocks) - 1, profile.outside
+    outside = [(s, _early(step, s)) for s in step.spans if s.unit == REST and s.phase != UPDATE]
+    early, late = [s for s, is_early in outside if is_early], [s for s, is_early in outside if not is_early]
     there = before  # bytes that the forwards up to a block keep
     for number, block in enumerate(profile.blocks):
-        early = [s for s in step.spans if s.unit == REST and s.phase != UPDATE and _early(step, s)]
-        late = [s for s in step.spans if s.unit == REST and s.phase != UPDATE and not _early(step, s)]
         own = [s for s in step.spans if s.unit == number]
         spans = own + (early if number == 0 else []) + (late if number == last else [])
         seconds = {
