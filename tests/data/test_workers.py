@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,41 @@ def test_a_worker_killed_with_the_lock_ends_the_pass_and_the_other_workers(
 
 
 @pytest.mark.timeout(60)
+class Handed:
+    """Stands for torch's iterator while a batch is fetched: a connection breaks, and its worker ends a little later."""
+
+    def __init__(self, worker: Any) -> None:
+        self._workers = [worker]
+        self._workers_done_event = multiprocessing.Event()
+
+    def __iter__(self) -> Handed:
+        return self
+
+    def __next__(self) -> Any:
+        return self._try_get_data()
+
+    def _try_get_data(self, timeout: float = 5.0) -> Any:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_worker_whose_connection_broke_before_its_end_is_named() -> None:
+    """The error was the connection's, once in many runs: torch had looked before the worker was gone."""
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.3,))
+    worker.start()
+    made: Any = opened(Handed(worker))
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(s\) {worker.pid}\) exited unexpectedly"):
+        made._try_get_data()
+    worker.join()
+
+
+def test_an_iterator_goes_with_its_last_reference() -> None:
+    made = opened(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
+    list(made)
+    gone = weakref.ref(made)
+    del made
+    assert gone() is None
+
+
 def test_workers_end_by_themselves_and_persistent_ones_live_on() -> None:
     calm = loader(Lethal(-1), persistent_workers=True)
     passes = [{pid for (pid,) in opened(calm)} for _ in range(2)]

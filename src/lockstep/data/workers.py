@@ -7,7 +7,9 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,9 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 SECONDS_FOR_LOCK = 1.0
 """A worker that lives holds the lock for microseconds."""
 
+SECONDS_FOR_END = 5.0
+"""A worker whose connection broke ends within milliseconds, or with a file of its memory."""
+
 SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a terminal or a cluster sends to all processes of a job."""
 
@@ -54,7 +59,10 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     A cluster signals all processes of a job, and the run could not come to its boundary without its workers: what is
     heeded here while they are made, they do not see, however they are started.
 
-    Nothing is changed on the way of a batch. Iterators that are not made as torch 2 makes them stay as they are.
+    A worker that dies while a batch is fetched from it may have closed its connections, and not have ended yet: torch
+    would raise the connection's error, where it names a worker that is gone. Here its end is waited for.
+
+    Nothing else is changed on the way of a batch. Iterators that are not made as torch 2 makes them stay as they are.
     """
     with _deaf(loader):
         iterator = iter(loader)
@@ -65,7 +73,28 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     condition, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
     if workers and condition is not None and flag is not None:
         iterator._workers_done_event = _Done(condition, flag, workers)  # type: ignore[attr-defined]
+    fetch = getattr(iterator, "_try_get_data", None)
+    if workers and fetch is not None:
+        # by a weak reference: an iterator has to go, and with it its workers, as soon as nobody has it
+        known = functools.partial(_fetched, weakref.WeakMethod(fetch), workers)
+        iterator._try_get_data = known  # type: ignore[attr-defined]
     return iterator
+
+
+def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[BaseProcess], *timeout: float) -> Any:
+    """What torch's iterator fetches; where a connection breaks, the worker that has died is named."""
+    fetch = method()
+    assert fetch is not None  # the iterator is in this call
+    try:
+        return fetch(*timeout)
+    except (ConnectionError, EOFError, FileNotFoundError) as error:  # of the sockets that memory is handed over by
+        until = time.monotonic() + SECONDS_FOR_END
+        while all(worker.is_alive() for worker in workers):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)  # here torch's handler may raise that a worker was killed, and by which signal
+        gone = ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
+        raise RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly") from error
 
 
 @contextmanager
