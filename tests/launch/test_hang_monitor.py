@@ -105,6 +105,26 @@ def test_more_calls_than_are_compared_in_a_look_are_compared_at_the_end(scene: C
     assert "barrier #1" in str(played.lookout.divergence())
 
 
+def test_since_when_a_rank_waits_is_that_of_its_newest_collective(scene: Callable[..., Scene]) -> None:
+    played = scene()
+    rank = played.ranks[1]
+    assert played.lookout.waits_since(1) is None  # its trace is not open
+    played.lookout.open({1: rank.stand})
+    assert played.lookout.waits_since(1) is None
+    rank.make("barrier")
+    assert played.lookout.waits_since(1) is None
+    before = time.monotonic()
+    index = rank.enter()
+    since = played.lookout.waits_since(1)
+    assert since is not None
+    assert before <= since <= time.monotonic()
+    rank.collectives.leave(index, complete=True)
+    assert played.lookout.waits_since(1) is None
+    rank.enter()
+    played.lookout.close()
+    assert played.lookout.waits_since(1) is None
+
+
 def test_a_rank_that_keeps_others_waiting_is_told_once(
     scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.launch import processes
 from lockstep.launch.parent_death import PARENT
-from lockstep.launch.processes import RankProcesses
+from lockstep.launch.processes import GRACE, RankProcesses
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.status import Mailbox
@@ -103,6 +104,75 @@ def test_what_follows_a_failure_is_done_once_and_after_the_end_of_all() -> None:
     assert calls == [[]]
 
 
+class Clock:
+    """In the place of `time`: only sleep lets time pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class WithOneThatEnds(RankProcesses):
+    """Of ranks 1 and 2, rank 2 is there for some time only."""
+
+    clock: Clock
+    ends: float
+
+    @property
+    def running(self) -> list[int]:
+        return [1, 2] if self.clock.now < self.ends else [1]
+
+
+@pytest.mark.parametrize(("ends", "seconds"), [(100.3, GRACE / 4 + 0.3), (101.9, GRACE)])
+def test_the_end_of_a_rank_lets_go_of_others_which_get_half_a_second_then(
+    monkeypatch: pytest.MonkeyPatch, ends: float, seconds: float
+) -> None:
+    clock = Clock()
+    watched = WithOneThatEnds(waits_since=lambda rank: None if rank == 2 else 90.0)
+    watched.clock, watched.ends = clock, ends
+    monkeypatch.setattr(processes, "time", clock)
+    watched.wind_up(100.0)
+    assert clock.now - 100.0 == pytest.approx(seconds, abs=2.5 * processes.LOOK)
+
+
+@pytest.mark.parametrize(
+    ("since", "said", "hurries", "seconds"),
+    [
+        ([90.0, 99.9], None, True, GRACE / 4),  # both wait in a collective
+        ([90.0, None], None, True, GRACE),  # one may raise, and save what it has
+        ([90.0, 100.4], None, True, GRACE / 4 + 0.4),  # it has come out of a collective, and waits in another
+        ([90.0, None], 100.3, True, GRACE / 4 + 0.3),  # what waits for that one gets as long as it does
+        ([90.0, 99.9], None, False, GRACE),  # a launcher
+    ],
+)
+def test_ranks_that_wait_behind_one_that_failed_are_ended_after_half_a_second(
+    monkeypatch: pytest.MonkeyPatch, since: list[float | None], said: float | None, hurries: bool, seconds: float
+) -> None:
+    """gloo lets go of the neighbours of a rank that is gone; 22 of 24 ranks waited for their end for 2 seconds."""
+    clock = Clock()
+
+    def failed_at(rank: int) -> float | None:
+        return said if rank == 2 and said is not None and clock.now >= said else None
+
+    def waits_since(rank: int) -> float | None:
+        at = since[rank - 1]
+        return at if at is not None and clock.now >= at else None
+
+    watched = RankProcesses(failed_at=failed_at, waits_since=waits_since)
+    watched.hurries = hurries
+    start(watched, SLEEP, SLEEP)
+    monkeypatch.setattr(processes, "time", clock)
+    watched.wind_up(100.0)
+    assert clock.now - 100.0 == pytest.approx(seconds, abs=2.5 * processes.LOOK)
+    assert watched.wait(30)
+    assert watched.failed == []
+
+
 def test_standard_input_is_closed(children: RankProcesses) -> None:
     start(children, "import sys; raise SystemExit(sys.stdin.read() != '')")
     assert children.wait(30)
@@ -125,13 +195,13 @@ def one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_more_processes_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line was "BlockingIOError: [Errno 11] Resource temporarily unavailable"; to end the others hung."""
     one_start(monkeypatch)
-    processes = RankProcesses(None)
+    watched = RankProcesses(None)
     try:
-        processes.start(1, [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+        watched.start(1, [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
         with pytest.raises(RuntimeError, match=r"^rank 2 could not be started .* more processes \(`ulimit -u`"):
-            processes.start(2, [sys.executable, "-c", ""], dict(os.environ))
+            watched.start(2, [sys.executable, "-c", ""], dict(os.environ))
     finally:
-        processes.stop(0.0)
+        watched.stop(0.0)
 
 
 def test_a_supervisor_that_may_start_no_more_ranks_says_why_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:

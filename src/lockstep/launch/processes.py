@@ -83,9 +83,11 @@ class RankProcesses:
         failed_at: when a rank said that it fails, before its process ended; None: it has said nothing.
         on_end: called after each end, good or bad, and before anything follows from it.
         is_excused: whether the end of a rank, with this exit code, is neither good nor bad.
+        waits_since: when a rank entered the collective in which it is; None: it is in none, or nobody knows.
 
     Attributes:
-        hurries: whether ranks that have all failed get half a second only; a launcher asks for their own exit codes.
+        hurries: whether ranks of which nothing can come any more get half a second only: each has failed, or waits in
+            a collective. A launcher asks for their own exit codes.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class RankProcesses:
         failed_at: Callable[[int], float | None] | None = None,
         on_end: Callable[[int], None] | None = None,
         is_excused: Callable[[int, int | None], bool] | None = None,
+        waits_since: Callable[[int], float | None] = lambda rank: None,
     ) -> None:
         self._on_failure = on_failure
         self._is_busy = is_busy
@@ -103,6 +106,7 @@ class RankProcesses:
         self._failed_at = failed_at
         self._on_end = on_end
         self._is_excused = is_excused
+        self._waits_since = waits_since
         self.hurries = True
         self._processes: dict[int, _Started | Foreign] = {}
         self._watchers: dict[int, threading.Thread] = {}
@@ -261,11 +265,20 @@ class RankProcesses:
                 return
             self._winding_up = True
         # others may be about to fail by themselves, one of them as the true cause: let them say so
-        until, latest = at + GRACE, time.monotonic() + FAREWELL
+        moved, before = time.monotonic(), self.running
+        until, latest = at + GRACE, moved + FAREWELL
         while running := self.running:
             now, said = time.monotonic(), [self._said(rank, at) for rank in running]
-            if all(said) and self.hurries:  # only what they do at their end is left
+            if running != before:
+                moved, before = now, running
+            # only what they do at their end is left
+            if all(said) and self.hurries:
                 until = min(until, max(said) + GRACE / 4)
+            # gloo lets go of a rank where one that it is connected to has ended: those behind it wait for nothing
+            elif self.hurries and now >= max(moved, *said) + GRACE / 4:
+                waiting = [self._waits_since(rank) for rank, word in zip(running, said, strict=True) if not word]
+                if all(since is not None and now >= since + GRACE / 4 for since in waiting):
+                    until = now
             if now >= until and not (
                 now < latest and self._is_someone_ending is not None and self._is_someone_ending()
             ):

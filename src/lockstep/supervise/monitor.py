@@ -147,9 +147,17 @@ class HangMonitor:
 
     def close(self) -> None:
         """Let go of the traces."""
-        for _, reading in self._readings.values():
-            reading.close()
-        self._readings.clear()
+        with self._reads:
+            for _, reading in self._readings.values():
+                reading.close()
+            self._readings.clear()
+
+    def waits_since(self, rank: int) -> float | None:
+        """When a rank entered the collective in which it is now; None where it is in none, or nobody knows."""
+        with self._reads:
+            reading = self._readings.get(rank)
+            newest = [] if reading is None else reading[1].newest(1)
+        return newest[0].entered if newest and newest[0].inside and not newest[0].aside else None
 
     def forget(self) -> None:
         """This process was stopped itself: what it knows of how long others have stood still is worth nothing."""
@@ -544,6 +552,10 @@ class RankMonitor:
     def divergence(self) -> Divergence | None:
         """What the traces prove, those of ranks included that have come to their end: that calls do not match."""
         return self._hangs.divergence()
+
+    def waits_since(self, rank: int) -> float | None:
+        """When a rank entered the collective in which it is now; None where it is in none, or nobody knows."""
+        return self._hangs.waits_since(rank)
 
     def stands(self) -> dict[int, Stand]:
         """Where the ranks stand, those included that have come to their end."""

@@ -2,8 +2,9 @@
 
 It is started by local rank 0, and imports no torch, so that it is there within a tenth of a second. Where nobody else
 starts the ranks it starts the others, each in a process group of its own. Whoever ends first and badly, rank 0
-included, it lets the others raise and save what they have, ends those that still run two seconds later, and has the
-first cause be the last line on the screen. Supervisors of several nodes agree on which that is (`hub`).
+included, it lets the others raise and save what they have, ends those that still run two seconds later (half a second
+after the last of them has moved, where each has failed or waits in a collective), and has the first cause be the last
+line on the screen. Supervisors of several nodes agree on which that is (`hub`).
 
 All is decided in the main thread, event by event; the other threads only bring events.
 """
@@ -80,6 +81,7 @@ class Supervisor:
             mailbox.failed_at,
             lambda rank: self._put("ended"),
             self._is_excused,
+            lambda rank: self._monitor.waits_since(rank),
         )
         self._processes.hurries = self._starts
         everyone = order["local_size"] == order["size"]
