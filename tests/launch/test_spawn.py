@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lockstep.cluster.detect import Placement
+from lockstep.cluster.meeting import listen
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.seed import current_seed, hand_down_seed
+from lockstep.launch import script
 from lockstep.launch.processes import RankProcesses
 from lockstep.launch.spawn import SpawnLauncher, _failure
 from lockstep.launch.topology import launcher
@@ -128,6 +131,43 @@ def test_ranks_are_as_the_calling_process_was() -> None:
         hand_down_seed(before)
     assert repr(there) == repr(here)
     assert torch.equal(there[4], here[4])
+
+
+def is_taken(port: int) -> bool:
+    """Whether a socket that asks for nothing special is refused the port."""
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+def meeting_place() -> tuple[bool, bool]:
+    """Whether the port is kept from others before the ranks meet, and whether their store may listen there."""
+    port = int(os.environ["MASTER_PORT"])
+    taken = is_taken(port)
+    descriptor = listen("127.0.0.1", port) if os.environ["LOCAL_RANK"] == "0" else None
+    return taken, descriptor is not None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a port be held")
+def test_the_port_where_ranks_will_meet_is_not_given_to_others() -> None:
+    """It was looked for and let go: seconds later, when rank 0 came to listen there, another process had it."""
+    assert SpawnLauncher(TWO).launch(meeting_place) == (True, True)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not let a port be held")
+def test_a_script_holds_the_port_where_its_ranks_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "Supervised", lambda world, command, environ: (world, environ))
+    monkeypatch.setattr(script, "command_line", lambda main, argv, original: ["python"])
+    monkeypatch.setattr(script, "_held", [])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    world, environ = cast(tuple[World, dict[str, str]], script._begin(TWO))
+    assert environ["MASTER_PORT"] == str(world.port)
+    assert is_taken(world.port)
+    script._held[0].close()
+    assert not is_taken(world.port)
 
 
 def test_the_stacks_of_ranks_that_went_different_ways_come_before_the_last_line() -> None:

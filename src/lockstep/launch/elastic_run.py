@@ -42,7 +42,7 @@ from lockstep.cluster.torchelastic import CAUSE, STARTED
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.launch import parent_death
 from lockstep.launch.attempts import AGENT, RECORDS, RESUME, RUN, leave_nothing
-from lockstep.launch.environment import free_port, names_variables
+from lockstep.launch.environment import HeldPort, names_variables
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import Ended
 from lockstep.supervise.stack import one_line, wipe_line
@@ -386,10 +386,11 @@ class OneNode(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        port = free_port(HERE)
+        held = HeldPort()
         self._store = TCPStore(
-            HERE, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, port)
+            HERE, held.number, None, is_master=True, wait_for_workers=False, master_listen_fd=listen(HERE, held.number)
         )
+        held.close()
         self._round = 0
         self._closed = False
 

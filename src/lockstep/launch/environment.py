@@ -164,14 +164,34 @@ def fix_cublas_workspaces() -> None:
 # -- a port --------------------------------------------------------------------------------------------------
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody listens on right now.
+class HeldPort:
+    """A port of this machine that no other process is given as long as it is held; the ranks' store listens on it.
 
-    Args:
-        address: of an interface of this machine.
+    It is bound, and nobody listens on it: Linux lets a second socket listen there that asks for SO_REUSEADDR, as a
+    store's does, and gives the port to nobody who asks for any. Other systems refuse the second socket: there the port
+    is free from the start, and another process may take it before the ranks meet.
+
+    Attributes:
+        number: of the port.
     """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number: int = self._socket.getsockname()[1]
+        if not sys.platform.startswith("linux"):
+            self.close()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._socket.close()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on right now; `HeldPort` keeps it so."""
     with socket.socket() as probe:
-        probe.bind((address, 0))
+        probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 

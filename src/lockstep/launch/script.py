@@ -17,7 +17,7 @@ from lockstep.cluster.local import is_started, on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import log
-from lockstep.launch.environment import SEED, bind_loader_workers, free_port, share_cores, started_in
+from lockstep.launch.environment import SEED, HeldPort, bind_loader_workers, share_cores, started_in
 from lockstep.supervise.client import Side, Supervised, at_launcher
 from lockstep.supervise.status import MAILBOX, noted_call
 
@@ -135,6 +135,9 @@ def _after(names: set[str], argv: Sequence[str], original: Sequence[str]) -> Seq
 _sides: list[Side] = []
 """This process' side of its supervisor, once it has one: one entry, or none."""
 
+_held: list[HeldPort] = []
+"""The port where the ranks meet, if it was chosen here."""
+
 
 def _begin(world: World) -> Supervised:
     """Start the supervisor, which starts the other ranks of the node."""
@@ -147,7 +150,9 @@ def _begin(world: World) -> Supervised:
             "script: use strategy='ddp_notebook' or strategy='fsdp', or a strategy's start_method='spawn', or save the "
             "code as a file and run that"
         )
-    world = replace(world, port=world.port or free_port())
+    if not world.port:
+        _held.append(HeldPort())  # to the end of this process: others come to it at any time
+        world = replace(world, port=_held[0].number)
     if world.local_size > 1:
         os.environ.update(rank_variables(world))
         if world.num_nodes == 1:

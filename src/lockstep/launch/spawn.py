@@ -30,7 +30,7 @@ from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
-from lockstep.launch.environment import bind_loader_workers, free_port, inherit, share_cores
+from lockstep.launch.environment import HeldPort, bind_loader_workers, inherit, share_cores
 from lockstep.launch.parent_death import PARENT
 from lockstep.launch.processes import GRACE, Ended, RankProcesses
 from lockstep.supervise.causes import Cause, Divergence, early_cause, first_cause
@@ -147,7 +147,8 @@ class SpawnLauncher:
             RuntimeError: a rank failed, and the others were ended. Its last line names the rank and the reason.
             KeyboardInterrupt: a second Ctrl-C came, or the first one while nothing can be ended in order.
         """
-        world = replace(self.world, port=self.world.port or free_port())
+        held = None if self.world.port else HeldPort()
+        world = self.world if held is None else replace(self.world, port=held.number)
         mailbox, verdicts = Mailbox(), list[Verdict]()
         processes = RankProcesses(
             None, mailbox.is_inside, mailbox.is_someone_ending, mailbox.failed_at, lambda rank: tell(rank)
@@ -186,6 +187,8 @@ class SpawnLauncher:
                 monitor.stop()
                 processes.stop()
                 mailbox.close()
+                if held is not None:
+                    held.close()
 
     def start(self, processes: RankProcesses, call: Call, result: IO[bytes], mailbox: Mailbox) -> None:
         """Start the ranks of this node, and begin to watch them."""

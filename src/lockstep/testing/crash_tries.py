@@ -24,7 +24,7 @@ from typing import IO, NoReturn
 
 import torch
 
-from lockstep.launch.environment import free_port
+from lockstep.launch.environment import HeldPort
 from lockstep.testing import crash_training
 from lockstep.testing.crash import Kill, Life, Moment, lived
 from lockstep.testing.crash_training import DATA, EPOCHS, EVERY, STRATEGIES, Setting, seen
@@ -92,19 +92,20 @@ def _play(words: list[str], ranks: int) -> None:
     """Train in this process; with several ``ranks``, in a copy of it for each of the others, too."""
     if ranks == 1:
         return crash_training.main(words)
-    port = free_port()
+    held = HeldPort()
     others = []
     for rank in range(1, ranks):
         pid = os.fork()
         if pid == 0:
             with open(os.dup(1), "wb") as output:
-                _become(partial(_be_rank, rank, ranks, port, words), output)
+                _become(partial(_be_rank, rank, ranks, held.number, words), output)
         others.append(pid)
     try:
-        _be_rank(0, ranks, port, words)
+        _be_rank(0, ranks, held.number, words)
     finally:
         for pid in others:
             os.waitpid(pid, 0)
+        held.close()
     return None
 
 

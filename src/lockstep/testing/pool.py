@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lockstep.launch.environment import HeldPort
 from lockstep.launch.processes import stat_of
 from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, Call, Outcome
 
@@ -162,7 +163,8 @@ class RankPool:
         body = _pickle(fn, args)
         self._heal(world)
         workers = dict(enumerate(self._workers[:world]))
-        self._send(workers, body, timeout, group)
+        held = HeldPort()
+        self._send(workers, body, timeout, group, held.number)
         progress = _Progress(dict(workers))
         try:
             self._collect(progress, time.monotonic() + timeout)
@@ -172,6 +174,7 @@ class RankPool:
                 print(f"rank {rank} was still in:\n{self._stacks(worker)}", file=sys.stderr)
             raise
         finally:
+            held.close()
             for worker in progress.waiting.values():
                 _kill(worker.pid)
                 worker.status = -1
@@ -213,11 +216,10 @@ class RankPool:
 
     # -- one call ----------------------------------------------------------------------------------
 
-    def _send(self, workers: dict[int, _Worker], body: bytes, timeout: float, group: bool) -> None:
+    def _send(self, workers: dict[int, _Worker], body: bytes, timeout: float, group: bool, port: int) -> None:
         self._calls += 1
         world = len(workers)
         store = os.path.join(self._folder, f"group-{self._calls}") if group else None
-        port = free_port()
         for rank, worker in workers.items():
             environ = launcher_environment(rank, world, port, f"pool-{self._calls}")
             call = Call(rank, environ, os.getcwd(), list(sys.path), store, timeout, body)
@@ -345,13 +347,6 @@ def launcher_environment(rank: int, world: int, port: int, run_id: str) -> dict[
         "TORCHELASTIC_RUN_ID": run_id,
         "LOCKSTEP_SUPERVISE": "0",  # the pool watches its ranks itself
     }
-
-
-def free_port() -> int:
-    """A TCP port on the loopback that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def pool_processes() -> frozenset[int]:
