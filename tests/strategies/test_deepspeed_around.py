@@ -228,7 +228,7 @@ STRATEGY, WHAT = sys.argv[1:3]
 flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lockstep.Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=STRATEGY, **flags)
 trainer.fit(Module(), DataLoader(torch.randn(16, 8), batch_size=2))
-print("rank", trainer.global_rank, "of", trainer.world_size, "has made", trainer.global_step, "steps", flush=True)
+print(f"rank {trainer.global_rank} of {trainer.world_size} has made {trainer.global_step} steps\\n", end="", flush=True)
 """
 
 
