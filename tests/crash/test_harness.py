@@ -76,10 +76,22 @@ def test_a_run_that_ends_with_other_bits_is_found_out() -> None:
         survive(script(DIE + SAY.format("b")), kills, whole)
     with pytest.raises(AssertionError, match="did not die of rank=0,step=3"):
         survive(script(SAY.format("a")), kills, whole)
+    with pytest.raises(AssertionError, match="did not die of rank=0,worker=1,step=3"):
+        survive(script(SAY.format("a")), [Kill(worker=1, step=3)], whole)
     with pytest.raises(AssertionError, match=r"the resumed run failed \(3\)(.|\n)*no checkpoint"):
         survive(script(DIE + "print('no checkpoint'); sys.exit(3)"), kills, whole)
     with pytest.raises(AssertionError, match="has reported nothing"):
         survive(script(DIE), kills, live(script("")))
+
+
+def test_a_killed_worker_that_had_nothing_left_to_do_is_missed_by_nobody() -> None:
+    """It had handed out the last batch of its epoch: the run went on, and the test said that it had not died."""
+    struck = "print('\\nstruck in epoch 1, step 14', flush=True)\n"
+    kills, whole = [Kill(worker=1, step=9), Kill(step=20)], live(script(SAY.format("a")))
+    (only,) = survive(script(struck + SAY.format("a")), kills, whole)
+    assert only.code == 0
+    with pytest.raises(AssertionError, match="other bits in weights"):
+        survive(script(struck + SAY.format("b")), kills, whole)
 
 
 def test_a_run_that_hangs_tells_where_and_is_ended_with_all_its_processes() -> None:
