@@ -12,6 +12,7 @@ The supervisors, their connections and their messages are the product's own; ran
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import tempfile
@@ -109,12 +110,18 @@ def between_ranks(nodes: Sequence[int]) -> str:
         "messages of a host to agree | deep | calls to draw a micro-batch by a user's sampler |"
     )
     lines = [head, "|" + "---|" * 8]
+    messages = size = agreements = 0.0  # the largest, divided by log2(ranks)
     for count in nodes:
         ranks = RANKS_PER_NODE * count
         logged, agreed = reduce_logged(ranks, NAMES), agree(count)
+        messages = max(messages, max(logged["rank 0"], logged["another rank"]) / math.log2(ranks))
+        size = max(size, logged["bytes"] / 1e3 / math.log2(ranks))
+        agreements = max(agreements, agreed["most"] / math.log2(ranks))
         cells = [logged["rank 0"], logged["another rank"], round(logged["bytes"] / 1e3), logged["depth"]]
         cells += [agreed["most"], agreed["depth"], draw(ranks)]
         lines.append(f"| {ranks:,} | {' | '.join(map(str, cells))} |")
+    told = f"at most c log2(ranks): c is {messages:.1f} messages and {size:.1f} KB to reduce the logged values"
+    lines += ["", f"In every row a rank has {told}, and {agreements:.1f} messages of a host to agree."]
     return "\n".join(lines)
 
 
