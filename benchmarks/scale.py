@@ -120,8 +120,11 @@ def between_ranks(nodes: Sequence[int]) -> str:
         cells = [logged["rank 0"], logged["another rank"], round(logged["bytes"] / 1e3), logged["depth"]]
         cells += [agreed["most"], agreed["depth"], draw(ranks)]
         lines.append(f"| {ranks:,} | {' | '.join(map(str, cells))} |")
-    told = f"at most c log2(ranks): c is {messages:.1f} messages and {size:.1f} KB to reduce the logged values"
-    lines += ["", f"In every row a rank has {told}, and {agreements:.1f} messages of a host to agree."]
+    lines += [
+        "",
+        f"In every row a rank sends and gets at most {messages:.1f} log2(ranks) messages and {size:.1f} log2(ranks) KB",
+        f"to reduce the logged values, and a host at most {agreements:.1f} log2(ranks) messages to agree.",
+    ]
     return "\n".join(lines)
 
 
