@@ -118,7 +118,8 @@ def main() -> None:
 
     weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in model.state_dict().values())
     trainer.print(f"steps                 {trainer.global_step} on {trainer.world_size} process(es)")
-    trainer.print(f"accuracy, held out    {trainer.callback_metrics['val_accuracy']:.4f}")
+    if "val_accuracy" in trainer.callback_metrics:  # not where Ctrl-C came before the first validation
+        trainer.print(f"accuracy, held out    {trainer.callback_metrics['val_accuracy']:.4f}")
     trainer.print(f"sha256 of the weights {hashlib.sha256(weights).hexdigest()}")
 
 

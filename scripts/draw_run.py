@@ -165,7 +165,7 @@ def typed(command: str) -> list[Cell]:
 
 def main() -> None:
     """Run, and write the picture."""
-    (script,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    script = (PROJECT / "first.py").read_text()
     assert STEP in script
     failing = script.replace(STEP, FAILS, 1).replace("max_epochs=20", "max_epochs=20, enable_model_summary=False")
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ from lockstep.cli import env as shown
 from lockstep.cli.run import COMMANDS, HELP, main
 from lockstep.cluster.detect import explained
 from lockstep.launch.environment import FAMILIES, HIDDEN, NAMES, in_force
+from tests.project.test_bare import EXTRAS
 from tests.project.test_packaging import names, project
 
 __all__ = ["project"]  # a fixture
@@ -86,13 +87,19 @@ def test_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.report()["devices"]["cuda"] == "none; torch is built for CUDA 13.0"
 
 
-OF_THE_PROJECT = ("test", "bench", "examples", "third-parties")
-"""Extras of which lockstep itself imports nothing."""
+def test_what_is_required_is_told_of_first(
+    project: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(shown.REQUIRED) == names(project["dependencies"])
+    monkeypatch.setattr(shown, "_version", lambda name: None if name == "numpy" else "1.0")
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "\n  numpy              MISSING: pip install numpy\n" in text
+    assert text.index("required packages:") < text.index("optional packages:")
 
 
 def test_every_extra_is_told_of(project: dict[str, Any]) -> None:
-    extras = project["optional-dependencies"]
-    wanted = set().union(*(names(extras[name]) for name in extras if name not in OF_THE_PROJECT))
+    wanted = set().union(*(names(project["optional-dependencies"][extra]) for extra in EXTRAS))
     assert set(shown.OPTIONAL) == wanted
     there = shown.report()["optional"]
     assert set(shown.OPTIONAL) <= there.keys()

@@ -22,13 +22,22 @@ def blocks(language: str) -> list[str]:
 
 
 def first_script(folder: Path, processes: int) -> Path:
-    (script,) = blocks("python")
+    script = blocks("python")[0]
     short = script.replace("max_epochs=20", "max_epochs=2").replace("devices=2", f"devices={processes}")
     if processes == 1:
         short = short.replace('strategy="ddp", ', "")
     assert short != script
     (folder / "first.py").write_text(short)
     return folder / "first.py"
+
+
+def test_the_first_script_lies_in_the_repository() -> None:
+    assert (ROOT / "first.py").read_text() == blocks("python")[0]
+
+
+def test_other_blocks_name_what_is_there() -> None:
+    for code in blocks("python")[1:]:
+        exec("from lockstep import Trainer\n" + code, {})
 
 
 def check(done: subprocess.CompletedProcess[str], folder: Path) -> None:
@@ -69,9 +78,22 @@ def test_first_script_runs_on_one_process(ranks: RankPool, tmp_path: Path) -> No
     check(done, tmp_path)
 
 
+def test_ctrl_c_before_the_first_validation_ended_in_a_key_error(ranks: RankPool, tmp_path: Path) -> None:
+    script = first_script(tmp_path, 1)
+    step = "        x, y = batch\n        return"
+    struck = step.replace("return", "__import__('os').kill(__import__('os').getpid(), 2)\n        return")
+    script.write_text(script.read_text().replace(step, struck, 1))
+    (done,) = run_script(ranks, script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Ctrl-C" in done.stdout
+    assert "validation loss: None\n" in done.stdout
+    assert "epoch=0-step=1.ckpt" in done.stdout
+
+
 def test_commands_exist_and_can_be_run() -> None:
     """The two commands are an installation of this folder, and the first script; those of the project are there."""
-    (block,) = blocks("bash")
+    block, of_torch = blocks("bash")
+    assert of_torch.startswith('pip install "torch<')
     commands = [line.split("#")[0].split() for line in block.splitlines()]
     assert commands == [["pip", "install", "."], ["python", "first.py"]]
     named = set(re.findall(r"`(scripts/\w+)`", README))

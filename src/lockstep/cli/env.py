@@ -23,12 +23,13 @@ the variables that lockstep reads. Values that look like keys or tokens are not 
 started (`srun lockstep env`) to see what a rank sees.
 """
 
-# by the names of the distributions; a test compares them with the extras of pyproject.toml
+# by the names of the distributions; a test compares them with pyproject.toml
+REQUIRED = ("torch", "cloudpickle", "numpy", "tqdm", "typing-extensions")
 OPTIONAL = (
     *("alembic", "deepspeed", "jsonargparse", "matplotlib", "mlflow-skinny", "onnx", "onnxscript", "optuna", "psutil"),
     *("pyyaml", "rich", "safetensors", "sqlalchemy", "tensorboard", "torchmetrics", "wandb"),
 )
-BESIDE = ("lightning", "pytorch-lightning", "numpy", "mlflow")
+BESIDE = ("lightning", "pytorch-lightning", "mlflow")
 """Distributions that are no extras, and that are told of where they are installed."""
 
 
@@ -36,7 +37,8 @@ class Report(TypedDict):
     """What the command shows."""
 
     versions: dict[str, str]
-    optional: dict[str, str | None]  #: None: not installed
+    required: dict[str, str | None]  #: None: not installed
+    optional: dict[str, str | None]  #: the same
     devices: dict[str, str]
     cluster: str | None
     why: str
@@ -75,6 +77,7 @@ def report() -> Report:
             "python": platform.python_version(),
             "system": platform.platform(),
         },
+        "required": {name: _version(name) for name in REQUIRED},
         "optional": {name: _version(name) for name in OPTIONAL}
         | {name: found for name in BESIDE if (found := _version(name)) is not None},
         "devices": dict(_devices()),
@@ -115,9 +118,11 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _lines(found: Report) -> Iterator[str]:
+    required = {name: version or f"MISSING: pip install {name}" for name, version in found["required"].items()}
     optional = {name: version or "not installed" for name, version in found["optional"].items()}
     parts: tuple[tuple[str, dict[str, str]], ...] = (
         ("versions", found["versions"]),
+        ("required packages", required),
         ("optional packages", optional),
         ("devices", found["devices"]),
     )

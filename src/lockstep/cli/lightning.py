@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
 from importlib import import_module
-from importlib.metadata import version
 from os.path import isfile
 from types import MethodType
 from typing import Any, Union
@@ -326,7 +325,7 @@ class LightningCLI:
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser; one for the whole, and one for each subcommand."""
-        kwargs.setdefault("dump_header", [f"lockstep=={version('torch-lockstep')}"])
+        kwargs.setdefault("dump_header", [f"lockstep=={sys.modules['lockstep'].__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
             "-c", "--config", action=jsonargparse.ActionConfigFile, help="A configuration file (yaml or json)."

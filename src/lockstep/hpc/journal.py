@@ -17,9 +17,13 @@ from collections.abc import Generator, Iterator
 from functools import cache
 from typing import Any
 
-from optuna.storages.journal import JournalFileBackend
-
+from lockstep.ground.errors import missing_extra
 from lockstep.ground.rank import log
+
+try:
+    from optuna.storages.journal import JournalFileBackend
+except ModuleNotFoundError:
+    raise missing_extra("optuna", "optuna", "the journal of a search with strategy='optuna'") from None
 
 TRIES = 3
 """How often a line is written that does not come out as it was written."""

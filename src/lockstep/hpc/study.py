@@ -10,17 +10,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState
-
 from lockstep.data.order import make_key
-from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import log, rank_zero_only
 from lockstep.hpc.grid import Dimension, Options, SearchSettings
 from lockstep.hpc.journal import FileLock, Journal, held
 from lockstep.hpc.trials import JOURNAL, TrialFolder
+
+try:
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.study import StudyDirection
+    from optuna.trial import FrozenTrial, TrialState
+except ModuleNotFoundError:
+    raise missing_extra("optuna", "optuna", "strategy='optuna'") from None
 
 NUMBER, PRUNED_AT, LOST = "lockstep_trial", "lockstep_pruned_at", "lockstep_lost"
 """What is kept of a trial in the study: its number, the check at which it was pruned, why it was taken for dead."""

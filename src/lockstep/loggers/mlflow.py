@@ -42,7 +42,7 @@ _announced: set[str] = set()
 class MLFlowLogger(Logger):
     """Keeps metrics, hyperparameters and, if asked to, checkpoints in a run of MLflow.
 
-    Needs ``pip install "torch-lockstep[mlflow]"``, which brings ``mlflow-skinny`` and what its SQLite store takes.
+    Needs the extra ``mlflow``, which brings ``mlflow-skinny`` and what its SQLite store takes.
     The whole ``mlflow`` does as well, and has the page to look at: ``mlflow ui --backend-store-uri <tracking_uri>``.
     The run begins when something is first logged, on rank 0.
 

@@ -30,7 +30,7 @@ def _is_installed() -> bool:
 class TensorBoardLogger(FolderLogger):
     """Keeps metrics in TensorBoard's format in ``save_dir/name/version_N``, hyperparameters also as YAML.
 
-    Look at them by ``tensorboard --logdir save_dir``. Needs ``pip install "torch-lockstep[tensorboard]"``.
+    Look at them by ``tensorboard --logdir save_dir``. Needs the extra ``tensorboard``.
 
     Args:
         save_dir: a local folder.

@@ -35,7 +35,7 @@ STEP = "trainer/global_step"
 class WandbLogger(Logger):
     """Keeps metrics, media, hyperparameters and, if asked to, checkpoints in a run of Weights & Biases.
 
-    Needs ``pip install "torch-lockstep[wandb]"``. The run begins when something is first logged, on rank 0; it ends
+    Needs the extra ``wandb``. The run begins when something is first logged, on rank 0; it ends
     with the process, or by ``wandb.finish()``, so that ``fit`` and ``test`` share it.
 
     Args:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn, Task
-from rich.table import Column
-from rich.text import Text
-
 from lockstep.callbacks.progress.base import Meter, clock, speed
+from lockstep.ground.errors import missing_extra
+
+try:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, Task
+    from rich.table import Column
+    from rich.text import Text
+except ModuleNotFoundError:
+    raise missing_extra("rich", "rich", "RichProgressBar's columns") from None
 
 
 class Batches(ProgressColumn):
