@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import Trainer
+from lockstep.cli import outputs
+from lockstep.cli import plan as plan_command
 from lockstep.cli.run import main
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop import choice
@@ -311,6 +313,33 @@ def test_the_command_plans_a_model_larger_than_this_machine(
     assert f'Trainer(strategy="{path}", devices=8, num_nodes=8)' in out
     assert SavedPlan.read(path).devices == 8
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_command_measured_and_then_saved_nothing(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked for is checked before work begins, and what was made is written before what may fail."""
+    path, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    words = ["plan", script, "--devices", "2", "--memory", "80GB", "--save", str(path), "--plot", str(picture), "64"]
+
+    def planned(*args: Any) -> Any:
+        raise AssertionError("the work has begun")
+
+    def fails(*args: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_command, "_plan_of", planned)
+        for word, nowhere in ((path, tmp_path / "none" / "plan.yaml"), (picture, tmp_path / "none" / "plan.png")):
+            assert main([str(nowhere) if each == str(word) else each for each in words]) == 2
+            assert f"{nowhere}: there is no folder" in capsys.readouterr().err
+        patch.setattr(outputs, "find_spec", lambda name: None)
+        assert main(words) == 2
+        assert "torch-lockstep[plot]" in capsys.readouterr().err
+    monkeypatch.setattr(plan_command, "draw", fails)
+    with pytest.raises(OSError, match="no space left"):
+        main(words)
+    assert SavedPlan.read(path).devices in (1, 2)
 
 
 def test_the_command_ends_with_1_where_nothing_fits(script: str, capsys: pytest.CaptureFixture[str]) -> None:

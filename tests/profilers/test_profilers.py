@@ -99,6 +99,12 @@ def test_an_action_ends_with_an_error() -> None:
 # -- where reports go -----------------------------------------------------------------------------------------
 
 
+def test_a_folder_that_cannot_be_made_was_found_out_behind_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MisconfigurationException, match=r"SimpleProfiler\(dirpath=.*nothing can be written there"):
+        SimpleProfiler(dirpath=tmp_path / "file" / "x", filename="perf").setup("fit")
+
+
 def test_the_report_goes_to_a_file_named_after_stage_and_rank(tmp_path: Path) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path / "new", filename="my perf")
     profiler.setup("fit", 1, str(tmp_path / "log"))

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -171,6 +172,10 @@ def _dtype(tensor: Tensor) -> str:
 def _convert(source: str, target: str, kind: str | None, pickled: bool) -> int:
     if storage.exists(target):
         raise MisconfigurationException(f"lockstep checkpoint convert: {target!r} is there already: choose a new name")
+    if target.endswith(WEIGHTS):
+        _safetensors()
+    elif kind == "deepspeed" and find_spec("deepspeed") is None:
+        raise missing_extra("deepspeed", "deepspeed", "lockstep checkpoint convert --to deepspeed")
     found = _read(source, pickled)
     if "state_dict" not in found:
         raise MisconfigurationException(f"lockstep checkpoint convert: {source!r} has no 'state_dict'")

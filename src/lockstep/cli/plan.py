@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import Parameter, UninitializedParameter
 
+from lockstep.cli.outputs import check_file, check_picture
 from lockstep.cli.run import CommandParser, check_script, split
-from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import PLANNED_PARAMETERS
 from lockstep.ground.types import TrainerFn
 from lockstep.loop import choice
@@ -68,16 +69,22 @@ def plan(words: Sequence[str]) -> int:
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
     check_script("lockstep plan", None, script)
+    if given.save is not None:
+        if not given.save.endswith((".yaml", ".yml")):
+            raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
+        check_file("lockstep plan --save", given.save)
+    if given.plot is not None:
+        check_picture("lockstep plan --plot", given.plot)
     found = _plan_of(given, script)
     print(found)
-    if given.plot is not None:
-        draw(found, given.plot)
     if given.save is not None and found.choice is not None:
         found.save(given.save)
         nodes = "" if found.hardware.nodes == 1 else f", num_nodes={found.hardware.nodes}"
         alone = found.choice.devices == 1
         nodes, devices = ("", 1) if alone else (nodes, found.hardware.devices)
         print(f'\n{given.save}: use it by Trainer(strategy="{given.save}", devices={devices}{nodes})')
+    if given.plot is not None:
+        draw(found, given.plot)
     return 0 if found.choice is not None else 1
 
 
@@ -104,8 +111,6 @@ def _parser() -> CommandParser:
 
 
 def _plan_of(given: argparse.Namespace, script: list[str]) -> Plan:
-    if given.save is not None and not given.save.endswith((".yaml", ".yml")):
-        raise MisconfigurationException(f"--save {given.save}: give a name that ends with .yaml")
     devices = _number("--devices", given.devices)
     elsewhere = any(getattr(given, name) is not None for name in ELSEWHERE)
     memory = None if given.memory is None else bytes_said("--memory", given.memory)
@@ -196,14 +201,9 @@ def draw(found: Plan, path: str) -> None:
     Args:
         found: the plan.
         path: of the picture.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise missing_extra("matplotlib", "plot", "lockstep plan --plot") from None
+    from matplotlib.figure import Figure
+
     rows = [row.prediction for row in found.rows if row.prediction.parts and not row.other]
     rows.sort(key=lambda one: (one.fits, one.rate))
     names = [one.candidate.name for one in rows]
@@ -236,7 +236,7 @@ def draw(found: Plan, path: str) -> None:
     if staged is not None:
         _draw_pipeline(figure.add_subplot(grid[1, :]), staged)
     figure.suptitle(f"{found.profile.name} on {found.hardware.nodes} x {found.hardware.devices} devices")
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _draw_pipeline(axes: Axes, staged: Prediction) -> None:

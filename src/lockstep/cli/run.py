@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
+from lockstep.ground.errors import MissingExtra
+
 if TYPE_CHECKING:
     from lockstep.launch.elastic_run import Plan
 
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(words[1:])
         command: Callable[[Sequence[str]], int] = getattr(import_module(f"lockstep.cli.{first}"), first)
         return command(words[1:])
-    except ValueError as error:  # a MisconfigurationException is one
+    except (ValueError, MissingExtra) as error:  # a MisconfigurationException is a ValueError
         text = str(error)
         print(text if text.startswith(f"lockstep {first}: ") else f"lockstep {first}: {text}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from lockstep.cli.outputs import check_picture
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc import search as searches
 from lockstep.hpc import table
@@ -55,6 +56,8 @@ def trials(words: Sequence[str]) -> int:
     if one and len(found) > 1:
         names = ", ".join(str(search.path) for search in found)
         raise MisconfigurationException(f"{given.path}: several searches are there; name one: {names}")
+    if given.plot:
+        check_picture("lockstep trials --plot", given.plot)
     try:
         return _watch(found, given) if given.watch is not None else _once(found, given)
     except SlurmRefused as refused:

@@ -37,7 +37,11 @@ class CorruptCheckpoint(RuntimeError):
     """A checkpoint file that is truncated, altered or no checkpoint at all."""
 
 
-def missing_extra(package: str, extra: str, needed_for: str) -> ModuleNotFoundError:
+class MissingExtra(ModuleNotFoundError):
+    """An optional package that is not installed; the message says what needs it and which extra brings it."""
+
+
+def missing_extra(package: str, extra: str, needed_for: str) -> MissingExtra:
     """The error for an optional package that is not installed.
 
     Args:
@@ -45,7 +49,7 @@ def missing_extra(package: str, extra: str, needed_for: str) -> ModuleNotFoundEr
         extra: the extra of ``torch-lockstep`` that brings it.
         needed_for: what the user asked for that needs it.
     """
-    return ModuleNotFoundError(
+    return MissingExtra(
         f"{needed_for} needs the package `{package}`, which is not installed: {_installing(extra)}", name=package
     )
 

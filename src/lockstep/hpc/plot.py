@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.ground.errors import MisconfigurationException, missing_extra
+from lockstep.ground.errors import MisconfigurationException
 from lockstep.hpc.search import COMPLETED, Status
 from lockstep.hpc.table import Order, best, value_names
 
@@ -27,13 +27,9 @@ def draw(name: str, statuses: Sequence[Status], order: Order, path: str) -> None
         path: of the picture.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed, with the extra that brings it.
         MisconfigurationException: no trial has a value of the metric, or the picture cannot be written.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError:
-        raise missing_extra("matplotlib", "plot", "lockstep trials --plot") from None
+    figures = importlib.import_module("matplotlib.figure")
     measured = [status for status in statuses if order.of(status) is not None]
     if not measured:
         raise MisconfigurationException(f"--plot: no trial has a number as {order.metric} yet")

@@ -78,11 +78,22 @@ class Profiler(ABC):
             stage: "fit", "validate", "test" or "predict".
             local_rank: the process' rank, for the report's name; the Trainer gives the global one.
             log_dir: the run's folder, taken where no ``dirpath`` was given.
+
+        Raises:
+            MisconfigurationException: no report can be written to ``dirpath``.
         """
         self._stage = stage
         self._rank = local_rank
         if self.dirpath is None:
             self.dirpath = log_dir
+        elif self.dirpath != log_dir:
+            try:
+                os.makedirs(self.dirpath, exist_ok=True)
+            except OSError as error:
+                raise MisconfigurationException(
+                    f"{type(self).__name__}(dirpath={self.dirpath!r}): nothing can be written there ({error}); choose "
+                    "another folder."
+                ) from error
 
     def summary(self) -> str:
         """The report as text."""
