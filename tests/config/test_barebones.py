@@ -73,3 +73,9 @@ def test_a_callback_of_the_users_is_not_taken_away() -> None:
         Trainer(**BARE, callbacks=bar)
     with pytest.raises(MisconfigurationException, match=r"barebones=True, logger=.*Recorder"):
         Trainer(**BARE, logger=Recorder())
+
+
+def test_a_zero_switches_off_as_false_does() -> None:
+    """It was taken, since it equals False, and switched on, since it is not False."""
+    zeros: Any = {"enable_progress_bar": 0, "enable_model_summary": 0, "enable_checkpointing": 0}
+    assert Trainer(accelerator="cpu", logger=False, **zeros).callbacks == []

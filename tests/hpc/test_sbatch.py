@@ -145,6 +145,12 @@ def test_options_as_users_write_them() -> None:
     assert option("exclusive", True) == option("exclusive", "") == Option("exclusive")
 
 
+def test_a_value_of_1_was_taken_for_true_and_lost() -> None:
+    assert [option("nice", value).value for value in (1, 1.0, 0, "1")] == ["1", "1.0", "0", "1"]
+    with pytest.raises(MisconfigurationException, match="exclusive=False: sbatch has no options that are off"):
+        option("exclusive", False)
+
+
 @pytest.mark.parametrize(
     ("given", "minutes"),
     [("15", 15), (15, 15), ("15:30", 15.5), ("2:00:00", 120), ("1-12", 2160), ("1-12:30", 2190), ("x", None)],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import threading
+from types import CodeType
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,3 +114,28 @@ def test_a_group_of_some_ranks_does_not_travel(ranks: RankPool) -> None:
     assert ranks(2).run(travels_with_groups)[0] == (
         "PostLocalSGDState.subgroup is a group of some ranks, which is this process's own"
     )
+
+
+NESTED = """
+def outer(factor):
+    def inner(value):
+        return value * factor
+    return inner
+"""
+
+
+def test_the_users_file_was_lost_under_cloudpickle_3_1_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives all code the name "<dynamic-code>", and each last line said so in the place of the user's file."""
+    reduces = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def without_file(code: CodeType) -> Any:
+        return reduces(code.replace(co_filename="<dynamic-code>"))
+
+    monkeypatch.setitem(cloudpickle.Pickler.dispatch_table, CodeType, without_file)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(NESTED, "/home/user/train.py", "exec"), names)
+    inner = there_and_back(names["outer"](3))
+    assert inner(2) == 6
+    assert inner.__code__.co_filename == "/home/user/train.py"
+    outer = there_and_back(names["outer"])
+    assert outer.__code__.co_filename == outer(1).__code__.co_filename == "/home/user/train.py"

@@ -17,7 +17,7 @@ from lockstep.callbacks.progress.rich import RichProgressBar
 from lockstep.callbacks.progress.tqdm import TQDMProgressBar
 from lockstep.checkpoint.io import CheckpointIO
 from lockstep.cluster.environments import DescribesRanks, LightningEnvironment, describes_ranks, environment_named
-from lockstep.config.run import RunConfig
+from lockstep.config.run import RunConfig, switch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loggers.base import DummyLogger, Logger
 from lockstep.loggers.tensorboard import default_logger
@@ -213,9 +213,8 @@ def make_callbacks(
         ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
         ("enable_model_summary", summary, ModelSummary, lambda: choose_model_summary(callbacks)),
     ]
-    for flag, asked, kind, make in defaults:
-        if asked not in (True, False, None):
-            raise MisconfigurationException(f"Trainer({flag}={asked!r}): give True or False.")
+    for flag, given_for, kind, make in defaults:
+        asked = switch(flag, given_for, optional=True)
         there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
         if there and asked is False:
             raise MisconfigurationException(

@@ -104,12 +104,18 @@ SHORT = {
 def option(cmd: str, value: object = None, comment: str = "") -> Option:
     """An option as users write it: with or without dashes, by its name or letter; True is an option without a value.
 
+    Raises:
+        MisconfigurationException: the value is False.
+
     Example:
         >>> option("-p", "long"), option("exclusive")
         (Option(name='partition', value='long', comment=''), Option(name='exclusive', value=None, comment=''))
     """
     name = cmd.lstrip("-")
-    return Option(SHORT.get(name, name), None if value in (None, "", True) else str(value), comment)
+    if value is False:
+        raise MisconfigurationException(f"{cmd}=False: sbatch has no options that are off: leave it out")
+    bare = value is None or value is True or value == ""  # 1 is a value, though it equals True
+    return Option(SHORT.get(name, name), None if bare else str(value), comment)
 
 
 def minutes_of(time: str | int | None) -> float | None:

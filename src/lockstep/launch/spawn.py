@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
+from types import CodeType
 from typing import IO, Any, NoReturn, TypeVar
 
 import torch
@@ -48,9 +49,10 @@ STAYS = ("cpu", "meta")
 
 
 def pack(obj: object, file: IO[bytes]) -> None:
-    """Write an object by cloudpickle, with all its tensors as CPU tensors.
+    """Write an object by cloudpickle, with all its tensors as CPU tensors, and code with the name of its file.
 
-    A process that reads it can have other devices, or none; on a GPU each reader would allocate a copy.
+    A process that reads it can have other devices, or none; on a GPU each reader would allocate a copy. cloudpickle
+    drops the name of a file from 3.1.3 on, and a traceback would say "<dynamic-code>".
 
     Raises:
         whatever pickling raises: there are objects that cannot travel, such as locks and open files.
@@ -61,11 +63,17 @@ def pack(obj: object, file: IO[bytes]) -> None:
         def reducer_override(self, thing: object) -> Any:
             if isinstance(thing, Tensor) and thing.device.type not in STAYS:
                 return _on_cpu(thing).__reduce_ex__(2)
+            if isinstance(thing, CodeType):
+                return _with_file, (thing.co_filename, *self.dispatch_table[CodeType](thing))
             if any(kind.__module__.startswith(TORCHS_HOOKS) for kind in type(thing).__mro__):
                 return _with_attributes, (type(thing), _attributes(thing))
             return super().reducer_override(thing)
 
     Pickler(file).dump(obj)
+
+
+def _with_file(name: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
+    return make(*parts).replace(co_filename=name)
 
 
 TORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"

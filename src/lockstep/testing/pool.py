@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import io
 import os
 import pickle
 import shutil
@@ -42,6 +43,7 @@ from torch.distributed import distributed_c10d
 
 from lockstep.launch.environment import HeldPort
 from lockstep.launch.processes import stat_of
+from lockstep.launch.spawn import pack
 from lockstep.testing.worker import LEAVE, STACKS_SIGNAL, Call, Outcome
 
 # -- the pool ------------------------------------------------------------------------------------------------
@@ -464,7 +466,9 @@ def _pickle(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         for module in _own_modules(fn, args):
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        return cloudpickle.dumps((fn, args))
+        body = io.BytesIO()
+        pack((fn, args), body)
+        return body.getvalue()
 
 
 def _own_modules(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[ModuleType]:
