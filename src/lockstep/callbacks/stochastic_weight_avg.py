@@ -37,8 +37,7 @@ class StochasticWeightAveraging(Callback):
 
     Every rank averages its own copy of the same weights, and the statistics of BatchNorm are averaged over the
     ranks, so that all end with the same model. Validation within the fit sees the current weights; see
-    :class:`~lockstep.callbacks.weight_averaging.WeightAveraging` for an average that is shown to it. Sharded
-    models are not supported.
+    :class:`~lockstep.callbacks.weight_averaging.WeightAveraging` for an average that is shown to it.
 
     Args:
         swa_lrs: the learning rate that is annealed to; a list has one for each parameter group.

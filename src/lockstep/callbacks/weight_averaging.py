@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
@@ -95,7 +95,7 @@ class WeightAveraging(Callback):
             tensors.register_buffer(f"buffer_{i}", buffer)
         # AveragedModel copies what it is given: bare tensors, since a module may refer to half the program.
         # Its counter stays on the CPU, where asking for it does not wait for the device.
-        self._average = AveragedModel(tensors, use_buffers=self._use_buffers, **self._kwargs)
+        self._average = AveragedModel(tensors, use_buffers=self._use_buffers, **_for_parts(tensors, self._kwargs))
         self._average.module.to(self._device if self._device is not None else trainer.strategy.root_device)
         if self._latest_step is None:
             self._latest_step = trainer.global_step
@@ -317,6 +317,33 @@ def _exponential(decay: float) -> Callable[[list[Tensor], list[Tensor], object],
             torch._foreach_add_(part, torch._foreach_mul(weights[first : first + CHUNK], 1 - decay))
 
     return update
+
+
+def _for_parts(tensors: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """``AveragedModel``'s arguments where some tensors are whole and others in shards, or in shards of several kinds.
+
+    torch's ``_foreach`` functions, by which many are averaged at once, take one kind alone.
+    """
+    if len({_kind(tensor) for tensor in _tensors(tensors)}) < 2:
+        return given
+    at_once = given.get("multi_avg_fn")
+    if at_once is None:
+        return {"avg_fn": get_swa_avg_fn(), **given}
+
+    def kind_by_kind(averages: list[Tensor], weights: list[Tensor], count: object) -> None:
+        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, weight in zip(averages, weights, strict=True):
+            group = groups.setdefault(_kind(average), ([], []))
+            group[0].append(average)
+            group[1].append(weight)
+        for group in groups.values():
+            at_once(*group, count)
+
+    return {**given, "multi_avg_fn": kind_by_kind}
+
+
+def _kind(tensor: Tensor) -> tuple[object, object]:
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
 def _copied(value: object) -> Any:

@@ -218,6 +218,7 @@ class EvaluationLoop:
             if not sanity_steps:
                 self._log_steps(for_loggers, dataloader_idx)
             yield output, dataloader_idx
+        session.strategy.steps_end()
         results.hook, results.among_batches = ("", -1), False
         if several:
             results.end_loader(loader)

@@ -275,22 +275,26 @@ class ShardedModule:
         self.module = module
         self._parts: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._params: dict[int, FSDPParam] = {}
+        self._groups: list[Any] = []
         for part in self._parts:
             part.reshard()
             type(part).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]  # torch's says less
             for group in part._get_fsdp_state()._fsdp_param_groups:
+                self._groups.append(group)
                 self._params.update({id(param.sharded_param): param for param in group.fsdp_params})
         self.parameters = {plain_name(name): p for name, p in module.named_parameters() if isinstance(p, DTensor)}
         self._split = [p for p in self.parameters.values() if id(p) not in self._params]
         self._syncs = True
         self._drops = False
-        self._is_running = False
+        self._is_running = self._goes_back = False
         self._used: set[int] = set()  # ids of parameters with a gradient from this rank's samples since a reduction
         self._heard: set[int] = set()  # ids of those that tell of their gradients
         for part in self._parts:
             if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13 has it
                 part.set_reduce_scatter_unused_params(True, recurse=False)
         self._entry = self._make_entry(module)
+        if is_sharded(module):  # by torch with the first forward, which may be that of a layer, in a hook
+            self._module_state()._lazy_init()
         policy = self._module_state()._mp_policy if is_sharded(module) else None
         self._casts_to: torch.dtype | None = policy.param_dtype if policy and policy.cast_forward_inputs else None
 
@@ -328,31 +332,15 @@ class ShardedModule:
         finally:
             self._is_running = False
 
-    def gather_anew(self) -> Callable[[], None]:
-        """Let layers that belong to the module's own group gather it, should a backward within `run` have freed it.
-
-        So it is in manual optimization, where a step goes on with forwards after a backward.
+    def serve_calls(self, within: bool) -> Callable[[], None]:
+        """Let the module's layers be called in hooks, too; ``within``: also behind a backward within `run`.
 
         Returns:
             ends it.
         """
-        if not is_sharded(self.module):  # what the step calls has its own end of the forward
-            return lambda: None
-        root, state = self._parts[0], self._module_state()
-        own = {id(module) for group in state._fsdp_param_groups for p in group.fsdp_params for module in _owners(p)}
+        from lockstep.parallel.gathered_calls import GatheredCalls
 
-        def gather(layer: nn.Module, args: object) -> None:
-            if self._is_running and not all(group.is_unsharded for group in state._fsdp_param_groups):
-                root.unshard()
-
-        layers = [layer for layer in self.module.modules() if id(layer) in own and layer is not self.module]
-        handles = [layer.register_forward_pre_hook(gather) for layer in layers]
-
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return end
+        return GatheredCalls(self.module, lambda: self._is_running or self._goes_back, self.free, within).close
 
     def _set_sync(self, sync: bool) -> None:
         if sync is not self._syncs:
@@ -361,9 +349,15 @@ class ShardedModule:
                 part.set_requires_gradient_sync(sync, recurse=False)
 
     def reshard(self) -> None:
-        """Free whole parameters; an evaluation leaves the module's own."""
+        """Free whole parameters, but for those of the module's own that a step needs; an evaluation leaves them."""
         for part in self._parts:
             part.reshard()
+
+    def free(self) -> None:
+        """Free all whole parameters: their shards are to be read, or are about to change."""
+        for group in self._groups:
+            if group.is_unsharded:
+                group._to_sharded()
 
     @contextmanager
     def backward(self, loss: Tensor, sync: bool, drops: bool) -> Iterator[None]:
@@ -395,9 +389,11 @@ class ShardedModule:
         if self._is_running and is_sharded(self.module):
             self._module_state()._register_pre_backward_hook(loss)
         before = [param for param in self._params.values() if sync and param.sharded_param.grad is None]
+        self._goes_back = True
         try:
             yield
         finally:
+            self._goes_back = False
             for handle in handles:
                 handle.remove()
         for parameter in self._split:
@@ -436,7 +432,7 @@ class ShardedModule:
 
     def groups(self) -> list[Any]:
         """torch's groups of parameters that are gathered together."""
-        return [group for part in self._parts for group in part._get_fsdp_state()._fsdp_param_groups]
+        return self._groups
 
     def gathered(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters that are whole now, with what is on its way; and whole gradients that wait for a reduction."""
@@ -525,11 +521,6 @@ def whole_gradients(parts: Sequence[Mapping[str, Any]], rank: int, shapes: Mappi
     for name, whole in mine["sharded"].get("waiting", {}).items():
         gradients[name] = whole.to(gradients[name].dtype) + gradients[name] if name in gradients else whole
     return {**{key: value for key, value in mine.items() if key != "sharded"}, "gradients": gradients}
-
-
-def _owners(param: Any) -> list[nn.Module]:
-    info = param._module_info
-    return [info.module, *info.shared_modules]
 
 
 def _called(self_and_work: Callable[[], Any]) -> Any:

@@ -136,6 +136,9 @@ class Strategy(Engine):
         """For an evaluation: let every rank have the model that a checkpoint holds, and afterwards its own again."""
         yield
 
+    def steps_end(self) -> None:
+        """The steps of an evaluation are over, and hooks that may look at the module come next."""
+
     def end_training(self) -> None:
         """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective."""
 

@@ -155,7 +155,8 @@ class FSDPStrategy(ShardedStrategy):
         self._ignored = list(ignored_modules or ())
         self._sharded: ShardedModule | None = None
         self._reducer: Reducer | None = None
-        self._ends_gathering: Callable[[], None] | None = None
+        self._ends_calls: Callable[[], None] | None = None
+        self._frees: list[Any] = []
 
     def _save_by(self, state_dict_type: str, async_save: bool) -> None:
         """Choose what writes checkpoints."""
@@ -197,8 +198,12 @@ class FSDPStrategy(ShardedStrategy):
             self._shard(module)
         self._begin_recomputation()
         self._built = None
-        self._sharded = ShardedModule(module)
-        self._watch(module)
+        self._take_shards(ShardedModule(module))
+
+    def _take_shards(self, shards: ShardedModule) -> None:
+        self._sharded = shards
+        self._ends_calls = shards.serve_calls(within=not self.module.automatic_optimization)
+        self._watch(self.module)
 
     def _shard(self, module: LightningModule) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -265,11 +270,10 @@ class FSDPStrategy(ShardedStrategy):
         assert self._sharded is not None
         for optimizer in optimizers:
             self._forget_with(optimizer, self._sharded)
+            self._frees.append(optimizer.register_step_pre_hook(self._free))
         self._synchronize_norms()
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = unscale
-        if not self.module.automatic_optimization:
-            self._ends_gathering = self._sharded.gather_anew()
         whole = [(n, p) for n, p in self.named_parameters().items() if n not in self._sharded.parameters]
         self._reducer = Reducer(whole, self.peers, shared_memory=False) if whole and self.replicas.count > 1 else None
 
@@ -285,6 +289,11 @@ class FSDPStrategy(ShardedStrategy):
 
         vars(optimizer)["zero_grad"] = zero_grad
 
+    def _free(self, *_: object) -> None:
+        """Free what forwards in hooks, or behind a backward, have left whole: the next ones would read it as it was."""
+        assert self._sharded is not None
+        self._sharded.free()
+
     def waits_in(self) -> list[tuple[object, str]]:
         """On a GPU where its work waits for gathered parameters; elsewhere all is in torch's collectives."""
         if self._sharded is None or self.root_device.type != "cuda":
@@ -296,9 +305,12 @@ class FSDPStrategy(ShardedStrategy):
         super().teardown()
         if self.precision.scaler is not None:
             self.precision.scaler.unscale_gradients = None
-        if self._ends_gathering is not None:
-            self._ends_gathering()
-            self._ends_gathering = None
+        for handle in self._frees:
+            handle.remove()
+        self._frees = []
+        if self._ends_calls is not None:
+            self._ends_calls()
+            self._ends_calls = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
@@ -340,8 +352,12 @@ class FSDPStrategy(ShardedStrategy):
         """Rank 0's buffers on all; an evaluation leaves parameters whole, which are freed."""
         with super().one_model():
             yield
+        self.steps_end()
+
+    def steps_end(self) -> None:
+        """Free what forwards of an evaluation leave whole, so that hooks read and write shards."""
         if self._sharded is not None:
-            self._sharded.reshard()
+            self._sharded.free()
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str) -> None:
         """Clip the whole gradient of an optimizer's parameters, of which each rank has its shard."""

@@ -200,9 +200,9 @@ class ModelParallelStrategy(FSDPStrategy):
         self.module, self._own_backward = module, own_backward
         self._begin_recomputation()
         self._place(module)
-        self._sharded = ShardedModule(module)
-        self._check_reduced(self._sharded.reduced_by_torch)
-        self._watch(module)
+        shards = ShardedModule(module)
+        self._check_reduced(shards.reduced_by_torch)
+        self._take_shards(shards)
 
     def _place(self, module: LightningModule) -> None:
         from torch.distributed.tensor import DTensor
