@@ -175,7 +175,7 @@ class StochasticWeightAveraging(Callback):
                     "the fit goes on from was not averaging."
                 )
             self._install(trainer)
-            trainer.fit_loop.step.use_schedulers(trainer.lr_scheduler_configs)
+            trainer.fit_loop.step.schedulers.use(trainer.lr_scheduler_configs)
         if epoch > self._latest_update_epoch:
             self._update(pl_module)
             self._latest_update_epoch = epoch

@@ -270,6 +270,7 @@ class FitLoop:
                     signals.ended(asdict(self._result()))
         finally:
             self.signals = self.balance = None
+            self.step.release()
         fit.progress.ended = session.interruption is None
         return self._result()
 
@@ -497,7 +498,7 @@ class FitLoop:
                         self._validate(not left)
                 if step.ended_by_user:
                     step.ended_by_user, whole = False, True
-                    step.step_by_epoch()
+                    step.schedulers.after_epoch()
                     break
                 self._after_window()
                 if balance is not None:
@@ -521,8 +522,8 @@ class FitLoop:
     def _after_window(self) -> None:
         """At a boundary: schedulers that watch a metric, and whether the fit stops here."""
         progress, session = self.session.fit.progress, self.session
-        if self.step.plateau_by_step:
-            self.step.step_plateau("step", self.step.counted(progress.batch))
+        if self.step.schedulers.plateau_by_step:
+            self.step.schedulers.watch_metric("step", self.step.counted(progress.batch))
         progress.windows += 1
         progress.phase = WINDOW_END
         stop = session.should_stop or progress.global_step >= self._most_steps
@@ -566,6 +567,8 @@ class FitLoop:
             for_loggers = session.published.publish(of_epoch)
             self._look_for_nan([*newest, *of_epoch])
             self._look_for_nan_weights()
+            if whole and self.step.watch is not None:
+                self.step.watch.epoch_ended()
             # a third party may have put its callback on one rank alone, and reducing takes all of them
             overridden = hooks.on_train_epoch_end is not None or session.world_size > 1
             if overridden:
@@ -578,7 +581,7 @@ class FitLoop:
                 monitor()
             for_loggers.update(session.published.publish(results.reduce_epoch()))
         if whole:
-            self.step.step_plateau("epoch", progress.epoch + 1)
+            self.step.schedulers.watch_metric("epoch", progress.epoch + 1)
         if for_loggers:
             session.log_metrics(for_loggers, progress.windows - 1)
         session.record()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -88,22 +87,6 @@ class NoOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """No gradients to drop."""
-
-
-def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` is to be given the closure: one that is neither torch's nor ours may need it, though
-    its signature says ``closure=None``."""
-    step = inspect.unwrap(type(optimizer).step)
-    return step.__module__.partition(".")[0] not in ("torch", "lockstep") and "closure" in (
-        inspect.signature(step).parameters
-    )
-
-
-def demands_closure(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
-    parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
-    closure = parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
 
 
 def parse(

@@ -175,7 +175,8 @@ class Instruments:
             setup()
             self._replace(step, "module", _TimedModule(step.module, self))
             # the module's own methods do what the step does itself where nobody overrides them
-            step._own_zero_grad = step._own_clipping = step._own_scheduler_step = True
+            step._own_zero_grad = step._own_clipping = step.schedulers.own_step = True
+            step.schedulers.module = step.module
             self._time_transfer(step.transfer)
 
         def timed_begin(*args: Any) -> Any:

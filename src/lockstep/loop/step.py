@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
+from lockstep.ground.closures import demands_closure, takes_closure
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
-from lockstep.ground.types import LRSchedulerConfig
 from lockstep.loop.feed import Share, Window, share_of
 from lockstep.loop.hooks import Transfer, is_overridden, takes_idx
-from lockstep.loop.optimizers import LightningOptimizer, demands_closure, refuse_loss, takes_closure
+from lockstep.loop.optimizers import LightningOptimizer, refuse_loss
 from lockstep.loop.padding import padding
 from lockstep.loop.parts import StepParts
 from lockstep.loop.progress import BATCH_END
+from lockstep.loop.schedulers import Schedulers
 from lockstep.loop.session import Session
+from lockstep.loop.step_watch import StepWatch
 from lockstep.module import LightningModule
 from lockstep.strategies.engine import MicroBatch
 
@@ -76,6 +78,7 @@ class Step:
         self.session = session
         self.ended_by_user = False  # on_train_batch_start returned -1
         self.wrapped: list[LightningOptimizer] = []
+        self.watch: StepWatch | None = None  # of the optimizers' own steps
 
     def setup(self) -> None:
         """Bind what the windows of this fit use; called once, when strategy, module and optimizers are ready."""
@@ -98,10 +101,8 @@ class Step:
         own = {name: is_overridden(name, self.module, LightningModule) for name in vars(LightningModule)}
         self._own_zero_grad = own["optimizer_zero_grad"]
         self._own_clipping = own["configure_gradient_clipping"]
-        self._own_scheduler_step = own["lr_scheduler_step"]
         self._clips = self._own_clipping or self.config.gradient_clip_val is not None
-        configs = self.strategy.lr_scheduler_configs
-        self.use_schedulers(configs)
+        self.schedulers = Schedulers(session)
         self.counted: Callable[[int], int] = int  # micro-batches of an epoch as the run's plan counts them
         self.fit.weights = None  # sum of what `training_step` returned as "weight" in this window
         self._unweighed = False  # whether it returned a loss without one in this window
@@ -130,6 +131,9 @@ class Step:
             self.window = self._by_closure
         else:
             self.window = self._plain
+        if self.scaler is not None and not automatic:
+            for optimizer in self._optimizers:
+                self.scaler.refuse(optimizer)
         if self.scaler is not None and self._needs_closure:
             raise MisconfigurationException(
                 f'Trainer(precision="16-mixed") with {type(self.optimizer).__name__}: a scaled loss and a line search '
@@ -142,8 +146,16 @@ class Step:
             LightningOptimizer(optimizer, self._stepped_by_user, self.module, self.strategy.synchronize)
             for optimizer in self._optimizers
         ]
-        self.optimizer: Optimizer | None = self._optimizers[0] if self.module.automatic_optimization else None
+        automatic = self.module.automatic_optimization
+        self.optimizer: Optimizer | None = self._optimizers[0] if automatic else None
+        self.release()
+        self.watch = StepWatch(self.session, self._optimizers, counts=not automatic)
         self._needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
+
+    def release(self) -> None:
+        """The fit is over: take the hooks from its optimizers."""
+        if self.watch is not None:
+            self.watch.detach()
 
     def _change_optimizers(self) -> None:
         """The user has put others in their place (``trainer.optimizers = [...]``): step those from here on."""
@@ -179,8 +191,7 @@ class Step:
                 if steps:
                     self._prepare_update()
                     self.strategy.step(self.optimizer)  # type: ignore[arg-type]  # there is one on this road
-                    self.progress.global_step += 1
-                self._end_window(batch_idx)
+                self._end_window(batch_idx, steps)
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
@@ -216,7 +227,7 @@ class Step:
             else:
                 steps = self.shared or window.begun or any(played[1] is not None for played in micro_batches)
                 outputs = self._step_by_closure(micro_batches, losses, bool(window.begun)) if steps else None
-                self._end_window(batch_idx)
+                self._end_window(batch_idx, bool(steps))
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
@@ -268,7 +279,6 @@ class Step:
                 "`optimizer_step` did not run its `optimizer_closure`, in which forward and backward are: call "
                 "`optimizer.step(closure=optimizer_closure)`, or `optimizer_closure()` alone to skip the update."
             )
-        self.progress.global_step += 1
         return outputs
 
     def _take_losses(self) -> list[Tensor]:
@@ -327,8 +337,7 @@ class Step:
             self.hooks.call("on_after_backward")
         self._prepare_update()
         self.strategy.step(self.optimizer)  # type: ignore[arg-type]
-        progress.global_step += 1
-        self._end_window(batch_idx + last)
+        self._end_window(batch_idx + last, True)
         progress.batch += last  # a checkpoint of the hooks below goes on after the whole window
         progress.total_batches += last
         for i, (output, (batch, weight, number, absent)) in enumerate(zip(outputs, begun, strict=True)):
@@ -380,6 +389,7 @@ class Step:
             if self.shared:
                 self._publish()
             arguments = (batch, batch_idx) if self.takes_idx else (batch,)
+            self.watch.forget_depth()  # type: ignore[union-attr]
             rounds = self.strategy.rounds
             self._share = share if weight else 1.0
             if type(share) is Share:
@@ -620,7 +630,13 @@ class Step:
                     hooks.call("on_before_backward", loss)
             else:
                 hooks.call("on_before_backward", loss)
-        self.strategy.backward(loss, *args, **kwargs)
+        if self.scaler is not None and self.optimizer is None:
+            assert self.watch is not None
+            self.watch.enlarge()
+            self.strategy.backward(loss, *args, **kwargs)
+            self.watch.reduce()
+        else:
+            self.strategy.backward(loss, *args, **kwargs)
         if hooks.on_after_backward is not None:
             hooks.call("on_after_backward")
 
@@ -641,6 +657,7 @@ class Step:
         if self._weighs is not False or self.fit.weights is not None:
             self._divide_weights()
         if self.scaler is not None:
+            self.scaler.forget(optimizer)
             self.scaler.unscale(optimizer)
         if self.hooks.on_before_optimizer_step is not None:
             self.hooks.call("on_before_optimizer_step", optimizer)
@@ -667,18 +684,17 @@ class Step:
             self._factor = self.strategy.divide_gradients(0.0 if self.fit.weights is None else self.fit.weights)
         self.fit.weights, self._unweighed = None, False
 
-    def _end_window(self, batch_idx: int) -> None:
+    def _end_window(self, batch_idx: int, updated: bool) -> None:
+        """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
+        updated = updated and (self.scaler is None or not self.watch.left_out)  # type: ignore[union-attr]
+        if updated:
+            self.progress.global_step += 1
         if self.shared:
             self.agreement.settle(True)
-        if self._by_step:
-            self._step_schedulers(self._by_step, self.counted(batch_idx + 1))
+        if updated and self.schedulers.by_step:
+            self.schedulers.after_update(self.counted(batch_idx + 1))
         if self.progress.last:
-            self.step_by_epoch()
-
-    def step_by_epoch(self) -> None:
-        """The epoch has had its last update: step the schedulers that count epochs."""
-        if self._by_epoch and self.optimizer is not None:
-            self._step_schedulers(self._by_epoch, self.progress.epoch + 1)
+            self.schedulers.after_epoch()
 
     def _end(self, outputs: object, batch: object, batch_idx: int, counts: bool = True) -> None:
         progress = self.progress
@@ -736,63 +752,16 @@ class Step:
 
             def closure() -> Any:
                 result = own() if own is not None else None
-                if self.scaler is not None:
-                    self.scaler.unscale(optimizer)
+                self.watch.settle(optimizer)  # type: ignore[union-attr]
                 if self.hooks.on_before_optimizer_step is not None:
                     self.hooks.call("on_before_optimizer_step", optimizer)
                 return result
 
+        before = self.progress.global_step
         result = self.strategy.step(optimizer, closure, **options)
-        if self.optimizer is None:  # else the window's end counts it
-            self.progress.global_step += 1
+        if self.optimizer is None and self.progress.global_step == before:  # else the window's end counts it
+            self.progress.global_step += not self.watch.left_out  # type: ignore[union-attr]  # one without hooks
         return result
-
-    # -- schedulers ----------------------------------------------------------------------------------------
-
-    def use_schedulers(self, configs: list[LRSchedulerConfig]) -> None:
-        """Step these from here on."""
-        self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau]
-        self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau]
-        self._plateau = [c for c in configs if c.reduce_on_plateau]
-        self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
-
-    def _step_schedulers(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:
-        for config in configs:
-            if count % config.frequency == 0:
-                self._step_scheduler(config, None)
-
-    def _step_scheduler(self, config: LRSchedulerConfig, metric: Tensor | None) -> None:
-        if self._own_scheduler_step or metric is not None:
-            self.module.lr_scheduler_step(config.scheduler, metric)
-        else:
-            config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
-
-    def step_plateau(self, interval: str, count: int) -> None:
-        """Step the schedulers that watch a metric; after the validation that may have logged it."""
-        if self.optimizer is None:
-            return
-        due = [config for config in self._plateau if config.interval == interval and count % config.frequency == 0]
-        if due and self.shared and interval == "step":
-            self.session.share_step_values()
-        for config in due:
-            metrics = self.session.callback_metrics()
-            metric = metrics.get(config.monitor or "")
-            if metric is not None:
-                self._step_scheduler(config, metric)
-            elif config.strict:
-                message = (
-                    f"The lr scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
-                    f"logged; logged are {sorted(metrics)}. "
-                )
-                why = self.session.lacks_metrics
-                if why is None:
-                    raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
-                rank_zero_warn(f"{message}{why}: it is not stepped.")
-            else:
-                warn_once(
-                    f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.",
-                    category=RuntimeWarning,
-                )
 
 
 def _detached(output: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,24 +34,35 @@ class LossScaler:
         options: further arguments of ``GradScaler``, such as ``init_scale`` and ``growth_interval``.
     """
 
+    MOST_LEFT_OUT = 100
+    """Steps in a row that may be left out; by then the scale has fallen by 30 orders of magnitude."""
+
     def __init__(self, device_type: str = "cuda", **options: Any) -> None:
         self._grad_scaler = torch.amp.GradScaler(device_type, **options)
-        self._checked = False
         # in place of GradScaler's own, for an engine whose ranks have different parts of the gradients
         self.unscale_gradients: Callable[[torch.amp.GradScaler, Optimizer], None] | None = None
+        self.left_out = False  # whether the last step was
+        self.steps = False  # inside `step`, where the optimizer steps by its leave
+        self._left_out_in_a_row = 0
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call ``backward`` on."""
         return self._grad_scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale; note whether one is not finite."""
-        if _has_gradients(optimizer):
+        """Divide the gradients of the optimizer's parameters by the scale; note whether one is not finite.
+
+        Does nothing the second time, until `update` or `forget`.
+        """
+        self.left_out = False
+        optimizer = _plain(optimizer)
+        if _has_gradients(optimizer) and not self.knows(optimizer):
             if self.unscale_gradients is None:
                 self._grad_scaler.unscale_(optimizer)
             else:
                 self.unscale_gradients(self._grad_scaler, optimizer)
-            self._checked = True
+
+    unscale_ = unscale  # torch's name, which users of `trainer.scaler` may know
 
     def share_overflow(self, optimizer: Optimizer, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Between :meth:`unscale` and :meth:`step`: let ranks with different gradients decide alike. Collective.
@@ -61,15 +72,14 @@ class LossScaler:
             largest: of a number of each rank.
             device: of this rank.
         """
-        found = self._grad_scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found = self._found(optimizer)
         if not found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
         for overflow in found.values():
             overflow.copy_(largest(overflow))
-        self._checked = True
 
     def step(self, optimizer: Optimizer) -> Any:
-        """``optimizer.step()``, left out if a gradient is not finite.
+        """``optimizer.step()``, left out if a gradient is not finite. Waits for the device.
 
         Returns:
             what the optimizer returned; None where the step was left out.
@@ -77,19 +87,101 @@ class LossScaler:
         Raises:
             MisconfigurationException: the optimizer calls a closure more than once a step.
         """
+        self.refuse(optimizer)
+        if not self.knows(optimizer):
+            self.unscale(optimizer)
+        if self.leaves_out(optimizer):
+            return None
+        self.steps = True
+        try:
+            return optimizer.step()
+        finally:
+            self.steps = False
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer with a line search.
+
+        Raises:
+            MisconfigurationException: with the way out.
+        """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise MisconfigurationException(
-                "precision='16-mixed' with LBFGS: its line search compares losses, which a loss scale "
-                "changes; use precision='bf16-mixed' or '32-true'"
+                f"precision='16-mixed' with {type(optimizer).__name__}: its line search compares losses, which a loss "
+                "scale changes; use precision='bf16-mixed' or '32-true'"
             )
-        # torch's scaler asserts that it has seen gradients; a model that got none this time is no error
-        return self._grad_scaler.step(optimizer) if _has_gradients(optimizer) else optimizer.step()
 
-    def update(self) -> None:
-        """Adapt the scale to whether gradients overflowed since the last call."""
-        if self._checked:
-            self._grad_scaler.update()
-            self._checked = False
+    def leaves_out(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer must not step, as a gradient is not finite. Waits for the device.
+
+        Raises:
+            MisconfigurationException: it has not been able to for very many steps.
+        """
+        self.left_out = any(bool(overflow) for overflow in self._found(optimizer).values())
+        self._left_out_in_a_row = self._left_out_in_a_row + 1 if self.left_out else 0
+        if self._left_out_in_a_row >= self.MOST_LEFT_OUT:
+            raise MisconfigurationException(
+                f"precision='16-mixed': the last {self.MOST_LEFT_OUT} steps were left out, since gradients were NaN or "
+                f"infinite, with ever smaller loss scales (now {self.get_scale():.3g}). The loss itself or the weights "
+                "are not finite: Trainer(detect_anomaly=True) names the operation; precision='bf16-mixed' has the "
+                "range of float32."
+            )
+        return self.left_out
+
+    def update(self, optimizer: Optimizer | None = None) -> None:
+        """Adapt the scale to whether gradients overflowed since the last call.
+
+        Args:
+            optimizer: the one that has stepped, and what is known of others counts later; None: all.
+        """
+        states = self._grad_scaler._per_optimizer_states
+        others = {key: states.pop(key) for key in [*states] if optimizer is not None and key != id(_plain(optimizer))}
+        if any(known["found_inf_per_device"] for known in states.values()):
+            self._grad_scaler.update()  # which makes new ones
+        self._grad_scaler._per_optimizer_states.update(others)
+
+    # -- gradients that are scaled only while a backward runs
+
+    def multiply(self, gradients: Iterable[Tensor]) -> None:
+        """Scale gradients, in place."""
+        scale = self._grad_scaler._scale
+        assert scale is not None  # the loss was scaled before
+        _multiply(gradients, scale)
+
+    def divide(self, gradients: Iterable[Tensor]) -> None:
+        """Take the scale out of gradients, in place."""
+        scale = self._grad_scaler._scale
+        assert scale is not None
+        _multiply(gradients, scale.double().reciprocal().float())
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Note whether a gradient, with no scale in it, is not finite."""
+        self.forget(optimizer)
+        grad_scaler = self._grad_scaler
+        if grad_scaler._scale is None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if not parameters:
+                return
+            self.scale(torch.zeros((), device=parameters[0].device))  # it is made by its first loss
+        scale = grad_scaler._scale
+        assert scale is not None
+        grad_scaler._scale = torch.ones_like(scale)
+        try:
+            self.unscale(optimizer)
+        finally:
+            grad_scaler._scale = scale
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether it is known of the optimizer's gradients if they are finite."""
+        return bool(self._found(optimizer))
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """New gradients come, of which nothing is known."""
+        self._grad_scaler._per_optimizer_states.pop(id(_plain(optimizer)), None)
+
+    def _found(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        state = self._grad_scaler._per_optimizer_states[id(_plain(optimizer))]
+        found: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        return found
 
     def get_scale(self) -> float:
         """The scale. Waits for the device."""
@@ -102,6 +194,21 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         self._grad_scaler.load_state_dict(state)
+
+
+def _multiply(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        alike.setdefault((values.device, values.dtype), []).append(values.detach())
+    with torch.no_grad():
+        for (device, _), tensors in alike.items():
+            torch._foreach_mul_(tensors, factor.to(device))
+
+
+def _plain(optimizer: Any) -> Any:
+    """The optimizer in what ``self.optimizers()`` gives, which says that it is one itself."""
+    return optimizer if issubclass(type(optimizer), Optimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -164,6 +164,12 @@ class Strategy(Engine):
         """The gradients with which this rank updates an optimizer's parameters; changed in place, they count."""
         return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
+    def all_gradients(self) -> list[Tensor]:
+        """This rank's memory of all gradients, of what waits for a reduction, too; changed in place, they count."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        found = {id(p): p.grad for parameters in [*groups, self.module.parameters()] for p in parameters}
+        return [gradient for gradient in found.values() if gradient is not None]
+
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
         """Inside, ``.grad`` of each parameter is its whole gradient, also where ranks have parts of it. Collective."""

@@ -503,6 +503,11 @@ class DDPStrategy(RankedStrategy):
         sharded = self._sharded
         return super().gradients_of(optimizer) if sharded is None else sharded.shards.gradients_of(optimizer)
 
+    def all_gradients(self) -> list[Tensor]:
+        """Slices where there are such, else whole ones."""
+        found = super().all_gradients()
+        return found if self._sharded is None else self._sharded.shards.parts_of(found)
+
     @contextmanager
     def whole_gradients(self) -> Iterator[None]:
         """Inside, ``.grad`` is the whole gradient; what is done to it counts. Collective."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from lockstep.ground.closures import takes_closure
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, plain_name
 from lockstep.ground.rank import rank_zero_info
@@ -257,10 +258,10 @@ class Engine:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the parameters of one optimizer."""
         scaler = self.precision.scaler
-        if scaler is not None:
+        if scaler is not None and (closure is None or not takes_closure(optimizer)):
             result = closure() if closure is not None else None
             scaler.step(optimizer)
-            scaler.update()
+            scaler.update(optimizer)
             return result
         if closure is None:
             return optimizer.step(**options)

@@ -381,6 +381,14 @@ class FSDPStrategy(ShardedStrategy):
 
         return [local_part(gradient) for gradient in super().gradients_of(optimizer)]
 
+    def all_gradients(self) -> list[Tensor]:
+        """Of shards, and whole ones that wait for a reduction."""
+        from lockstep.parallel.fully_shard import local_part
+
+        assert self._sharded is not None
+        found = [*super().all_gradients(), *self._sharded.gathered()[1]]
+        return list({id(gradient): local_part(gradient) for gradient in found}.values())
+
     def held_gradients(self) -> dict[str, Any]:
         """What backwards have left on this rank: of shards, of whole parameters, and its buffers."""
         assert self._sharded is not None

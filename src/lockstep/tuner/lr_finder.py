@@ -162,6 +162,8 @@ class _Recorder(Callback):
 
     def _on_any_batch_end(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
         if trainer.global_step == self._before:
+            if trainer.strategy.sync_gradients:  # the step was left out, as gradients overflowed
+                self._window = []
             return
         self._before = trainer.global_step  # a batch that is None has no start
         window, self._window = self._window, []

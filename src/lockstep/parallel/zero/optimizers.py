@@ -25,6 +25,7 @@ from lockstep.parallel.zero.flat_parameters import (
     FlatBuffer,
     ParamShard,
     PrefetchWait,
+    SlicedGradient,
     cut_state,
     find_aliases,
     whole_states,
@@ -486,6 +487,11 @@ class ShardedOptimizers:
         """The gradients that this rank updates with; changed in place, they count."""
         with self.lent(optimizer):
             return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def parts_of(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """This rank's memory of what stands in ``.grad``, and of the slices that wait beside it."""
+        slices = [shard.kept for shard in self._shards.values() if shard.kept is not None]
+        return slices + [grad.shard.gradient if isinstance(grad, SlicedGradient) else grad for grad in gradients]
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: str = "norm") -> Tensor | None:
         """Clip the gradient of an optimizer's parameters by its 2-norm or by value. A collective.

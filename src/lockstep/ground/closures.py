@@ -1,0 +1,23 @@
+"""Which optimizers are to be given a closure."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch.optim import Optimizer
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` is to be given the closure: one that is neither torch's nor ours may need it, though
+    its signature says ``closure=None``."""
+    step = inspect.unwrap(type(optimizer).step)
+    return step.__module__.partition(".")[0] not in ("torch", "lockstep") and "closure" in (
+        inspect.signature(step).parameters
+    )
+
+
+def demands_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` cannot be called without a closure, as LBFGS's."""
+    parameters = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters
+    closure = parameters.get("closure")
+    return closure is not None and closure.default is closure.empty

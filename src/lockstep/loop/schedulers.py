@@ -1,0 +1,86 @@
+"""The learning rate schedulers of a fit: which is stepped when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.rank import rank_zero_warn, warn_once
+from lockstep.ground.types import LRSchedulerConfig
+from lockstep.loop.hooks import is_overridden
+from lockstep.loop.session import Session
+from lockstep.module import LightningModule
+
+
+class Schedulers:
+    """Steps the schedulers of a fit; under manual optimization the user does.
+
+    Attributes:
+        by_step: whether any is stepped after updates.
+        own_step: whether the module says how.
+        module: of the fit.
+        plateau_by_step: whether any is that watches a metric.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.module = session.module
+        self.own_step = is_overridden("lr_scheduler_step", session.module, LightningModule)
+        self.use(session.strategy.lr_scheduler_configs)
+
+    def use(self, configs: list[LRSchedulerConfig]) -> None:
+        """Step these from here on."""
+        automatic = self._session.module.automatic_optimization
+        self._by_step = [c for c in configs if c.interval == "step" and not c.reduce_on_plateau and automatic]
+        self._by_epoch = [c for c in configs if c.interval == "epoch" and not c.reduce_on_plateau and automatic]
+        self._plateau = [c for c in configs if c.reduce_on_plateau and automatic]
+        self.by_step = bool(self._by_step)
+        self.plateau_by_step = any(config.interval == "step" for config in self._plateau)
+
+    def after_update(self, count: int) -> None:
+        """An update was made, by this count of micro-batches."""
+        self._step_all(self._by_step, count)
+
+    def after_epoch(self) -> None:
+        """The epoch has had its last update."""
+        if self._by_epoch:
+            self._step_all(self._by_epoch, self._session.fit.progress.epoch + 1)
+
+    def _step_all(self, configs: Iterable[LRSchedulerConfig], count: int) -> None:
+        for config in configs:
+            if count % config.frequency == 0:
+                self._step(config, None)
+
+    def _step(self, config: LRSchedulerConfig, metric: Tensor | None) -> None:
+        if self.own_step or metric is not None:
+            self.module.lr_scheduler_step(config.scheduler, metric)
+        else:
+            config.scheduler.step()  # type: ignore[call-arg]  # a plateau's has a metric
+
+    def watch_metric(self, interval: str, count: int) -> None:
+        """Step those that watch a metric; after the validation that may have logged it."""
+        session = self._session
+        due = [config for config in self._plateau if config.interval == interval and count % config.frequency == 0]
+        if due and session.world_size > 1 and interval == "step":
+            session.share_step_values()
+        for config in due:
+            metrics = session.callback_metrics()
+            metric = metrics.get(config.monitor or "")
+            if metric is not None:
+                self._step(config, metric)
+            elif config.strict:
+                message = (
+                    f"The lr scheduler {type(config.scheduler).__name__} monitors {config.monitor!r}, which was not "
+                    f"logged; logged are {sorted(metrics)}. "
+                )
+                why = session.lacks_metrics
+                if why is None:
+                    raise MisconfigurationException(f"{message}Log it, or give the scheduler's dict strict=False.")
+                rank_zero_warn(f"{message}{why}: it is not stepped.")
+            else:
+                warn_once(
+                    f"The lr scheduler's metric {config.monitor!r} was not logged: it is not stepped.",
+                    category=RuntimeWarning,
+                )

@@ -1,0 +1,164 @@
+"""Steps of the optimizers themselves, whoever makes them: counted, and left out where gradients overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.ground import comm
+from lockstep.ground.rank import warn_once
+from lockstep.loop.session import Session
+from lockstep.strategies.base import Strategy
+
+UNSEEN = (
+    "{kind}: `automatic_optimization = False`, and in this epoch no optimizer was stepped that `configure_optimizers` "
+    "has returned: `trainer.global_step` stays {step}, `max_steps` does not end the fit, and ModelCheckpoint has "
+    "nothing new to save. Return the optimizers that `training_step` steps from `configure_optimizers`."
+)
+
+
+class StepWatch:
+    """Hooks on the optimizers of a fit.
+
+    Under manual optimization each step of an optimizer counts, through ``self.optimizers()`` or past it: an optimizer
+    that lies in another one's attributes (the ``base_optimizer`` of SAM) stands for that one.
+
+    With a loss scale, gradients are scaled only while a backward runs: `enlarge` and `reduce` are around each backward
+    of manual optimization. So whoever reads, clips or adds up gradients sees the true ones. A step with gradients that
+    are not finite is left out: while such an optimizer steps, its parameters have no gradients.
+    """
+
+    def __init__(self, session: Session, optimizers: Iterable[Optimizer], counts: bool) -> None:
+        self._progress = session.fit.progress
+        self._strategy: Strategy = session.strategy
+        self._scaler = session.strategy.precision.scaler
+        self._counts = counts
+        self._begun_at = self._progress.global_step
+        self._apart = False  # a backward was not reduced: ranks may find different overflows
+        self._stepping: Optimizer | None = None  # the outermost that is in its step now
+        self._depth = 0  # a subclass's step may call that of its base, which runs all hooks once more
+        self._seen = False
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._handles: list[Any] = []
+        if counts or self._scaler is not None:
+            for optimizer in optimizers:
+                for each in _with_inner(optimizer):
+                    self._handles += [
+                        each.register_step_pre_hook(partial(self._begin, optimizer)),
+                        each.register_step_post_hook(self._end),
+                    ]
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- around a backward of manual optimization
+
+    def enlarge(self) -> None:
+        """Before a backward whose loss is scaled: what it is added to is scaled, too."""
+        assert self._scaler is not None
+        self._scaler.multiply(self._strategy.all_gradients())
+
+    def reduce(self) -> None:
+        """After it: gradients are the true ones, and it is known which optimizers must not step with them."""
+        scaler, strategy = self._scaler, self._strategy
+        assert scaler is not None
+        scaler.divide(strategy.all_gradients())
+        self._apart = self._apart or not strategy.sync_gradients
+        for optimizer in strategy.optimizers:
+            scaler.look(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Before a step of manual optimization, when gradients are whole: whether it may be made."""
+        scaler = self._scaler
+        if scaler is None:
+            return
+        if not scaler.knows(optimizer):  # gradients of `loss.backward()`, which nobody has scaled
+            scaler.look(optimizer)
+        if self._apart and self._strategy.world_size > 1:
+            scaler.share_overflow(optimizer, partial(comm.all_reduce, op="max"), self._strategy.root_device)
+
+    # -- the optimizers' hooks
+
+    def forget_depth(self) -> None:
+        """A batch begins: a step that raised, and was caught, is over."""
+        self._stepping, self._depth = None, 0
+
+    def _begin(self, owner: Optimizer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._stepping is not None and self._stepping is not optimizer:
+            return None
+        self._stepping, self._depth = optimizer, self._depth + 1
+        if self._scaler is None or self._scaler.steps or self._depth > 1:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._hold_back(owner)
+            return None
+
+        def run() -> Any:
+            self._give_back()
+            result = closure()
+            self._hold_back(owner)
+            return result
+
+        if len(args) > 1:
+            return (args[0], run, *args[2:]), kwargs
+        return args, {**kwargs, "closure": run}
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._stepping, self._seen = None, True
+        self._give_back()
+        if self._counts and not self.left_out:
+            self._progress.global_step += 1
+
+    def epoch_ended(self) -> None:
+        """Say once that the user's steps are not seen."""
+        if self._counts and not self._seen and self._progress.global_step == self._begun_at:
+            warn_once(UNSEEN.format(kind=type(self._strategy.module).__name__, step=self._begun_at))
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the last step was left out, on all ranks alike; where weights differ between nodes, none is."""
+        return self._scaler is not None and self._scaler.left_out and self._strategy.local_steps is None
+
+    def _hold_back(self, owner: Optimizer) -> None:
+        """A step past the loss scale begins: let it find no gradients where they are not finite."""
+        scaler = self._scaler
+        assert scaler is not None
+        if self._counts:
+            self.settle(owner)
+        if scaler.leaves_out(owner):
+            for group in owner.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._held.append((parameter, parameter.grad))
+                        parameter.grad = None
+        scaler.update(owner)
+
+    def _give_back(self) -> None:
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []
+
+
+def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer, and those that lie in its attributes, at any depth."""
+    found: dict[int, Optimizer] = {}
+    waiting = [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in found and isinstance(each, Optimizer) and hasattr(each, "_optimizer_step_pre_hooks"):
+            found[id(each)] = each
+            waiting += [value for value in vars(each).values() if isinstance(value, Optimizer)]
+    return iter(found.values())
