@@ -26,7 +26,7 @@ from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, Tr
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import state
 from lockstep.loop.choice import reconsider
-from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden
+from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.memory import explained, keep, of_setup
@@ -207,7 +207,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
     _call_setup_hooks(session, "setup")
     strategy.barrier("after setup")
     _configure_model(session)
-    own_backward = module.backward if is_overridden("backward", module, LightningModule) else None
+    own_backward = module.backward if is_replaced("backward", module, LightningModule) else None
     if strategy.places_first:
         strategy.setup_module(module, own_backward)
     checkpoint = state.read(session, ckpt_path, asked.weights_only) if ckpt_path is not None else None
@@ -362,10 +362,11 @@ def _prepare_data(session: Session) -> None:
 
 
 def _call_setup_hooks(session: Session, name: str) -> None:
-    stage = str(session.state.fn)
+    stage = session.state.fn
+    assert stage is not None
     if session.datamodule is not None:
         getattr(session.datamodule, name)(stage=stage)
-    session.hooks.call(name, stage)
+    session.hooks.call_for(name, stage)
 
 
 def _log_hyperparameters(session: Session) -> None:

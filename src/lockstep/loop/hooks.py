@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.callbacks.base import Callback
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.overrides import innermost
 from lockstep.ground.rank import rank_zero_deprecation, warn_once
 from lockstep.ground.types import TrainerFn
 from lockstep.hooks import ModuleHooks
@@ -245,16 +246,52 @@ Method = Callable[..., Any]
 Bound = tuple[tuple[Any, ...], Method | None]  # (methods of callbacks, the module's own)
 
 
-def is_overridden(name: str, instance: object, base: type) -> bool:
-    """Whether ``instance`` (by its class, or by an attribute of its own) has another ``name`` than ``base``."""
+def is_replaced(name: str, instance: object, base: type) -> bool:
+    """Whether ``instance``, by its class or by itself, has another ``name`` than ``base``, which is to be called."""
     found = getattr(instance, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)
+
+
+def is_overridden(name: str, instance: object, base: type) -> bool:
+    """Whether ``instance`` means something else by ``name`` than ``base``.
+
+    What goes around the base's own method (`functools.wraps`, `functools.partial`, ``Mock(wraps=...)``), as a helper
+    puts it there that traces calls, means the same: it is called where it is called for (`is_replaced`), and no reason
+    to refuse a module.
+    """
+    found = getattr(instance, name, None)
+    return found is not None and innermost(found) is not innermost(getattr(base, name, None))
 
 
 def takes_idx(training_step: Callable[..., Any]) -> bool:
     """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is."""
     arguments = inspect.signature(training_step).parameters
     return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+
+
+class _CallbackMethod(partial[Any]):
+    """A callback's method of a hook, with the Trainer and the module; it may be no bound method."""
+
+    owner: Callback
+
+    def __new__(cls, callback: Callback, name: str, trainer: Trainer, module: LightningModule) -> _CallbackMethod:
+        made = super().__new__(cls, getattr(callback, name), trainer, module)
+        made.owner = callback
+        return made
+
+
+def owner_of(call: Method) -> Callback | None:
+    """The callback whose method this is, in a table of hooks."""
+    return getattr(call, "owner", None)
+
+
+def _takes_stage(method: Method) -> bool:
+    """Whether a hook of set-up has its argument by Lightning's name, as it has to there."""
+    parameters = inspect.signature(method).parameters
+    named = parameters.get("stage")
+    if named is not None:
+        return named.kind is not named.POSITIONAL_ONLY
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 class Hooks:
@@ -284,14 +321,16 @@ class Hooks:
     ) -> None:
         self.module, self.results = module, results
 
+        self._callbacks = callbacks
+
         def of_callbacks(name: str) -> tuple[Method, ...]:
-            own = (callback for callback in callbacks if is_overridden(name, callback, Callback))
-            return tuple(partial(getattr(callback, name), trainer, module) for callback in own)
+            own = (callback for callback in callbacks if is_replaced(name, callback, Callback))
+            return tuple(_CallbackMethod(callback, name, trainer, module) for callback in own)
 
         for name in NAMES:
             bound = of_callbacks(name)
-            own = getattr(module, name) if is_overridden(name, module, ModuleHooks) else None
-            setattr(self, name, (bound, own) if bound or own else None)
+            own = getattr(module, name) if is_replaced(name, module, ModuleHooks) else None
+            setattr(self, name, (bound, own) if bound or own is not None else None)
         self.epoch_end_monitors = self._split_monitors()
         self._of_any_rank = {name: of_callbacks(name) for name in ("_on_any_batch_start", "_on_any_batch_end")}
 
@@ -303,12 +342,13 @@ class Hooks:
     def owners(self, names: tuple[str, ...]) -> list[str]:
         """The classes outside lockstep that override one of these hooks, as ``Class.hook``."""
         found = []
+        everybody = [*((callback, Callback) for callback in self._callbacks), (self.module, ModuleHooks)]
         for name in names:
-            bound, own = getattr(self, name) or ((), None)
-            for method in [*(call.func for call in bound), own]:
-                method = inspect.unwrap(method) if method is not None else None
-                if method is not None and not method.__module__.startswith("lockstep."):
-                    found.append(f"{type(method.__self__).__name__}.{name}")
+            for owner, base in everybody:
+                if is_overridden(name, owner, base):
+                    method = innermost(getattr(owner, name))
+                    if not str(getattr(method, "__module__", "")).startswith("lockstep."):
+                        found.append(f"{type(owner).__name__}.{name}")
         return found
 
     def _split_monitors(self) -> tuple[Method, ...]:
@@ -316,7 +356,7 @@ class Hooks:
         if pair is None:
             return ()
         bound, own = pair
-        monitors = tuple(call for call in bound if getattr(getattr(call.func, "__self__", None), "_decides", False))
+        monitors = tuple(call for call in bound if getattr(owner_of(call), "_decides", False))
         others = tuple(call for call in bound if call not in monitors)
         self.on_train_epoch_end = (others, own) if others or own else None
         return monitors
@@ -335,6 +375,21 @@ class Hooks:
         returned = own(*args) if own is not None else None
         results.hook, results.table = before, table
         return returned
+
+    def call_for(self, name: str, stage: TrainerFn) -> None:
+        """Run ``setup`` or ``teardown``, whose argument goes by its name, ``stage``, as in Lightning."""
+        pair = getattr(self, name)
+        if pair is None:
+            return
+        results = self.results
+        before, table = results.hook, results.table
+        results.enter(name, before[1])
+        for method in [*pair[0], *([] if pair[1] is None else [pair[1]])]:
+            if _takes_stage(method):
+                method(stage=stage)
+            else:
+                method(stage)
+        results.hook, results.table = before, table
 
     def callbacks(self, name: str) -> tuple[Method, ...]:
         """The callbacks' methods of a hook, without the module's."""
@@ -369,7 +424,7 @@ class Transfer:
         for name in OF_TRANSFER:
             if datamodule is not None and is_overridden(name, datamodule, LightningDataModule):
                 chosen[name] = getattr(datamodule, name)
-            elif is_overridden(name, module, ModuleHooks):
+            elif is_replaced(name, module, ModuleHooks):
                 chosen[name] = getattr(module, name)
         self._before = chosen.get(OF_TRANSFER[0])
         self._after = chosen.get(OF_TRANSFER[2])

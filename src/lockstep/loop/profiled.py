@@ -8,13 +8,13 @@ there is a profiler. An action that is under way is not opened a second time by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.types import TrainerStatus
 from lockstep.loop.feed import EvaluationFeed, Feed
-from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden
+from lockstep.loop.hooks import NAMES, Hooks, Transfer, is_overridden, owner_of
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 from lockstep.strategies.base import Strategy
@@ -92,6 +92,7 @@ class Instruments:
     def timed(self, action: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` as an action."""
 
+        @wraps(fn)
         def run(*args: object, **kwargs: object) -> Any:
             if not self.start(action):
                 return fn(*args, **kwargs)
@@ -135,7 +136,7 @@ class Instruments:
 
     def _time_hooks(self, hooks: Hooks) -> None:
         def of_callback(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-            callback = getattr(getattr(call, "func", call), "__self__", None)
+            callback = owner_of(call)
             return self.timed(f"[Callback]{getattr(callback, 'state_key', type(callback).__name__)}.{name}", call)
 
         for name in NAMES:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.ground.types import LRSchedulerConfig
-from lockstep.loop.hooks import is_overridden
+from lockstep.loop.hooks import is_replaced
 from lockstep.loop.session import Session
 from lockstep.module import LightningModule
 
@@ -27,7 +27,7 @@ class Schedulers:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.module = session.module
-        self.own_step = is_overridden("lr_scheduler_step", session.module, LightningModule)
+        self.own_step = is_replaced("lr_scheduler_step", session.module, LightningModule)
         self.use(session.strategy.lr_scheduler_configs)
 
     def use(self, configs: list[LRSchedulerConfig]) -> None:

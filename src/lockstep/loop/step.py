@@ -17,7 +17,7 @@ from lockstep.ground.closures import demands_closure, takes_closure
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.feed import Share, Window, share_of
-from lockstep.loop.hooks import Transfer, is_overridden, takes_idx
+from lockstep.loop.hooks import Transfer, is_overridden, is_replaced, takes_idx
 from lockstep.loop.optimizers import LightningOptimizer, refuse_loss
 from lockstep.loop.padding import padding
 from lockstep.loop.parts import StepParts
@@ -98,7 +98,7 @@ class Step:
         self.results.enter("training_step")
         self.table = self.results.table
         self.takes_idx = takes_idx(self.training_step)
-        own = {name: is_overridden(name, self.module, LightningModule) for name in vars(LightningModule)}
+        own = {name: is_replaced(name, self.module, LightningModule) for name in vars(LightningModule)}
         self._own_zero_grad = own["optimizer_zero_grad"]
         self._own_clipping = own["configure_gradient_clipping"]
         self._clips = self._own_clipping or self.config.gradient_clip_val is not None
@@ -114,8 +114,11 @@ class Step:
         self._use_optimizers()
         by_engine = self.strategy.window
         may = by_engine is None and self.strategy.takes_closure
+        own_step = own["optimizer_step"]
+        if by_engine is not None:
+            own_step = is_overridden("optimizer_step", self.module, LightningModule)
         wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
-        self._by_closure_road = automatic and (self._needs_closure or own["optimizer_step"] or wants)
+        self._by_closure_road = automatic and (self._needs_closure or own_step or wants)
         self._losses: list[Tensor] = []
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (

@@ -23,6 +23,7 @@ from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
 from lockstep.ground.device import refuse_older_torch
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.overrides import innermost
 from lockstep.ground.parameters import clip_by_value
 from lockstep.ground.rank import does, rank_zero_info, warn_once
 from lockstep.ground.types import LRSchedulerConfig
@@ -240,7 +241,7 @@ class BalancedStrategy(RankedStrategy):
     def setup_module(self, module: LightningModule, own_backward: Callable[..., Any] | None) -> None:
         """Split rank 0's module; until a fit begins each rank has all weights, those of others on the CPU."""
         self._refuse_parts(module)
-        if own_backward is not None:
+        if own_backward is not None and innermost(own_backward) is not LightningModule.backward:
             raise MisconfigurationException(OWN_BACKWARD)
         self.module = self.precision.convert_module(module)  # type: ignore[assignment]  # the same object
         check_same_module(module)

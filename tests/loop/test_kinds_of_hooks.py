@@ -1,0 +1,227 @@
+"""Hooks that are no plain methods: decorated, wrapped, on the instance, mocks, partials, callable objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from lockstep import LightningDataModule, LightningModule
+from lockstep.callbacks import Callback, EarlyStopping, LambdaCallback
+from lockstep.ground.types import TrainerFn
+from lockstep.hooks import ModuleHooks
+from lockstep.loop.hooks import NAMES, is_overridden
+from lockstep.testing.pool import RankPool
+from lockstep.utilities import rank_zero_only
+from tests.loop.pieces import Slope, numbers, on_ranks, quiet
+
+CALLS: list[str] = []
+
+
+def recorder(name: str) -> Callable[..., None]:
+    """A hook of any arguments that notes its call."""
+
+    def hook(*args: Any, **kwargs: Any) -> None:
+        CALLS.append(name)
+
+    hook.__name__ = name
+    return hook
+
+
+class CallableObject:
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.hook(*args, **kwargs)
+
+
+def with_wraps(hook: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(hook)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        hook(*args, **kwargs)
+
+    return wrapper
+
+
+KINDS: dict[str, Callable[[Callable[..., None]], Any]] = {
+    "function": lambda hook: hook,
+    "no_grad": torch.no_grad(),
+    "rank_zero_only": rank_zero_only,
+    "wraps": with_wraps,
+    "partial": partial,
+    "object": CallableObject,
+    "mock": lambda hook: Mock(side_effect=hook),
+    "mock that wraps": lambda hook: Mock(wraps=hook),
+}
+SKIPPED = ("on_exception", "on_save_checkpoint", "on_load_checkpoint")
+HOOKS = [name for name in NAMES if name not in SKIPPED]
+
+
+class Both(Slope):
+    """Trains, validates, tests and predicts."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+def played(kind: str, on_instance: bool, start: Callable[..., Any] = quiet) -> list[str]:
+    CALLS.clear()
+    make = KINDS[kind]
+    module_hooks = {name: make(recorder(name)) for name in HOOKS if hasattr(ModuleHooks, name)}
+    callback_hooks = {name: make(recorder(f"callback {name}")) for name in HOOKS}
+    if on_instance:
+        module, callback = Both(), Callback()
+        vars(module).update(module_hooks)
+        vars(callback).update(callback_hooks)
+    else:
+        module, callback = type("Made", (Both,), module_hooks)(), type("MadeCallback", (Callback,), callback_hooks)()
+    trainer = start(max_epochs=1, callbacks=[callback])
+    trainer.fit(module, numbers(3), numbers(2))
+    if start is on_ranks:
+        return list(CALLS)
+    trainer.validate(module, numbers(2), verbose=False)
+    trainer.test(module, numbers(2), verbose=False)
+    trainer.predict(module, numbers(2))
+    return list(CALLS)
+
+
+@pytest.mark.parametrize("on_instance", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_hook_is_called_as_a_method_is(kind: str, on_instance: bool) -> None:
+    expected = played("function", False)
+    assert set(expected) >= {f"callback {name}" for name in HOOKS}
+    assert played(kind, on_instance) == expected
+
+
+def played_on_ranks() -> list[tuple[str, bool]]:
+    """Three samples go over two ranks: in the last batch one has none, and the hooks that it does not run are named."""
+    plain = played("function", False, on_ranks)
+    kinds = [kind for kind in KINDS if kind != "rank_zero_only"]  # which is for one rank
+    return [(kind, own) for kind in kinds for own in (False, True) if played(kind, own, on_ranks) != plain]
+
+
+def test_where_a_rank_has_no_samples(ranks: RankPool) -> None:
+    """The warning that named them looked for `__self__`, in the last batch of the epoch."""
+    assert ranks(2).run(played_on_ranks) == [[], []]
+
+
+def test_a_lambda_callback_that_reads_outputs_is_named() -> None:
+    """`__self__` ended the fit in the sanity check."""
+
+    class Dict(Slope):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": batch}
+
+    seen: list[Any] = []
+    callback = LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, *rest: seen.append(outputs))
+    quiet(max_epochs=1, callbacks=[callback]).fit(Dict(), numbers(1), numbers(1))
+    assert len(seen) == 2
+
+
+# -- around the base's own
+
+
+def traced(module: Any, log: list[str], names: list[str]) -> Any:
+    """A helper that wraps methods of an instance to see their calls."""
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            log.append(name)
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    for name in names:
+        setattr(module, name, wrapped(name))
+    return module
+
+
+PUBLIC = [
+    name
+    for name in dir(LightningModule)
+    if (name in vars(ModuleHooks) or name in vars(LightningModule))
+    and not name.startswith("_")
+    and callable(getattr(LightningModule, name))
+    and not isinstance(vars(LightningModule).get(name), (classmethod, staticmethod))
+]
+
+
+def test_wrapped_methods_of_the_base_are_no_overrides() -> None:
+    """They were: a module was refused over its `configure_sharded_model`, which nobody had written."""
+    log: list[str] = []
+    module = traced(Both(), log, PUBLIC)
+    plain = Both()
+    for each in (plain, module):
+        each.lr = 0.5
+        quiet(max_epochs=2).fit(each, numbers(3), numbers(2))
+    assert torch.equal(plain.w, module.w)
+    for name in ("on_train_start", "training_step", "backward", "optimizer_step", "configure_gradient_clipping"):
+        assert name in log, name
+    assert not is_overridden("on_train_start", module, ModuleHooks)
+    assert is_overridden("on_before_optimizer_step", module, ModuleHooks)  # Slope's own
+
+
+def test_mocks_around_the_base() -> None:
+    module = Both()
+    for name in ("on_train_start", "configure_sharded_model", "backward", "optimizer_step", "configure_model"):
+        setattr(module, name, Mock(wraps=getattr(module, name)))
+    quiet(max_epochs=1).fit(module, numbers(2))
+    assert module.on_train_start.call_count == 1  # type: ignore[attr-defined]
+    assert module.backward.call_count == module.optimizer_step.call_count == 2  # type: ignore[attr-defined]
+
+
+def test_a_wrapped_hook_of_a_deciding_callback_still_comes_last() -> None:
+    """EarlyStopping reads what the module logs in its own `on_train_epoch_end`."""
+
+    class Logs(Slope):
+        def on_train_epoch_end(self) -> None:
+            self.log("score", 1.0)
+
+    stop = traced(EarlyStopping("score", patience=1, check_on_train_epoch_end=True), [], ["on_train_epoch_end"])
+    assert quiet(max_epochs=9, callbacks=[stop]).fit(Logs(), numbers(1)).epochs == 2
+
+
+# -- setup
+
+
+def test_setup_is_given_its_stage_by_name_and_as_lightnings_word() -> None:
+    seen: list[Any] = []
+
+    class ByName(Slope):
+        def setup(self, *, stage: Any) -> None:
+            seen.append(stage)
+
+        def teardown(self, *, stage: Any) -> None:
+            seen.append(stage)
+
+    class Callbacks(Callback):
+        def setup(self, trainer: Any, pl_module: Any, *, stage: Any) -> None:
+            seen.append(stage)
+
+        def teardown(self, trainer: Any, pl_module: Any, **kwargs: Any) -> None:
+            seen.append(kwargs["stage"])
+
+    class Data(LightningDataModule):
+        def setup(self, *, stage: Any) -> None:
+            seen.append(stage)
+
+        def train_dataloader(self) -> Any:
+            return numbers(1)
+
+    other = LambdaCallback(setup=lambda trainer, module, when: seen.append(when))  # by another name
+    quiet(max_epochs=1, callbacks=[Callbacks(), other]).fit(ByName(), datamodule=Data())
+    assert seen == ["fit"] * 6
+    assert all(stage is TrainerFn.FITTING and stage.value == "fit" for stage in seen)
