@@ -80,7 +80,11 @@ class FakeTrainer:
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.global_step = self.current_epoch = 0
         self.is_last_batch = self.sanity_checking = False
-        self.fit_loop = SimpleNamespace(lacks_metrics=None, is_interrupted=False)
+        validation = SimpleNamespace(feed=object())
+        self.fit_loop = SimpleNamespace(
+            lacks_metrics=None, is_interrupted=False, validation=validation, validation_follows=self.validation_follows
+        )
+        self.published = SimpleNamespace(measured={})
         self.saves: list[tuple[int, str]] = []
 
     @property
@@ -107,20 +111,23 @@ class FakeTrainer:
             self.log(self.values(self.current_epoch))
             self.callback.on_validation_end(self, MODULE)  # type: ignore[arg-type]
 
+    def validation_follows(self) -> bool:
+        if not self.enable_validation:
+            return False
+        if self.val_check_interval != 1.0:
+            return (self.batch + 1) % int(self.val_check_interval) == 0
+        every = self.check_val_every_n_epoch
+        return self.is_last_batch and (every is None or (self.current_epoch + 1) % every == 0)
+
     def epoch(self, start: int = 0) -> None:
         for batch_idx in range(start, self.batches):
-            self.is_last_batch = batch_idx + 1 == self.batches
+            self.batch, self.is_last_batch = batch_idx, batch_idx + 1 == self.batches
             self.inside_window = bool((batch_idx + 1) % self.accumulate) and not self.is_last_batch
             if not self.inside_window:
                 self.global_step += 1
             self.agreement.settle()
             self.callback.on_train_batch_end(self, MODULE, None, None, batch_idx)  # type: ignore[arg-type]
-            every = self.check_val_every_n_epoch
-            if self.val_check_interval == 1.0:
-                due = self.is_last_batch and (every is None or (self.current_epoch + 1) % every == 0)
-            else:
-                due = (batch_idx + 1) % int(self.val_check_interval) == 0
-            if due:
+            if self.validation_follows():
                 self.validate()
         self.callback.on_train_epoch_end(self, MODULE)  # type: ignore[arg-type]
         self.current_epoch += 1

@@ -86,6 +86,13 @@ def name_pattern(template: str, extension: str) -> re.Pattern[str]:
 # -- ModelCheckpoint -----------------------------------------------------------------------------------------
 
 
+EARLIER = (
+    "ModelCheckpoint: the weights of step {now} are ranked by {monitor!r} of step {step}, as no validation runs then. "
+    "Checkpoints with a value of their own rank before such, whose steps are in `values_of_earlier_steps`. Let "
+    "validations (val_check_interval) and saves (every_n_train_steps, every_n_epochs) come at the same steps."
+)
+
+
 class ModelCheckpoint(Checkpoint):
     """Saves the run, and keeps the best or the latest of its checkpoints.
 
@@ -93,8 +100,9 @@ class ModelCheckpoint(Checkpoint):
     not come once an epoch), at every ``every_n_train_steps``-th optimizer step, or when
     ``train_time_interval`` has passed; only one of the three may be given, and without any it is every epoch.
     The checkpoint is written if it is among the ``save_top_k`` best by ``monitor``; what it displaces is
-    deleted once it is safely there. See :attr:`best_model_path`, :attr:`best_model_score` and
-    :attr:`last_model_path` for the outcome.
+    deleted once it is safely there. Where a validation is due at the same step, the save waits for its value. A value
+    of an earlier step ranks behind all that were measured on the weights themselves. See :attr:`best_model_path`,
+    :attr:`best_model_score` and :attr:`last_model_path` for the outcome.
 
     Args:
         dirpath: folder or URL; by default ``checkpoints`` in the first logger's folder, or in
@@ -177,6 +185,7 @@ class ModelCheckpoint(Checkpoint):
         self.last_model_path = ""
         self.current_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
+        self.values_of_earlier_steps: dict[str, int] = {}
         self.kth_best_model_path = ""
         self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
 
@@ -281,7 +290,7 @@ class ModelCheckpoint(Checkpoint):
         with trainer.strategy.with_all_ranks():  # those without samples save, too
             metrics = self._metrics(trainer)
             if self.monitor is not None and (
-                self.monitor not in metrics or self._validation_is_next(trainer)  # a value of the last validation
+                self.monitor not in metrics or trainer.fit_loop.validation_follows()  # whose value is of these weights
             ):
                 self._is_waiting_for_metric = True
                 return
@@ -296,6 +305,10 @@ class ModelCheckpoint(Checkpoint):
         self._has_validated = True
         if not self._saves_when_training_ends(trainer):
             self._end_of_epoch(trainer)
+        elif self._is_waiting_for_metric and not self._should_skip(trainer):
+            metrics = self._metrics(trainer)
+            if self.monitor in metrics:
+                self._save(trainer, metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saves_when_training_ends(trainer) or self._is_waiting_for_metric:
@@ -345,17 +358,6 @@ class ModelCheckpoint(Checkpoint):
             return False
         return sum(trainer.num_val_batches) == 0 or trainer.val_check_interval == 1.0
 
-    def _validation_is_next(self, trainer: Trainer) -> bool:
-        """Whether this was the epoch's last batch, and epochs are saved after the validation that follows."""
-        every = trainer.check_val_every_n_epoch
-        return (
-            trainer.is_last_batch
-            and not self._saves_when_training_ends(trainer)
-            and trainer.enable_validation
-            and sum(trainer.num_val_batches) > 0
-            and (every is None or (trainer.current_epoch + 1) % every == 0)
-        )
-
     # -- what ----------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, metrics: dict[str, Tensor], ranked: bool = True) -> None:
@@ -379,28 +381,38 @@ class ModelCheckpoint(Checkpoint):
             self._report_missing_monitor(trainer, metrics)
             return ""
         score = metrics[self.monitor]
-        if self.check_monitor_top_k(trainer, score):
-            return self._save_scored(trainer, metrics, score)
+        measured = trainer.published.measured.get(self.monitor, trainer.global_step)
+        earlier = None if measured == trainer.global_step else measured
+        if earlier is not None:
+            warn_once(EARLIER.format(monitor=self.monitor, now=trainer.global_step, step=earlier), key=EARLIER)
+        if self._is_among_best(score, earlier is not None):
+            return self._save_scored(trainer, metrics, score, earlier)
         if self.verbose:
             said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
             rank_zero_info(f"{said} is not among the best {self.save_top_k}.")
         return ""
 
-    def _save_scored(self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor) -> str:
+    def _save_scored(
+        self, trainer: Trainer, metrics: dict[str, Tensor], score: Tensor, earlier: int | None = None
+    ) -> str:
         displaced = ""
         if self.save_top_k > 0 and len(self.best_k_models) >= self.save_top_k:
             displaced = self.kth_best_model_path
             del self.best_k_models[displaced]
-        better, worse = (min, max) if self.mode == "min" else (max, min)
+            self.values_of_earlier_steps.pop(displaced, None)
         if torch.isnan(score):
             score = torch.full_like(score, torch.inf if self.mode == "min" else -torch.inf)
         path = self._free_path(trainer, metrics, displaced)
         # All this is part of the checkpoint itself, so it comes first.
         self.current_score = self.best_k_models[path] = score
+        if earlier is None:
+            self.values_of_earlier_steps.pop(path, None)
+        else:
+            self.values_of_earlier_steps[path] = earlier
         if self.save_top_k in (-1, len(self.best_k_models)):
-            self.kth_best_model_path = worse(self.best_k_models, key=lambda name: self.best_k_models[name])
+            self.kth_best_model_path = max(self.best_k_models, key=self._place)
             self.kth_value = self.best_k_models[self.kth_best_model_path]
-        self.best_model_path = better(self.best_k_models, key=lambda name: self.best_k_models[name])
+        self.best_model_path = min(self.best_k_models, key=self._place)
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose:
             said = f"Step {trainer.global_step}: {self.monitor} = {score:.5f}"
@@ -454,12 +466,20 @@ class ModelCheckpoint(Checkpoint):
 
         Metrics are the same on all ranks when they get here, so the ranks need not ask each other.
         """
-        if current is None:
-            return False
+        return current is not None and self._is_among_best(current, False)
+
+    def _is_among_best(self, score: Tensor, is_earlier: bool) -> bool:
         if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
             return True
+        if is_earlier != (self.kth_best_model_path in self.values_of_earlier_steps):
+            return not is_earlier
         worst = self.best_k_models[self.kth_best_model_path]
-        return bool(current < worst) if self.mode == "min" else bool(current > worst)
+        return bool(score < worst) if self.mode == "min" else bool(score > worst)
+
+    def _place(self, path: str) -> tuple[bool, float]:
+        """What a ranked checkpoint is sorted by: those whose value is of earlier weights come last."""
+        score = float(self.best_k_models[path])
+        return path in self.values_of_earlier_steps, score if self.mode == "min" else -score
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor]:
         """The metrics of all ranks by name, with ``epoch`` and ``step`` as whole numbers. Collective."""
@@ -485,7 +505,9 @@ class ModelCheckpoint(Checkpoint):
         rank_zero_warn(f"{message} {why}")
 
     def _awaits_validation(self, trainer: Trainer) -> bool:
-        return trainer.enable_validation and sum(trainer.num_val_batches) > 0 and not self._has_validated
+        if not trainer.enable_validation or self._has_validated:
+            return False
+        return trainer.fit_loop.validation.feed is None or sum(trainer.num_val_batches) > 0  # asked for when it begins
 
     # -- where ---------------------------------------------------------------------------------------------
 
@@ -552,6 +574,7 @@ class ModelCheckpoint(Checkpoint):
             "kth_best_model_path": self.kth_best_model_path,
             "kth_value": self.kth_value,
             "last_model_path": self.last_model_path,
+            "values_of_earlier_steps": dict(self.values_of_earlier_steps),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -577,6 +600,8 @@ class ModelCheckpoint(Checkpoint):
         self.last_model_path = "" if last in foreign else last
         self.best_model_score = state_dict["best_model_score"]
         self.best_k_models = {path: score for path, score in ranked.items() if path not in foreign}
+        earlier = state_dict.get("values_of_earlier_steps", {})
+        self.values_of_earlier_steps = {path: int(earlier[path]) for path in self.best_k_models if path in earlier}
         self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
         self.kth_value = state_dict.get("kth_value", self.kth_value)
         full = 0 < self.save_top_k <= len(self.best_k_models)
@@ -585,10 +610,9 @@ class ModelCheckpoint(Checkpoint):
 
     def _rank_anew(self) -> None:
         """Take best and worst from what is ranked."""
-        better, worse = (min, max) if self.mode == "min" else (max, min)
-        ranked, scores = self.best_k_models, self.best_k_models.__getitem__
-        self.kth_best_model_path = worse(ranked, key=scores) if ranked else ""
-        self.best_model_path = better(ranked, key=scores) if ranked else ""
+        ranked = self.best_k_models
+        self.kth_best_model_path = max(ranked, key=self._place) if ranked else ""
+        self.best_model_path = min(ranked, key=self._place) if ranked else ""
         self.best_model_score = ranked.get(self.best_model_path)
         if ranked:
             self.kth_value = ranked[self.kth_best_model_path]

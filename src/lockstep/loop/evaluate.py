@@ -165,6 +165,8 @@ class EvaluationLoop:
             late = results.reduce_epoch()
             for_loggers.update(session.published.publish(late))
             values = values + late
+        if session.fitting:
+            session.published.note_validation(values, session.fit.progress.global_step)
         if for_loggers and to_loggers:
             session.log_metrics(for_loggers, None)
         if to_loggers and session.fitting:

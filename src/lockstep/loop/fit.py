@@ -664,6 +664,10 @@ class FitLoop:
     def _validates(self) -> bool:
         return self.timing.in_epoch(self.session.fit.progress.epoch)
 
+    def validation_follows(self) -> bool:
+        """Whether a validation follows the training batch at hand, with which a window ends."""
+        return self._validates and self._validation_due(True)
+
     def _validation_due(self, at_window_end: bool) -> bool:
         session = self.session
         if self.timing.due(session.fit.progress, at_window_end):

@@ -669,6 +669,7 @@ class LoggedMetrics:
         self.callback: dict[str, Tensor] = {}
         self.logged: dict[str, Tensor] = {}
         self.progress_bar: dict[str, Any] = {}
+        self.measured: dict[str, int] = {}  # names whose newest value is a validation's, and the optimizer step of it
         self._before: dict[str, Tensor | None] = {}  # what :meth:`preview` has covered in ``callback``
 
     def preview(self, values: list[tuple[Entry, str, Tensor]], to: Sequence[str] = EVERYBODY) -> None:
@@ -700,6 +701,7 @@ class LoggedMetrics:
                 self._before.pop(entry.name, None)
             if "callback" in to:
                 self.callback[name] = value
+                self.measured.pop(name, None)
                 if entry.on_step and entry.on_epoch:  # the plain name stands for the newest of the two
                     self.callback[entry.name] = value
             if entry.logger and "logged" in to:
@@ -708,9 +710,14 @@ class LoggedMetrics:
                 self.progress_bar[name] = value
         return for_loggers
 
+    def note_validation(self, values: list[tuple[Entry, str, Tensor]], step: int) -> None:
+        """These were measured by a validation after so many optimizer steps."""
+        for entry, name, _ in values:
+            self.measured[name] = self.measured[entry.name] = step
+
     def clear(self) -> None:
         """Forget everything (after the sanity check)."""
-        for shown in (self.callback, self.logged, self.progress_bar, self._before):
+        for shown in (self.callback, self.logged, self.progress_bar, self._before, self.measured):
             shown.clear()
 
 

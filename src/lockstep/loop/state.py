@@ -382,6 +382,7 @@ def _common(
         "plan": session.fit.elastic.state_dict(session.fit.feed, session.fit.progress, begun),
         "strategy": engine.own or {},
         "metrics": {name: value.cpu() for name, value in published.items()},
+        "measured": dict(session.published.measured),
         "ranks": ranks,
     }
 
@@ -594,6 +595,7 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         strategy.load(EngineState(own=own["strategy"], by_rank=own.get("strategy of ranks", [])))
         for name, value in own["metrics"].items():
             session.published.callback[name] = torch.as_tensor(value)
+        session.published.measured.update(own.get("measured", {}))
         ranks = own["ranks"]
         if len(ranks) == session.world_size:
             fit.resumed = ranks[strategy.world.rank]

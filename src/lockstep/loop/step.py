@@ -114,9 +114,8 @@ class Step:
         self._use_optimizers()
         by_engine = self.strategy.window
         may = by_engine is None and self.strategy.takes_closure
-        own_step = own["optimizer_step"]
-        if by_engine is not None:
-            own_step = is_overridden("optimizer_step", self.module, LightningModule)
+        is_own = is_replaced if by_engine is None else is_overridden
+        own_step = is_own("optimizer_step", self.module, LightningModule)
         wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
         self._by_closure_road = automatic and (self._needs_closure or own_step or wants)
         self._losses: list[Tensor] = []
@@ -135,8 +134,7 @@ class Step:
         else:
             self.window = self._plain
         if self.scaler is not None and not automatic:
-            for optimizer in self._optimizers:
-                self.scaler.refuse(optimizer)
+            self.scaler.refuse(*self._optimizers)
         if self.scaler is not None and self._needs_closure:
             raise MisconfigurationException(
                 f'Trainer(precision="16-mixed") with {type(self.optimizer).__name__}: a scaled loss and a line search '

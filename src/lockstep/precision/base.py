@@ -98,16 +98,16 @@ class LossScaler:
         finally:
             self.steps = False
 
-    def refuse(self, optimizer: Optimizer) -> None:
+    def refuse(self, *optimizers: Optimizer) -> None:
         """Refuse an optimizer with a line search.
 
         Raises:
             MisconfigurationException: with the way out.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise MisconfigurationException(
-                f"precision='16-mixed' with {type(optimizer).__name__}: its line search compares losses, which a loss "
-                "scale changes; use precision='bf16-mixed' or '32-true'"
+                "precision='16-mixed' with LBFGS: its line search compares losses, which a loss scale changes; use "
+                "precision='bf16-mixed' or '32-true'"
             )
 
     def leaves_out(self, optimizer: Optimizer) -> bool:
