@@ -20,6 +20,9 @@ from torch import Tensor
 Part: TypeAlias = tuple[float, float, float]
 """Of one name: its value (of a mean, value x weight), the weight, and the micro-batch. Without a weight it is none."""
 
+Total: TypeAlias = tuple[float, float]
+"""Of one name: its value (of a mean, value x weight), and the weight."""
+
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 _HEAD = 5
 
@@ -88,9 +91,12 @@ class Rows:
 
     def values(self, row: Tensor) -> list[float]:
         """What is shown of each name."""
+        return [shown_value(op, *total) for op, total in zip(self.ops, self.totals(row), strict=True)]
+
+    def totals(self, row: Tensor) -> list[Total]:
+        """The value and the weight of each name."""
         numbers = row.tolist()[_HEAD:]
-        weights = numbers[self.capacity :]
-        return [shown_value(op, numbers[place], weights[place]) for place, op in enumerate(self.ops)]
+        return list(zip(numbers, numbers[self.capacity :], strict=False))[: len(self.ops)]
 
 
 def each_step_wanted(row: Tensor) -> bool:
@@ -105,6 +111,14 @@ def shown_value(op: str, value: float, weight: float) -> float:
     if not weight:
         return NEUTRAL[op]
     return value + 0.0 if op == "sum" else value
+
+
+def joined(op: str, totals: Sequence[Total]) -> Total:
+    """Several as one."""
+    values, weights = zip(*totals, strict=True)
+    if op in ("min", "max"):
+        return functools.reduce(functools.partial(extreme, op), values), sum(weights)
+    return sum(values), sum(weights)
 
 
 def extreme(op: str, one: float, other: float) -> float:

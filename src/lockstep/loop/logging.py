@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.ground.comm import Combine
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, warn_once
-from lockstep.loop.logged_rows import NEUTRAL, Part, Rows, each_step_wanted, extreme, shown_value
+from lockstep.loop.logged_rows import NEUTRAL, Part, Rows, Total, each_step_wanted, extreme, joined, shown_value
 from lockstep.loop.metrics import StatesByLoader, is_metric
 from lockstep.parallel.recompute import STATE
 from lockstep.strategies.base import Strategy
@@ -57,6 +57,11 @@ LOGGING: dict[str, tuple[bool, bool, bool]] = {
     "on_test_epoch_end": _EPOCH_ONLY,
     "on_train_epoch_end": _EPOCH_ONLY,
 }
+NEW_METRIC = (
+    "self.log({name!r}, <{metric}>) in `{hook}` was given another object than before: each collects what it has seen "
+    "itself, and the epoch's value would be that of the last one alone. Make the metric once, as an attribute of the "
+    "module; or log numbers, of which the mean over the epoch is kept."
+)
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 # prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: as given to `self.log`
@@ -369,6 +374,9 @@ class LogCollector:
         return known
 
     def _add_metric(self, entry: Entry, metric: Metric, weight: float) -> None:
+        if entry.metric is not None and entry.metric is not metric and entry.epoch_fresh:
+            kind = type(metric).__name__
+            raise MisconfigurationException(NEW_METRIC.format(name=entry.key[2], hook=entry.key[0], metric=kind))
         entry.metric = metric
         entry.epoch_fresh = entry.on_epoch
         forward = metric._forward_cache
@@ -517,10 +525,15 @@ class LogCollector:
         """Reduce entries over the ranks: names travel as a hash, and in full only where the hashes differ."""
         fresh.sort(key=lambda entry: _place(entry.key))
         if self._world_size > 1:
-            fresh, values = self._exchange(fresh, read)
+            fresh, totals = self._exchange(fresh, read)
         else:
-            values = [shown_value(entry.op, *self._local(entry, read)[:2]) for entry in fresh]
-        return [(entry, torch.tensor(value, dtype=entry.dtype)) for entry, value in zip(fresh, values, strict=True)]
+            totals = [self._local(entry, read)[:2] for entry in fresh]
+        if read is _epochs:
+            totals = _over_loaders(fresh, totals)
+        return [
+            (entry, torch.tensor(shown_value(entry.op, *total), dtype=entry.dtype))
+            for entry, total in zip(fresh, totals, strict=True)
+        ]
 
     def _local(self, entry: Entry, read: Reader) -> Part:
         value, weight, micro_batch = read(entry)
@@ -530,14 +543,14 @@ class LogCollector:
         number = number * weight if micro_batch and entry.op == "mean" else number
         return number, float(weight), float(micro_batch)
 
-    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[float]]:
+    def _exchange(self, fresh: list[Entry], read: Reader) -> tuple[list[Entry], list[Total]]:
         names = repr([(entry.key, entry.op, entry.metric is not None, entry.dtype) for entry in fresh])
         rows, row = self._combined_row(zlib.crc32(names.encode()), fresh, read)
         self.each_step = each_step_wanted(row)
         if rows.ranks_differ(row):
             fresh = self._agree_on_names(fresh)
             rows, row = self._combined_row(0, fresh, read)
-        return fresh, rows.values(row)
+        return fresh, rows.totals(row)
 
     def _combined_row(self, names: int, fresh: list[Entry], read: Reader) -> tuple[Rows, Tensor]:
         rows = Rows([entry.op for entry in fresh], self._capacity, read is not _epochs)
@@ -618,6 +631,32 @@ def _union(of_ranks: list[Any]) -> dict[Key, _Logged]:
             if found.metric == "":
                 found.ranks.append(rank)
     return union
+
+
+def _over_loaders(entries: list[Entry], totals: list[Total]) -> list[Total]:
+    """What several loaders logged as one name (``add_dataloader_idx=False``): each shows the value over all of them.
+
+    Raises:
+        MisconfigurationException: they mean different things by it.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, entry in enumerate(entries):
+        if entry.key[1] >= 0 and entry.name == entry.key[2]:
+            groups.setdefault((entry.key[0], entry.name), []).append(place)
+    found = list(totals)
+    for (hook, name), places in groups.items():
+        alike = [entries[place] for place in places]
+        kinds = {(entry.op, id(entry.metric)) for entry in alike}
+        if len(kinds) > 1:
+            raise MisconfigurationException(
+                f"self.log({name!r}, ..., add_dataloader_idx=False) in `{hook}`: the loaders of this evaluation log "
+                "one name in several ways (another reduce_fx, another torchmetrics object, an object and a number), so "
+                "that there is no value over all. Give each loader its own name, or leave add_dataloader_idx away."
+            )
+        total = joined(alike[0].op, [totals[place] for place in places])
+        for place in places:
+            found[place] = total
+    return found
 
 
 def checked_size(name: str, batch_size: object) -> float:
