@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.rank import rank_zero_info
 from lockstep.module import LightningModule
 
@@ -265,6 +266,7 @@ class ModelPruning(Callback):
                 f"ModelPruning with {type(trainer.strategy).__name__}: each rank would prune its part of a parameter "
                 'by itself: use strategy="ddp".'
             )
+        refuse_lazy(pl_module, "ModelPruning")
         found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
         self._names = _names_of(pl_module, self._parameters_to_prune)

@@ -13,6 +13,7 @@ from torch.optim import swa_utils
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
@@ -230,6 +231,7 @@ class StochasticWeightAveraging(Callback):
 
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
+        refuse_lazy(module, type(self).__name__)
         if self.n_averaged is None:
             self.n_averaged = torch.tensor(0, dtype=torch.long)
         count = int(self.n_averaged)

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.parallel.pipeline.weights import is_freed
 
@@ -88,6 +89,7 @@ class WeightAveraging(Callback):
                 "has a whole average to show or to save: give BalancedStrategy(one_process=True), another strategy, or "
                 "StochasticWeightAveraging in the place of this callback."
             )
+        refuse_lazy(pl_module, type(self).__name__)
         tensors = nn.Module()
         for i, parameter in enumerate(pl_module.parameters()):
             tensors.register_parameter(str(i), parameter)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.ground.errors import MisconfigurationException
+
 
 def grad_norm(
     module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/"
@@ -44,6 +46,28 @@ def grad_norm(
         together = torch.stack([value.to(values[0].device) for value in values])
         norms[f"grad_{p}_norm_total"] = torch.linalg.vector_norm(together, p)
     return norms
+
+
+LAZY = (
+    "{who}: parameter {name!r} belongs to a lazy layer, which gets its shape in its first forward, and has to have one "
+    "before. Give the layer its sizes (nn.Linear(in_features, ...)), or run one batch through the module in its "
+    "`configure_model`: `self(torch.zeros(2, in_features))`."
+)
+
+
+def refuse_lazy(module: nn.Module, who: str) -> None:
+    """Refuse a module with a parameter that has no shape yet.
+
+    Args:
+        module: whose parameters to look at.
+        who: cannot do with it.
+
+    Raises:
+        MisconfigurationException: with the parameter and the way out.
+    """
+    name = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
+    if name is not None:
+        raise MisconfigurationException(LAZY.format(who=who, name=name))
 
 
 def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:

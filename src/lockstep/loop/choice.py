@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_unflatten
 
 from lockstep.data.combined import unpack
@@ -149,7 +150,7 @@ def steady_memory(device: torch.device, ranks: int) -> float:
 
 def clearly_fits(module: nn.Module, device: torch.device, ranks: int) -> bool:
     """Whether a model's states take less than half of a device, without looking at the device for small ones."""
-    size = sum(parameter.numel() for parameter in module.parameters())
+    size = sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
     return size < SMALL or STATES * size < CLEARLY * steady_memory(device, ranks)
 
 

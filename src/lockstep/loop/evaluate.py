@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.ground.device import move_data_to_device
@@ -283,6 +284,8 @@ class EvaluationLoop:
         inside_fit = self.session.fitting
         # where forwards communicate they make tensors that a later fit goes on with
         infers = self.session.config.inference_mode and not inside_fit and not self.session.strategy.runs_padding
+        # so do lazy layers
+        infers = infers and not any(is_lazy(parameter) for parameter in self.session.module.parameters())
         quiet = torch.inference_mode if infers else torch.no_grad
         with quiet():
             yield

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden, takes_idx
@@ -66,6 +67,7 @@ def built(module: LightningModule, trainer: Trainer | None, device: torch.device
     """
     if not is_overridden("configure_model", module, ModuleHooks):
         return module
+    refuse_lazy(module, "A plan, which copies the module,")
     attached, module._trainer = module._trainer, None
     try:
         made = copy.deepcopy(module)
@@ -88,6 +90,7 @@ def step_of(module: LightningModule, batch: object, precision: Precision) -> Ste
         MisconfigurationException: manual optimization, or a step that gives no loss.
     """
     name = type(module).__name__
+    refuse_lazy(module, "A plan")
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"{name} sets automatic_optimization = False, and a plan needs to know where the backward is: choose the "

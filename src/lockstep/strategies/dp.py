@@ -30,6 +30,7 @@ class DataParallelStrategy(Strategy):
     """
 
     drives_all_devices = True
+    takes_lazy = False
 
     def setup_environment(self) -> None:
         """Refuse what one process cannot do."""

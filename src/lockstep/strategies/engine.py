@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.ground.closures import takes_closure
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.parameters import clip_by_value, plain_name
+from lockstep.ground.parameters import clip_by_value, plain_name, refuse_lazy
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import LRSchedulerConfig
 from lockstep.module import LightningModule
@@ -108,6 +108,7 @@ class Engine:
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         balances: its ranks can take unequal shares, which change while a fit runs.
         takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.
+        takes_lazy: lazy layers may get their shapes in the first step; else they have them when the module is placed.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
     """
@@ -121,6 +122,7 @@ class Engine:
     shares: Sequence[float] | None = None
     balances: bool = False
     takes_closure: bool = True
+    takes_lazy: bool = True
     init_device: torch.device | None = None
     step_device: torch.device | None = None
 
@@ -157,10 +159,12 @@ class Engine:
         self._begin_recomputation()
 
     def _refuse_parts(self, module: LightningModule, goes_on: str = "") -> None:
-        """Refuse a module that an engine has left in parts, unless it is the one that this one goes on with."""
+        """Refuse a module that an engine has left in parts, unless it is the one that it goes on with; or lazy."""
         of_deepspeed = any(is_partitioned(parameter) for parameter in module.parameters())
         engine = "fsdp" if is_split(module) else "deepspeed" if of_deepspeed else goes_on
         engine = "balanced" if is_freed(module) else engine
+        if not self.takes_lazy:
+            refuse_lazy(module, type(self).__name__)
         if engine != goes_on:
             (left, way), name = LEFT_IN_PARTS[engine], type(module).__name__
             raise MisconfigurationException(

@@ -53,6 +53,8 @@ class RankedStrategy(Strategy):
         MisconfigurationException: for an argument that cannot be.
     """
 
+    takes_lazy = False
+
     def __init__(
         self,
         cluster_environment: object = None,

@@ -16,6 +16,7 @@ from lockstep.callbacks.base import Callback
 from lockstep.data.combined import unpack
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.tree import tree_map
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
@@ -70,6 +71,7 @@ class Snapshot:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         module, strategy = trainer.lightning_module, trainer.strategy
+        refuse_lazy(module, "A search by trial, after which everything is as before")
         self._parts = [(part, part.training, _tensors(part)) for part in module.modules()]
         self._trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

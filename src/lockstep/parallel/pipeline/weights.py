@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from lockstep.ground import comm
@@ -206,6 +206,8 @@ def _bring(parameter: Parameter, device: torch.device, optimizers: list[Optimize
 
 def stands_in(parameter: Tensor) -> bool:
     """Whether a parameter has no values here, but on another rank of its pipeline."""
+    if is_lazy(parameter):
+        return False
     strided = parameter.layout is torch.strided and not parameter.is_meta
     return strided and parameter.numel() > 1 and not any(parameter.stride())
 
