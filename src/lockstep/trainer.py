@@ -41,6 +41,7 @@ from lockstep.config.run import (
     synchronizes_batchnorm,
 )
 from lockstep.datamodule import LightningDataModule
+from lockstep.ground.copies import kept
 from lockstep.ground.device import Accelerator, creating, find_accelerator, warn_of_untried_torch
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_only
@@ -264,6 +265,8 @@ class Trainer(Attributes):
 
     def _begin_call(self) -> None:
         """In the process in which a call runs: find out which rank it is, and tie the module to this Trainer."""
+        if self._spawns:  # this is a process that was started for the call: there is nothing more to be launched
+            self._launch, self._spawns = directly, False
         self._connect(self.strategy)
         self.session.module.trainer = self
         if self.datamodule is not None:
@@ -427,7 +430,7 @@ class Trainer(Attributes):
         if not self.session.has("hooks") or self.strategy.module is None:
             raise MisconfigurationException(
                 f"trainer.save_checkpoint({os.fspath(filepath)!r}): there is nothing to save before the first fit has "
-                "set up its module."
+                "set up its module (a copy of a Trainer has set up nothing)."
             )
         if self.strategy.absent:
             self.strategy.check_present(f"trainer.save_checkpoint({os.fspath(filepath)!r})")
@@ -506,8 +509,7 @@ class Trainer(Attributes):
         return spawn_results.take_over(session, self._launch(call, session, loop, *args))
 
     def __getstate__(self) -> dict[str, Any]:
-        # how to launch is bound to this process, and in the other one there is nothing to be launched
-        return {**self.__dict__, "_launch": directly, "_spawns": False}
+        return kept(self)
 
 
 FLAGS = defaults_of(Trainer.__init__)

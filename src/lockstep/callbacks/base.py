@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from lockstep.ground.window_times import WindowTimes
     from lockstep.module import LightningModule
     from lockstep.trainer import Trainer
+
+
+LENT = ("log", "log_dict")
 
 
 class Callback:
@@ -42,6 +45,10 @@ class Callback:
     _decides = False  # by logged values: its `on_train_epoch_end` comes last, when all others have logged
     _hears_step_times = False  # has the ranks' windows measured, and is told of them by `_on_step_times`
     _searches = False  # when a call begins: what it finds is what all others shall see
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has, in this process or in another one: all but the module's ``log``, lent for a call."""
+        return {name: value for name, value in vars(self).items() if not (name in LENT and _is_modules(value))}
 
     # -- a run ---------------------------------------------------------------------------------------------
 
@@ -225,3 +232,7 @@ class Callback:
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called with the whole checkpoint after it was read and before it is used."""
+
+
+def _is_modules(method: object) -> bool:
+    return isinstance(getattr(method, "__self__", None), nn.Module)

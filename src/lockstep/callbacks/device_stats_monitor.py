@@ -138,4 +138,4 @@ class DeviceStatsMonitor(Callback):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_psutil": None}
+        return {**super().__getstate__(), "_psutil": None}

@@ -106,7 +106,7 @@ class GradientAccumulationScheduler(Callback):
         self._in_charge_of = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_in_charge_of": None}
+        return {**super().__getstate__(), "_in_charge_of": None}
 
 
 def _set_flag(trainer: Trainer, value: int | dict[int, int]) -> None:

@@ -151,4 +151,4 @@ class OnExceptionCheckpoint(Checkpoint):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_training": False}
+        return {**super().__getstate__(), "_training": False}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
+from lockstep.ground.copies import kept
 from lockstep.ground.device import move_data_to_device
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
@@ -44,7 +45,7 @@ class EvaluationLoop:
         reduce metrics over steps and ranks; on_<stage>_epoch_end; log; on_<stage>_end; train mode
     """
 
-    def __init__(self, session: Session, stage: RunningStage, reload_due: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, session: Session, stage: RunningStage, reload_due: Callable[[], bool] = bool) -> None:
         self.session = session
         self.stage = stage
         self._reload_due = reload_due  # of a fit's validation: whether its loaders are to be asked for anew
@@ -55,6 +56,9 @@ class EvaluationLoop:
         self.predictions: Any = []  # of the prediction that runs, for a writer
         self.epoch_batch_indices: list[list[list[Any]]] = []  # loader, batch, sample
         self.seen: dict[int, int] = {}  # batches so far, by loader: the x axis of on_step values in evaluation
+
+    def __getstate__(self) -> dict[str, Any]:
+        return kept(self, "feed", "predictions")
 
     @property
     def num_batches(self) -> list[int | float]:

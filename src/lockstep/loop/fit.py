@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config.run import RunConfig, set_flag
+from lockstep.ground.copies import kept
 from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
 from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
@@ -226,6 +227,12 @@ class FitLoop:
             "global_step": lambda: self.progress.global_step,
         }
         return Inner("trainer.fit_loop.epoch_loop", offers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**kept(self, "step", "signals", "balance"), "begun": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, step=Step(state["session"]))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "session" not in self.__dict__:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.datamodule import LightningDataModule
+from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn
 from lockstep.hooks import ModuleHooks
@@ -27,6 +28,9 @@ class Loaders:
     given: dict[str, Any]
     datamodule: LightningDataModule | None
     module: LightningModule | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return kept(self)
 
     def _hook(self, stage: str) -> Callable[[], Any] | None:
         name, hook = f"{stage}_dataloader", None

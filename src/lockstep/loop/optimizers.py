@@ -31,7 +31,11 @@ class LightningOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, step: Callable[..., Any], module: LightningModule, sync: Callable[..., Any]
+        self,
+        optimizer: Optimizer,
+        step: Callable[..., Any],
+        module: LightningModule | None,
+        sync: Callable[..., Any] | None,
     ) -> None:
         self._optimizer = optimizer
         self._step = step
@@ -56,15 +60,27 @@ class LightningOptimizer:
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Only this optimizer's parameters need gradients inside; ``sync_grad=False`` does not reduce them."""
+        if self._module is None or self._sync is None:
+            raise MisconfigurationException("optimizer.toggle_model(): this is a copy, which belongs to no fit")
         this: Any = self  # which stands for an Optimizer
         with self._sync(sync_grad), self._module.toggled_optimizer(this):
             yield
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # of an object that is being made
+            raise AttributeError(name)
         return getattr(self._optimizer, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LightningOptimizer, (self._optimizer, _step_alone, None, None)  # a copy belongs to no fit
 
     def __repr__(self) -> str:
         return f"LightningOptimizer({self._optimizer!r})"
+
+
+def _step_alone(optimizer: Optimizer, closure: Callable[[], Any] | None, kwargs: dict[str, object]) -> Any:
+    step: Callable[..., Any] = optimizer.step
+    return step(**kwargs) if closure is None else step(closure, **kwargs)
 
 
 class NoOptimizer(Optimizer):

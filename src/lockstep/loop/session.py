@@ -17,6 +17,7 @@ from lockstep.config.devices import apply_to_process
 from lockstep.config.run import RunConfig
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.copies import kept
 from lockstep.ground.rank import does
 from lockstep.ground.types import RunningStage, TrainerFn, TrainerState
 from lockstep.hpc.trials import TrialFolder
@@ -89,6 +90,9 @@ class FitState:
     elastic: Elastic = field(default_factory=Elastic)
     shares: dict[str, Any] | None = None
     started: float = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return kept(self, "feed", "results", "resumed")
 
     def seconds(self) -> float:
         """Time spent in this fit, its earlier lives included."""
@@ -214,8 +218,8 @@ class Session:
         apply_to_process(self.config, self.strategy.root_device.type)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process; the rest is bound to this one."""
-        bound = ("hooks", "results", "agreement", "activations", "built")
+        """What a copy has, here or in another process; the rest is bound to this one, or to the call that runs."""
+        bound = ("hooks", "results", "agreement", "activations", "built", "signals", "instruments", "inner")
         return {name: value for name, value in vars(self).items() if name not in bound}
 
     # -- callbacks and loggers -----------------------------------------------------------------------------

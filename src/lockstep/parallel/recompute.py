@@ -374,6 +374,9 @@ class Recomputation:
         except ValueError as error:
             raise ValueError(f"{strategy}({error})") from None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ends": []}  # a copy has changed nothing
+
     @property
     def is_on(self) -> bool:
         """Whether layers are recomputed by these arguments."""

@@ -171,6 +171,9 @@ class SimpleProfiler(Profiler):
         self.recorded_durations: dict[str, list[float]] = {}
         self.start_time = time.perf_counter()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "current_actions": {}}  # those under way are not a copy's
+
     def start(self, action_name: str) -> None:
         """An action begins.
 

@@ -156,6 +156,8 @@ class BalancedStrategy(RankedStrategy):
         trainer = Trainer(devices=4, strategy=BalancedStrategy(stages=2, micro_batches=8))
     """
 
+    can_be_copied = False
+
     def __init__(
         self,
         stages: int | Literal["all"] = "all",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.io import CheckpointIO, snapshot
+from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
 from lockstep.ground.tree import tensors_in
@@ -588,7 +589,7 @@ class DDPStrategy(RankedStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # a group belongs to its process, and so does what works with it
-        return {**vars(self), "_norms_group": None, "_local": None, "_late": None, "_sharded": None}
+        return kept(self, "_norms", "_norms_group", "_local", "_late", "_sharded", "_reducer")
 
     def save(self, alone: bool = False, weights_only: bool = False) -> EngineState:
         """The module, of the ranks' mean where weights have parted; optimizers; what the ranks need besides.

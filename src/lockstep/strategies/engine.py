@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from lockstep.ground.closures import takes_closure
+from lockstep.ground.copies import kept
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import clip_by_value, plain_name, refuse_lazy
 from lockstep.ground.rank import rank_zero_info
@@ -109,6 +110,7 @@ class Engine:
         balances: its ranks can take unequal shares, which change while a fit runs.
         takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.
         takes_lazy: lazy layers may get their shapes in the first step; else they have them when the module is placed.
+        can_be_copied: by deepcopy and pickle, once a call has set it up.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
     """
@@ -123,6 +125,7 @@ class Engine:
     balances: bool = False
     takes_closure: bool = True
     takes_lazy: bool = True
+    can_be_copied: bool = True
     init_device: torch.device | None = None
     step_device: torch.device | None = None
 
@@ -138,6 +141,20 @@ class Engine:
         self._recomputation = Recomputation(type(self).__name__)
         self._offloads_optimizer = False
         self._offloaded: list[OffloadedStates] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has; engines leave out what works with a process group, or belongs to the call that runs.
+
+        Raises:
+            NotImplementedError: the model is in parts, which only this object can gather.
+        """
+        if self.module is not None and not self.can_be_copied:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot be copied or pickled once a call has set it up, nor can its Trainer and "
+                "its loops: the model is in parts, and what gathers them belongs to this process. Copy before the "
+                "first call, or write what is there by trainer.save_checkpoint(path)."
+            )
+        return {**kept(self, "_own_backward"), "_offloaded": []}
 
     @property
     def root_device(self) -> torch.device:

@@ -66,6 +66,7 @@ class ShardedStrategy(RankedStrategy):
 
     runs_padding = True
     places_first = True
+    can_be_copied = False
     engine: str = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -258,7 +258,7 @@ class ProgressBar(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: settings; a bar that is being drawn stays here."""
-        return {**vars(self), "_trainer": None}
+        return {**super().__getstate__(), "_trainer": None}
 
     @property
     def trainer(self) -> Trainer:
