@@ -19,10 +19,10 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -597,7 +597,11 @@ def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
     return made.whole(tensors, range(made.ranks))
 
 
-def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -> dict[str, Any]:
+Needs: TypeAlias = Callable[[Sequence[int], bool], Sequence[int]]
+"""The ranks whose own parts are needed, given the replica of each rank that saved, and whether they held gradients."""
+
+
+def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder of parts, on each rank what it needs of it. Collective.
 
     Each file is hashed by one rank, and a damaged one is an error on all.
@@ -605,11 +609,11 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
     Args:
         path: of the folder.
         place: what to read a tensor into: a DTensor where ranks have parts.
+        needs: says which of the parts that ranks had to themselves this one needs.
         weights_only: of the rest.
 
     Returns:
-        as of `load`, with the tensors that `place` has made. Of what each rank alone needs there is this rank's, or,
-        written by another number of ranks, this rank's share.
+        as of `load`, with the tensors that `place` has made, and what is needed of what ranks had to themselves.
 
     Raises:
         CorruptCheckpoint: it is truncated or altered.
@@ -632,8 +636,7 @@ def load_parts(path: PathLike, place: Place, weights_only: bool | None = None) -
     if deepspeed.is_engines(path):
         return deepspeed.read(path, place, weights_only)
     made = _Reading(within, weights_only, "cpu")
-    mine = [rank] if made.ranks == world else sorted({0, *range(rank, made.ranks, world)})
-    return made.whole(made.tensors(place), mine)
+    return made.whole(made.tensors(place), needs(made.of_rank, made.held) if made.ranks else ())
 
 
 def _index(folder: PathLike) -> Index | None:
@@ -662,6 +665,8 @@ class _Reading:
 
     Attributes:
         ranks: how many have left something of their own.
+        of_rank: the replica of each.
+        held: whether they held gradients.
     """
 
     def __init__(self, folder: str, weights_only: bool | None, map_location: MAP_LOCATION) -> None:
@@ -679,6 +684,9 @@ class _Reading:
         self.meta = format.load(meta, map_location, weights_only) if has_meta else {}
         kept = self.meta.get(OWN, {}).get("ranks", 0)
         self.ranks = kept if isinstance(kept, int) else 0
+        own = self.meta.get(OWN, {})
+        self.of_rank: Sequence[int] = own.get("replicas") or range(self.ranks)
+        self.held = bool(own.get("held", True))
         self._has_ranks = "ranks" in self.meta.get(OWN, {})
 
     def tensors(self, place: Place) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.step import Step
+from lockstep.loop.window_start import WindowStart
 from lockstep.parallel.pipeline.weights import stands_in
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ class FitLoop:
         session, fit, config = self.session, self.session.fit, self.session.config
         fit.progress, fit.feed, fit.resumed, self._reason = fit.progress.go_on(), None, None, None
         fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
+        fit.window_start = WindowStart()
         self.validation.feed = fit.elastic.saved = None
         session.should_stop = self._nan_is_told = self.begun = False
         self._time_limit = config.max_time
@@ -305,7 +307,8 @@ class FitLoop:
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()
-        fit.resumed = fit.elastic.settle(session.config, fit.loaded, fit.progress, fit.resumed)
+        holds = session.strategy.keeps_gradients and not self.step.needs_closure
+        fit.resumed = fit.elastic.settle(session.config, fit.loaded, fit.progress, fit.resumed, holds)
         if fit.shares is not None:
             with state.taking(session.ckpt_path, "its shares"):
                 fit.loaded.load_shares(fit.shares, fit.progress.batch, session.config.balance)
@@ -485,7 +488,10 @@ class FitLoop:
             self._act_on_signals()
             windows = iter(()) if whole or self._done_in_epoch() else feed.windows(accumulate)
             local = session.strategy.local_steps
+            session.fit.window_start.begin_epoch(session.module, session.results, session.published.callback)
             for window in windows:
+                if window.size > 1 and not window.begun:
+                    session.fit.window_start.note(progress.batch)
                 if local is not None:
                     window.share_among(local.averaged_ranks())
                 if window.gap is not None:

@@ -561,7 +561,7 @@ class LogCollector:
 
     def _agree_on_names(self, fresh: list[Entry]) -> list[Entry]:
         """The union of what any rank logged, in one order; entries that this rank lacks are made, empty."""
-        modules = dict(self._module.named_modules()) if self._module is not None else {}
+        modules = self._modules()
         names = {id(module): name for name, module in modules.items()}
         mine = [
             (
@@ -595,18 +595,34 @@ class LogCollector:
         return entries
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What was collected in an epoch that is not over; plain types and tensors."""
-        kept = [entry for entry in self._entries() if entry.metric is None]
-        return [{**entry.state(), "fresh": entry.epoch_fresh} for entry in kept if entry.epoch_fresh or entry.each_step]
+        """What was collected in an epoch that is not over; plain types and tensors.
+
+        What a torchmetrics object has collected is in its own state; here is that it was logged, if it is the module's.
+        """
+        names = {id(part): name for name, part in self._modules().items() if is_metric(part)}
+        found = []
+        for entry in self._entries():
+            is_known = entry.metric is None or id(entry.metric) in names
+            if is_known and (entry.epoch_fresh or entry.each_step):
+                metric = None if entry.metric is None else names[id(entry.metric)]
+                found.append({**entry.state(), "fresh": entry.epoch_fresh, "metric": metric})
+        return found
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {} if self._module is None else dict(self._module.named_modules())
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Go on collecting where :meth:`state_dict` was taken."""
+        modules = self._modules()
         for saved in state:
             hook, dataloader_idx, name = saved["key"]
             entry = Entry((hook, dataloader_idx, name), tuple(saved["options"]))
             entry.total, entry.last, entry.weight = saved["total"], saved["last"], saved["weight"]
             entry.dtype = saved["dtype"]
             entry.epoch_fresh = saved.get("fresh", True)
+            metric = modules.get(saved.get("metric") or "")
+            if is_metric(metric):
+                entry.metric = metric
             self._wants_each_step |= entry.each_step
             self._tables.setdefault((hook, dataloader_idx), {})[name] = entry
 

@@ -13,6 +13,7 @@ from lockstep.config.run import RunConfig
 from lockstep.data.cut import Position, WindowPlan
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
+from lockstep.loop.saved_ranks import at_window_start
 
 # Where in an epoch a checkpoint was taken, and so where a resumed run goes on.
 EPOCH_START = "epoch_start"  # before the epoch's first batch
@@ -509,7 +510,12 @@ class Elastic:
         feed.prepare(epoch, config.accumulation(epoch))
 
     def settle(
-        self, config: RunConfig, feed: CountedFeed, progress: Progress, resumed: dict[str, Any] | None
+        self,
+        config: RunConfig,
+        feed: CountedFeed,
+        progress: Progress,
+        resumed: dict[str, Any] | None,
+        holds: bool = True,
     ) -> dict[str, Any] | None:
         """The loaders are there and training is about to begin: go on by the counting that they allow.
 
@@ -518,6 +524,7 @@ class Elastic:
             feed: its loaders.
             progress: its counters, which are moved to the same place in this rank's count.
             resumed: this rank's part of the checkpoint.
+            holds: whether gradients of a window under way can be taken over, by its engine and optimizers.
 
         Returns:
             what of that part still holds.
@@ -533,15 +540,17 @@ class Elastic:
                 'Trainer(order="torch"): one process draws another permutation than several, so that of what is left '
                 "of this epoch some samples come twice and some never."
             )
-        if not found.moved:
-            return resumed
-        (rank_zero_warn if found.differs else rank_zero_info)(found.said)
+        if found.moved:
+            (rank_zero_warn if found.differs else rank_zero_info)(found.said)
         inside = progress.batch > saved.at.number and not progress.last
-        number = None if found.resumed_at is None else found.resumed_at.number
+        again = inside and (found.moved or not holds)
+        if not (found.moved or again):
+            return resumed
+        number = saved.at.number or None
+        if found.moved:
+            number = None if found.resumed_at is None else found.resumed_at.number
         progress.reshare(saved.at.number, number)
-        # not the gradients of a window, nor what it has logged
-        carried = {"data", "random"} | (set() if inside else {"results", "metrics"})
-        return {key: value for key, value in resumed.items() if key in carried}
+        return at_window_start(resumed, number is None) if again else resumed
 
     def state_dict(self, feed: CountedFeed | None, progress: Progress, begun: int) -> dict[str, Any] | None:
         """For a checkpoint: the plan, and how far it has come.

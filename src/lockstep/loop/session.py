@@ -28,6 +28,7 @@ from lockstep.loop.hooks import Hooks
 from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.progress import Elastic, Progress
+from lockstep.loop.window_start import WindowStart
 from lockstep.module import LightningModule
 from lockstep.parallel.memory import Activations, MemoryUse
 from lockstep.profilers.base import Profiler
@@ -76,6 +77,7 @@ class FitState:
         cut_epoch: what an epoch that ended early had logged, for a checkpoint.
         elastic: by what a run counts that goes on with other ranks.
         shares: what the checkpoint tells of the ranks' shares; None: they were equal.
+        window_start: what the micro-batches of the window under way change, as it was before them.
         started: when this life of the fit began, on the clock of ``time.monotonic``.
     """
 
@@ -89,6 +91,7 @@ class FitState:
     cut_epoch: dict[str, Any] | None = None
     elastic: Elastic = field(default_factory=Elastic)
     shares: dict[str, Any] | None = None
+    window_start: WindowStart = field(default_factory=WindowStart)
     started: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,12 +26,12 @@ from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
 from lockstep.ground.seed import random_states, set_random_states
 from lockstep.ground.types import TrainerFn, TrainerStatus
-from lockstep.loop.logging import merged
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
+from lockstep.loop.saved_ranks import SavedRanks, at_window_start
 from lockstep.loop.session import Session
+from lockstep.loop.window_start import metric_state, put_buffers
 from lockstep.module import LightningModule, check_weights
-from lockstep.parallel.fully_shard import whole_gradients
 from lockstep.strategies.engine import EngineState
 
 if TYPE_CHECKING:
@@ -318,15 +318,18 @@ def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
     feed = session.fit.feed
     module = session.module
     cut = session.fit.cut_epoch or logged(session)
+    # batches of a window under way; in manual optimization only the user knows where a window ends
+    begun = _begun(session, progress.batch, progress.epoch, progress.last)
+    holds = bool(begun) or not module.automatic_optimization
     part: dict[str, Any] = {
         "random": random_states(),
         "results": cut["results"],
         "metrics": cut["metrics"],
         "data": feed.state_dict() if feed is not None else {},
     }
-    # batches of a window under way; in manual optimization only the user knows where a window ends
-    begun = _begun(session, progress.batch, progress.epoch, progress.last)
-    if begun or not module.automatic_optimization:
+    if begun:
+        part["window_start"] = session.fit.window_start.state(progress.batch - begun, session.is_global_zero)
+    if holds:
         part["weights"] = session.fit.weights
         part.update(session.strategy.held_gradients())
     if session.strategy.saves_shards:  # each rank writes its own
@@ -335,7 +338,7 @@ def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
     else:
         # gradients that were reduced are the same on all ranks: they are sent by none, and once in the file
         ranks = session.strategy.collectives.gather_on_zero(part, alike=True)
-    return _common(session, progress_state, begun, ranks, engine)
+    return {**_common(session, progress_state, begun, ranks, engine), "held": holds}
 
 
 def logged(session: Session) -> dict[str, Any]:
@@ -343,13 +346,13 @@ def logged(session: Session) -> dict[str, Any]:
     module, results = session.module, session.fit.results
     return {
         "results": [] if results is None else deepcopy(results.state_dict()),
-        "metrics": {name: _metric_state(m) for name, m in module.named_modules() if is_metric(m)},
+        "metrics": {name: metric_state(m) for name, m in module.named_modules() if is_metric(m)},
         "published": dict(session.published.callback),
     }
 
 
 def _resume_alone(session: Session, engine: EngineState) -> dict[str, Any]:
-    """The same without the ranks' own parts, and so without gradients: the window under way begins again."""
+    """The same without the other ranks' parts, and so without gradients: the window under way begins again."""
     saved = {**session.fit.progress.state_dict(), "seconds": session.fit.seconds()}
     begun = _begun(session, saved["batch"], saved["epoch"], saved["last"])
     if begun:
@@ -358,8 +361,13 @@ def _resume_alone(session: Session, engine: EngineState) -> dict[str, Any]:
         saved["phase"] = WINDOW_END if saved["batch"] else EPOCH_START
     feed = session.fit.feed
     data = {} if feed is None else of_all_ranks(feed.state_dict())
-    ranks: list[dict[str, Any]] = [{"data": data}] * session.world_size
-    return _common(session, saved, begun, ranks, engine)
+    part = {"data": data}
+    start = session.fit.window_start.state(saved["batch"])  # a window of one batch has none
+    if start is not None and engine.module is not None:
+        engine.module.update(start["buffers"])
+    if session.world_size == 1:
+        part.update(at_window_start({"window_start": start}, not saved["batch"]) if start else logged(session))
+    return _common(session, saved, begun, [part] * session.world_size, engine)
 
 
 def _begun(session: Session, batch: int, epoch: int, last: bool) -> int:
@@ -381,14 +389,11 @@ def _common(
         "seed": session.seed,
         "plan": session.fit.elastic.state_dict(session.fit.feed, session.fit.progress, begun),
         "strategy": engine.own or {},
+        "replicas": list(session.strategy.replicas.of_rank),
         "metrics": {name: value.cpu() for name, value in published.items()},
         "measured": dict(session.published.measured),
         "ranks": ranks,
     }
-
-
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    return {"states": metric._copy_state_dict(), "count": metric._update_count}
 
 
 @does("saving a checkpoint")
@@ -596,19 +601,17 @@ def _restore_progress(session: Session, checkpoint: dict[str, Any]) -> None:
         for name, value in own["metrics"].items():
             session.published.callback[name] = torch.as_tensor(value)
         session.published.measured.update(own.get("measured", {}))
-        ranks = own["ranks"]
-        if len(ranks) == session.world_size:
-            fit.resumed = ranks[strategy.world.rank]
-            if "sharded" in fit.resumed and not strategy.cuts_parameters:
-                shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}
-                fit.resumed = whole_gradients(ranks, strategy.world.rank, shapes)
-        else:
-            mine = ranks[session.strategy.world.rank :: session.world_size]
-            kept = [part["metrics"] for part in mine if "metrics" in part]  # a rank that saved alone knows none
-            metrics = {name: [of_rank[name] for of_rank in kept] for name in (kept[0] if kept else ())}
-            logged = merged([part.get("results", []) for part in mine])
-            order = of_all_ranks(ranks[0].get("data"))
-            fit.resumed = {"data": order, "results": logged, "metrics": metrics}
+        saved = SavedRanks.read(own)
+        fit.resumed = saved.part_for(
+            strategy.world.rank, strategy.replicas, strategy.cuts_parameters, strategy.window is not None
+        )
+        if fit.progress.batch and not saved.knows_logged:
+            fit.logged_elsewhere = True
+            rank_zero_warn(
+                f"trainer.fit(ckpt_path={str(session.ckpt_path)!r}): a rank that failed saved this checkpoint alone, "
+                f"after {fit.progress.batch} batches of epoch {fit.progress.epoch}, and did not know what the others "
+                "had logged: this epoch's means are those of the batches to come."
+            )
     else:
         fit.progress.load_lightning(checkpoint)
         fit.resumed = {"data": {}}
@@ -632,9 +635,9 @@ def _same_number(what: str, have: list[Any], saved: list[Any]) -> None:
 def restore_rank(session: Session, part: dict[str, Any]) -> None:
     """This rank's part, at the last moment before training goes on: random states, sums, data, gradients.
 
-    Where the run goes on with another number of ranks it holds what was logged alone; written by Lightning, nothing.
+    What it holds is said in `lockstep.loop.saved_ranks`; written by Lightning, nothing.
     """
-    module = session.module
+    module, strategy = session.module, session.strategy
     with taking(session.ckpt_path, "a rank's part"):
         session.fit.loaded.load_state_dict(part["data"])
         logged = part.get("results", [])
@@ -646,11 +649,19 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
         modules = dict(module.named_modules())
         for name, saved in part.get("metrics", {}).items():
             load_metric(modules[name], saved if isinstance(saved, list) else [saved])
-        if "random" not in part:
-            return
-        session.strategy.hold_gradients(part)
+        if "published" in part:
+            session.published.callback.clear()
+            session.published.callback.update(part["published"])
+        put_buffers(module, part.get("buffers_at_start", {}))
+        session.fit.window_start.take(part.get("window_start"))
+        strategy.hold_gradients(part)
+        others: SavedRanks | None = part.get("of others")
+        if others is not None:
+            shapes = {name: parameter.shape for name, parameter in strategy.named_parameters().items()}
+            strategy.hold_mean(others.mean_gradients(shapes))
         session.fit.weights = part.get("weights")
-        set_random_states(part["random"])
+        if "random" in part:
+            set_random_states(part["random"])
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:

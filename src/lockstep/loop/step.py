@@ -117,7 +117,7 @@ class Step:
         is_own = is_replaced if by_engine is None else is_overridden
         own_step = is_own("optimizer_step", self.module, LightningModule)
         wants = may and any(takes_closure(optimizer) for optimizer in self._optimizers)
-        self._by_closure_road = automatic and (self._needs_closure or own_step or wants)
+        self._by_closure_road = automatic and (self.needs_closure or own_step or wants)
         self._losses: list[Tensor] = []
         self._absent: tuple[int, ...] = ()  # ranks without samples for the micro-batch at hand
         self._bare_backward = (
@@ -135,7 +135,7 @@ class Step:
             self.window = self._plain
         if self.scaler is not None and not automatic:
             self.scaler.refuse(*self._optimizers)
-        if self.scaler is not None and self._needs_closure:
+        if self.scaler is not None and self.needs_closure:
             raise MisconfigurationException(
                 f'Trainer(precision="16-mixed") with {type(self.optimizer).__name__}: a scaled loss and a line search '
                 'do not go together; use precision="bf16-mixed" or "32-true".'
@@ -151,7 +151,7 @@ class Step:
         self.optimizer: Optimizer | None = self._optimizers[0] if automatic else None
         self.release()
         self.watch = StepWatch(self.session, self._optimizers, counts=not automatic)
-        self._needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
+        self.needs_closure = self.optimizer is not None and demands_closure(self.optimizer)
 
     def release(self) -> None:
         """The fit is over: take the hooks from its optimizers."""
@@ -203,11 +203,6 @@ class Step:
         The closure's first call runs the window's last micro-batch; each further one drops the gradients and
         runs the whole window again. Each micro-batch is logged once, the last one as the last call saw it.
         """
-        if window.begun and self._needs_closure:
-            raise MisconfigurationException(
-                f"This checkpoint was taken inside an accumulation window, which {type(self.optimizer).__name__} has "
-                "to see whole: resume from one that was taken at an optimizer step."
-            )
         last, absent = window.size - 1, window.absent
         micro_batches: list[Played] = []
         losses: list[Tensor] = []
@@ -256,16 +251,16 @@ class Step:
             first_call = False
             self._prepare_update()
             if not losses:
-                if self._needs_closure and all(weight for _, _, _, weight, _ in micro_batches):
+                if self.needs_closure and all(weight for _, _, _, weight, _ in micro_batches):
                     raise MisconfigurationException(
                         f"{type(self.optimizer).__name__} steers by the loss, and `training_step` returned None for "
                         "every micro-batch of this window: return the loss."
                     )
-                if not self._needs_closure:
+                if not self.needs_closure:
                     return None
                 losses = [torch.zeros((), device=self.strategy.root_device)]  # the others' count
             total = torch.stack(losses).sum() * self._factor
-            if not (self._needs_closure and self.shared):
+            if not (self.needs_closure and self.shared):
                 return total
             # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
             # its type
@@ -327,7 +322,8 @@ class Step:
             micro_batches.append(MicroBatch(arguments, enter, loss, empty=weight == 0.0))
         if self.strategy.optimizers != self._optimizers:
             self._change_optimizers()
-        self._zero_grad(batch_idx)
+        if not window.begun:
+            self._zero_grad(batch_idx)
         if self.shared:
             self._publish()
         self._absent = ()

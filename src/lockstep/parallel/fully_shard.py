@@ -448,14 +448,14 @@ class ShardedModule:
 
     # -- what this rank alone holds
 
-    def held(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of this rank's gradients: of its shards, and whole ones that wait for a reduction."""
+    def held(self) -> dict[str, dict[str, Any]]:
+        """Copies of this rank's gradients, of its shards and of those that wait; and where in the whole they begin."""
         self.reshard()
         shards, waiting = {}, {}
         for name, parameter in self.parameters.items():
             param, gradient = self._params.get(id(parameter)), parameter.grad
             if gradient is not None:
-                shards[name] = local_part(gradient).detach().cpu().clone()
+                shards[name] = gradient
             if param is None:
                 continue
             gathered = getattr(param, "_unsharded_param", None)
@@ -463,8 +463,13 @@ class ShardedModule:
             if left is None and gathered is not None:
                 left = gathered.grad
             if left is not None:
-                waiting[name] = left.detach().cpu().clone()
-        return {"shards": shards, "waiting": waiting}
+                waiting[name] = left
+        found: dict[str, dict[str, Any]] = {}
+        for kind, gradients in (("shards", shards), ("waiting", waiting)):
+            found[kind] = {name: local_part(each).detach().cpu().clone() for name, each in gradients.items()}
+            in_parts = {name: each for name, each in gradients.items() if hasattr(each, "placements")}
+            found[f"{kind} from"] = {name: _begins(each) for name, each in in_parts.items()}
+        return found
 
     def hold(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what `held` gave. Collective."""
@@ -479,10 +484,13 @@ class ShardedModule:
         for name, whole in waiting.items():
             param = self._params[id(self.parameters[name])]
             gathered = param._unsharded_param
+            gradient = whole.to(gathered.device)
+            if hasattr(gathered, "placements"):  # cut by tensor parallelism, too
+                gradient = _like(gathered, gradient)
             if whole.dtype == gathered.dtype:
-                gathered.grad = whole.to(gathered.device)
+                gathered.grad = gradient
             else:
-                param.unsharded_accumulated_grad = whole.to(gathered.device)
+                param.unsharded_accumulated_grad = gradient
 
 
 def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> None:
@@ -492,35 +500,66 @@ def _note(shards: weakref.ref[ShardedModule], key: int, parameter: Tensor) -> No
         own._used.add(key)
 
 
-def whole_gradients(parts: Sequence[Mapping[str, Any]], rank: int, shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
-    """What a rank holds of gradients where it has whole parameters, of what ranks with shards held.
+def whole_gradients(
+    parts: Sequence[Mapping[str, Any]], members: Sequence[int], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """What a replica held of gradients, whole.
 
-    Shards are of means over the ranks, and each rank gets the whole of them: their mean is the same.
+    Shards are of means over all ranks, and each replica gets the whole of them: their mean is the same.
 
     Args:
-        parts: of all ranks, with what `ShardedModule.held` gave as ``"sharded"``.
-        rank: the one that asks.
+        parts: of all ranks, with ``"gradients"`` that were whole and, where an engine cuts parameters, with what
+            `ShardedModule.held` gave as ``"sharded"``.
+        members: the ranks of the replica.
         shapes: of the whole parameters.
 
     Raises:
-        ValueError: shards are not cut along the first dimension.
+        ValueError: shards that do not make up a parameter.
     """
-    mine = parts[rank]
-    gradients = dict(mine.get("gradients", {}))
-    for name in mine["sharded"].get("shards", {}):
-        shards: list[Tensor] = []
-        for part in parts:  # where the model has copies, those of the first are enough
-            if sum(shard.shape[0] for shard in shards) < shapes[name][0]:
-                shards.append(part["sharded"]["shards"][name])
-        gradients[name] = torch.cat(shards)
-        if gradients[name].shape != shapes[name]:
-            raise ValueError(
-                f"the gradient of {name!r} is in shards of shapes {[tuple(shard.shape) for shard in shards]}, and the "
-                f"parameter has the shape {tuple(shapes[name])}: go on with the strategy that wrote it"
-            )
-    for name, whole in mine["sharded"].get("waiting", {}).items():
-        gradients[name] = whole.to(gradients[name].dtype) + gradients[name] if name in gradients else whole
-    return {**{key: value for key, value in mine.items() if key != "sharded"}, "gradients": gradients}
+    found = dict(parts[members[0]].get("gradients", {}))
+    everyone, own = ([parts[rank].get("sharded", {}) for rank in ranks] for ranks in (range(len(parts)), members))
+    for kind, held in (("shards", everyone), ("waiting", own)):
+        for name in own[0].get(kind, {}):
+            whole = _assembled([each for each in held if name in each.get(kind, {})], kind, name, shapes[name])
+            found[name] = whole.to(found[name].dtype) + found[name] if name in found else whole
+    return found
+
+
+def _assembled(held: Sequence[Mapping[str, Any]], kind: str, name: str, shape: torch.Size) -> Tensor:
+    """A whole gradient of the parts that ranks held of it."""
+    first: Tensor = held[0][kind][name]
+    if first.shape == shape:
+        return first
+    if any(name not in each.get(f"{kind} from", {}) for each in held):  # an earlier version; rows were cut alone
+        return _joined_rows([each[kind][name] for each in held], name, shape)
+    whole = torch.zeros(shape, dtype=first.dtype)
+    for each in held:
+        part = each[kind][name]
+        at = [slice(begin, begin + size) for begin, size in zip(each[f"{kind} from"][name], part.shape, strict=True)]
+        whole[tuple(at)] = part
+    return whole
+
+
+def _joined_rows(shards: Sequence[Tensor], name: str, shape: torch.Size) -> Tensor:
+    taken: list[Tensor] = []
+    for shard in shards:  # where the model has copies, those of the first are enough
+        if sum(each.shape[0] for each in taken) < shape[0]:
+            taken.append(shard)
+    whole = torch.cat(taken)
+    if whole.shape != shape:
+        raise ValueError(
+            f"the gradient of {name!r} is in shards of shapes {[tuple(shard.shape) for shard in taken]}, and the "
+            f"parameter has the shape {tuple(shape)}: go on with the strategy that wrote it"
+        )
+    return whole
+
+
+def _begins(tensor: Any) -> list[int]:
+    """The first index, in each dimension, of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return list(begins)
 
 
 def _called(self_and_work: Callable[[], Any]) -> Any:

@@ -491,6 +491,12 @@ class BalancedStrategy(RankedStrategy):
                 parameter.grad.mul_(factor)
         return factor
 
+    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
+        """Go on with those that this rank answers for: gradients of what several hold are added up over them."""
+        mine = {id(parameter) for parameter in self._ownership.mine(list(self.module.parameters()))}
+        own = {name for name, parameter in self.named_parameters().items() if id(parameter) in mine}
+        super().hold_mean({name: gradient for name, gradient in gradients.items() if name in own})
+
     # -- what it holds
 
     def held(self) -> dict[str, list[Tensor]]:

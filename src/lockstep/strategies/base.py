@@ -186,6 +186,15 @@ class Strategy(Engine):
         for name, gradient in saved.get("gradients", {}).items():
             parameters[name].grad = gradient.to(parameters[name].device)
 
+    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
+        """Go on with whole gradients that are the mean over the replicas, of other ranks or another engine.
+
+        Collective.
+        """
+        parameters = self.named_parameters()
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].device, parameters[name].dtype)
+
     def divide_gradients(self, weight: float | Tensor) -> float:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
         mine, local = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device), self.local_steps

@@ -66,6 +66,21 @@ class ReplicaMap:
             return tuple(replicas)
         return tuple(rank for rank, replica in enumerate(self.of_rank) if replica in replicas)
 
+    def needs(self, rank: int, saved: Sequence[int], gradients: bool) -> list[int]:
+        """The ranks of a checkpoint whose parts a rank goes on with, besides rank 0's.
+
+        Args:
+            rank: of this run.
+            saved: the replica of each rank that saved.
+            gradients: whether they held gradients, which count on all ranks.
+        """
+        if tuple(saved) == self.of_rank:
+            return [rank]
+        if gradients:
+            return list(range(len(saved)))
+        mine = range(self.index, max(saved, default=-1) + 1, self.count)
+        return sorted({0, *(list(saved).index(replica) for replica in mine)})
+
     def for_feed(self, members: comm.Group) -> Replicas:
         """The same, as loaders are shared out by it; ``members`` are the ranks of this replica."""
         if self.count == len(self.of_rank):

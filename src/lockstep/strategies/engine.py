@@ -105,7 +105,8 @@ class Engine:
         cuts_parameters: each rank holds its part of every parameter, and not the whole.
         places_first: the module is placed, by :meth:`setup_module`, before a checkpoint's weights are loaded.
         saves_shards: each rank has a part of the module and of the optimizers, and all ranks write.
-        keeps_gradients: after a step, gradients are there until the next window drops them.
+        keeps_gradients: after a step, gradients are there until the next window drops them; within one, a checkpoint
+            can hold them. Else a run that resumes within a window plays it again.
         shares: a number for each replica, to which its part of each global batch is proportional; None: equal.
         balances: its ranks can take unequal shares, which change while a fit runs.
         takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.

@@ -398,16 +398,23 @@ class FSDPStrategy(ShardedStrategy):
         return {"gradients": whole, "sharded": self._sharded.held(), "buffers": snapshot(own)}
 
     def hold_gradients(self, saved: dict[str, Any]) -> None:
-        """Put back what `held_gradients` gave, or an engine whose ranks have whole gradients."""
+        """Put back what `held_gradients` gave."""
         assert self._sharded is not None
-        there = saved.get("gradients", {})
-        whole = {name: value for name, value in there.items() if name not in self._sharded.parameters}
-        super().hold_gradients({**saved, "gradients": whole})
-        others = {name: value for name, value in there.items() if name in self._sharded.parameters}
-        # those of another engine wait for the next reduction, as they did there
-        self._sharded.hold({"waiting": others, **saved.get("sharded", {})})
+        super().hold_gradients(saved)
+        self._sharded.hold(saved.get("sharded", {}))
         if self._buffers is not None:
             self._buffers.hold(saved.get("buffers", {}))
+
+    def hold_mean(self, gradients: dict[str, Tensor]) -> None:
+        """Go on with this rank's parts of whole gradients."""
+        from lockstep.parallel.fully_shard import cut_like
+
+        assert self._sharded is not None
+        parts = self._sharded.parameters
+        super().hold_mean({name: gradient for name, gradient in gradients.items() if name not in parts})
+        for name, gradient in gradients.items():
+            if name in parts:
+                parts[name].grad = cut_like(parts[name], gradient.to(parts[name].dtype))
 
     # -- what it holds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,7 +275,8 @@ class ShardedStrategy(RankedStrategy):
         if not sharded.is_sharded(filepath):
             return super().load_checkpoint(filepath, weights_only)
         self.checkpoints.io.wait()
-        return sharded.load_parts(filepath, self._reads_into(), weights_only)
+        needs = partial(self.replicas.needs, self.world.rank)
+        return sharded.load_parts(filepath, self._reads_into(), needs, weights_only)
 
     def _reads_into(self) -> sharded.Place:
         """What makes the tensors into which this rank's parts are read."""

@@ -1,0 +1,210 @@
+"""A run that is saved after any micro-batch goes on under another engine, or on other ranks, as if it had not stopped.
+
+Weights, logged values and torchmetrics objects are those of one process that trains without a stop. What a window's
+first micro-batches had changed counts once, whether their gradients are taken over or the window is played again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lockstep import Callback, LightningModule
+from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lockstep.testing.pool import RankPool
+from tests.loop.pieces import quiet
+
+pytestmark = pytest.mark.timeout(110)
+
+SAMPLES, BATCH, ACCUMULATE, EPOCHS = 32, 4, 3, 2  # 8 micro-batches: two full windows and one of two micro-batches
+PLACES = range(8)
+
+# name -> (ranks, replicas)
+ENGINES = {
+    "auto": (1, 1),
+    "ddp": (2, 2),
+    "sharded optimizer": (2, 2),
+    "fsdp": (2, 2),
+    "balanced": (2, 1),
+    "one process": (1, 1),
+    "balanced 2 x 2": (4, 2),
+    "tensor parallel": (2, 1),
+    "2 x 2": (4, 2),
+}
+
+
+def strategy(engine: str) -> Any:
+    if engine in ("auto", "ddp"):
+        return engine
+    if engine == "sharded optimizer":
+        return DDPStrategy(shard_optimizer=True)
+    if engine == "fsdp":
+        return FSDPStrategy()
+    if engine == "tensor parallel":
+        return ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)
+    if engine == "2 x 2":
+        return ModelParallelStrategy(2, 2, save_distributed_checkpoint=False)
+    if engine == "one process":
+        return BalancedStrategy(one_process=True, split="equal")
+    return BalancedStrategy(stages=2)
+
+
+class Net(LightningModule):
+    """A chain of layers, with a buffer that counts the calls of its step, and everything logged that can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)]
+        self.chain = nn.Sequential(*layers).double()
+        self.unused = nn.Linear(2, 2).double()
+        self.register_buffer("calls", torch.zeros(2))
+        self.average, self.largest = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
+        self.is_cut = False
+
+    def configure_model(self) -> None:
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy) or self.is_cut:
+            return
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = self.device_mesh
+        assert mesh is not None
+        parallelize_module(self.chain, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if mesh["data_parallel"].size() > 1:
+            fully_shard(self.chain, mesh=mesh["data_parallel"])
+        self.is_cut = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, number = batch
+        with torch.no_grad():
+            self.calls.add_(1)
+        loss = (self.chain(x).squeeze(1) - x[:, 0]).square().mean()
+        seen = number.double()
+        self.log("mean", seen.mean(), on_step=False, on_epoch=True, batch_size=len(x))
+        self.log("both", loss, on_step=True, on_epoch=True, batch_size=len(x))
+        self.log("sum", seen.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", seen.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        for name, metric in (("average", self.average), ("metric of largest", self.largest)):
+            metric.update(seen)
+            self.log(name, metric, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Stream(IterableDataset[Any]):
+    """The samples without a length."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data[number] for number in range(len(self.data)))
+
+
+def loader(batch: int, stream: bool = False) -> DataLoader[Any]:
+    x = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    data = TensorDataset(x, torch.arange(SAMPLES).flip(0))
+    return DataLoader(Stream(data), batch) if stream else DataLoader(data, batch, shuffle=True)
+
+
+class SaveAll(Callback):
+    """Saves after every micro-batch of the first epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+
+
+class Metrics(Callback):
+    """Keeps what each epoch said."""
+
+    def __init__(self) -> None:
+        self.of_epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.of_epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+Found = tuple[dict[str, Tensor], list[dict[str, float]], list[float]]  # weights, logged, calls
+
+
+def play(
+    engine: str, folder: Path | None = None, load: Path | None = None, stream: bool = False, batch: int = 0
+) -> Found:
+    ranks, replicas = ENGINES[engine]
+    metrics = Metrics()
+    trainer = quiet(
+        strategy=strategy(engine),
+        devices=2 if engine == "one process" else ranks,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=ACCUMULATE,
+        precision="64-true",
+        log_every_n_steps=1,
+        callbacks=[metrics, *([] if folder is None else [SaveAll(folder)])],
+    )
+    trainer.seed = 7
+    module = Net()
+    trainer.fit(module, loader(batch or BATCH // replicas, stream), ckpt_path=load)
+    weights = {name: value.detach().clone() for name, value, _ in trainer.strategy.whole_parameters()}
+    return weights, metrics.of_epochs, module.calls.tolist()
+
+
+def resume_all(engine: str, folder: Path, places: Iterable[int], stream: bool, batch: int) -> list[Found]:
+    return [play(engine, None, folder / f"{place}.ckpt", stream, batch) for place in places]
+
+
+def check(found: Found, expected: Found, said: str) -> None:
+    for name, value in expected[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-12, msg=f"{said}: {name}")
+    for epoch, values in enumerate(expected[1]):
+        of_epoch = {name: value for name, value in values.items() if name != "both_step"}  # of another micro-batch
+        assert {name: found[1][epoch][name] for name in of_epoch} == pytest.approx(of_epoch, abs=1e-6), (said, epoch)
+
+
+def moved(
+    ranks: RankPool, folder: Path, wrote: str, readers: Iterable[str], places: Iterable[int], stream: bool = False
+) -> None:
+    """Saved by one engine after every micro-batch, resumed by others from some of these."""
+    expected = play("auto", stream=stream)
+    saved = ranks(ENGINES[wrote][0]).run(play, wrote, folder, None, stream, timeout=60)[0]
+    check(saved, expected, f"{wrote}, not stopped")
+    for reader in readers:
+        world = ENGINES[reader][0]
+        of_plan = BATCH // ENGINES[wrote][1]  # as it was planned; else as many samples on fewer or more replicas
+        for batch in {of_plan, BATCH // ENGINES[reader][1]}:
+            resumed = ranks(world).run(resume_all, reader, folder, places, stream, batch)[0]
+            for place, found in zip(places, resumed, strict=True):
+                check(found, expected, f"{wrote} to {reader} at {place}, batch_size={batch}")
+
+
+PAIRS = [(wrote, reader) for wrote, reader in product(ENGINES, ENGINES) if wrote != reader]
+DRAWN = random.Random(0).sample(PAIRS, 6)
+
+
+@pytest.mark.parametrize(("wrote", "reader"), DRAWN)
+def test_within_a_window_a_run_goes_on_under_another_engine(
+    ranks: RankPool, tmp_path: Path, wrote: str, reader: str
+) -> None:
+    moved(ranks, tmp_path, wrote, [reader], [0, 4])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wrote", ENGINES)
+def test_after_each_micro_batch_a_run_goes_on_under_every_engine(ranks: RankPool, tmp_path: Path, wrote: str) -> None:
+    moved(ranks, tmp_path, wrote, ENGINES, PLACES)
