@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep import Callback, LightningModule
+from lockstep.callbacks import OnExceptionCheckpoint
 from lockstep.strategies import BalancedStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import quiet
@@ -40,6 +42,8 @@ ENGINES = {
     "tensor parallel": (2, 1),
     "2 x 2": (4, 2),
 }
+IN_PARTS = {"fsdp in parts": (2, 2), "2 x 2 in parts": (4, 2)}  # each rank writes its part of a checkpoint
+SHAPES = {**ENGINES, **IN_PARTS}
 
 
 def strategy(engine: str) -> Any:
@@ -49,6 +53,10 @@ def strategy(engine: str) -> Any:
         return DDPStrategy(shard_optimizer=True)
     if engine == "fsdp":
         return FSDPStrategy()
+    if engine == "fsdp in parts":
+        return FSDPStrategy(state_dict_type="sharded")
+    if engine == "2 x 2 in parts":
+        return ModelParallelStrategy(2, 2)
     if engine == "tensor parallel":
         return ModelParallelStrategy(1, 2, save_distributed_checkpoint=False)
     if engine == "2 x 2":
@@ -146,7 +154,7 @@ Found = tuple[dict[str, Tensor], list[dict[str, float]], list[float]]  # weights
 def play(
     engine: str, folder: Path | None = None, load: Path | None = None, stream: bool = False, batch: int = 0
 ) -> Found:
-    ranks, replicas = ENGINES[engine]
+    ranks, replicas = SHAPES[engine]
     metrics = Metrics()
     trainer = quiet(
         strategy=strategy(engine),
@@ -181,12 +189,12 @@ def moved(
 ) -> None:
     """Saved by one engine after every micro-batch, resumed by others from some of these."""
     expected = play("auto", stream=stream)
-    saved = ranks(ENGINES[wrote][0]).run(play, wrote, folder, None, stream, timeout=60)[0]
+    saved = ranks(SHAPES[wrote][0]).run(play, wrote, folder, None, stream, timeout=60)[0]
     check(saved, expected, f"{wrote}, not stopped")
     for reader in readers:
-        world = ENGINES[reader][0]
-        of_plan = BATCH // ENGINES[wrote][1]  # as it was planned; else as many samples on fewer or more replicas
-        for batch in {of_plan, BATCH // ENGINES[reader][1]}:
+        world = SHAPES[reader][0]
+        of_plan = BATCH // SHAPES[wrote][1]  # as it was planned; else as many samples on fewer or more replicas
+        for batch in {of_plan, BATCH // SHAPES[reader][1]}:
             resumed = ranks(world).run(resume_all, reader, folder, places, stream, batch)[0]
             for place, found in zip(places, resumed, strict=True):
                 check(found, expected, f"{wrote} to {reader} at {place}, batch_size={batch}")
@@ -208,3 +216,200 @@ def test_within_a_window_a_run_goes_on_under_another_engine(
 @pytest.mark.parametrize("wrote", ENGINES)
 def test_after_each_micro_batch_a_run_goes_on_under_every_engine(ranks: RankPool, tmp_path: Path, wrote: str) -> None:
     moved(ranks, tmp_path, wrote, ENGINES, PLACES)
+
+
+@pytest.mark.parametrize("wrote", IN_PARTS)
+def test_parts_of_a_window_under_way_are_read_by_others(ranks: RankPool, tmp_path: Path, wrote: str) -> None:
+    moved(ranks, tmp_path, wrote, ["ddp", "tensor parallel", *IN_PARTS], [4])
+
+
+# -- kinds of modules, data and files --------------------------------------------------------------------------
+
+
+class SaveAt(Callback):
+    """Saves after one micro-batch of the first epoch."""
+
+    def __init__(self, place: int, path: Path) -> None:
+        self.place, self.path = place, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == self.place:
+            trainer.save_checkpoint(self.path)
+
+
+class Normed(Net):
+    """With running statistics, and a buffer that its step puts another one in the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, number = batch
+        self.replaced = self.replaced + 1
+        return super().training_step((self.norm(x), number), batch_idx)
+
+
+class Table(LightningModule):
+    """A table of rows, whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(SAMPLES, 3, sparse=True).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, number = batch
+        return (self.table(number) - x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class ByHand(Net):
+    """Steps after every third batch, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss / ACCUMULATE)
+        if batch_idx % ACCUMULATE == ACCUMULATE - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Searches(Net):
+    """Its optimizer plays windows again."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Weighs(Net):
+    """Each loss comes with a weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "weight": len(batch[0])}
+
+
+def fit(module: type[LightningModule], flags: dict[str, Any], load: Path | None = None, **given: Any) -> Any:
+    """Weights and buffers, and what epochs said."""
+    metrics = Metrics()
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    made = {"devices": ranks, "max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "precision": "64-true"}
+    trainer = quiet(**{**made, **flags, "callbacks": [metrics, *flags.get("callbacks", ())]})
+    trainer.seed = 7
+    own = module()
+    trainer.fit(own, loader(given.get("batch", BATCH // ranks), given.get("stream", False)), ckpt_path=load)
+    values = {name: value.detach().clone() for name, value, _ in trainer.strategy.whole_parameters()}
+    return {**values, **{name: value.clone() for name, value in own.named_buffers()}}, metrics.of_epochs
+
+
+def alike(found: Any, expected: Any, buffers: bool = True) -> None:
+    for name, value in expected[0].items():
+        if buffers or not name.startswith(("norm.", "calls", "replaced")):
+            torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-12, msg=name)
+    for there, here in zip(expected[1], found[1], strict=True):
+        assert here == pytest.approx(there, abs=1e-6)
+
+
+@pytest.mark.parametrize("module", [Normed, Searches])
+def test_a_window_that_is_played_again_counts_once(module: type[LightningModule], tmp_path: Path) -> None:
+    """Other flags hold from the window's beginning on: it is as if the run had been saved there."""
+    boundary, within, other = tmp_path / "boundary.ckpt", tmp_path / "within.ckpt", {"accumulate_grad_batches": 2}
+    fit(module, {"callbacks": [SaveAt(2, boundary), SaveAt(4, within)]})
+    alike(fit(module, other, within), fit(module, other, boundary))
+
+
+def test_a_line_search_goes_on_from_within_a_window(tmp_path: Path) -> None:
+    """It has to see the window whole, which is played again."""
+    path = tmp_path / "within.ckpt"
+    expected = fit(Searches, {"callbacks": [SaveAt(4, path)]})
+    alike(fit(Searches, {}, path), expected)
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_buffers_of_a_window_that_other_ranks_play_again_count_once(
+    ranks: RankPool, tmp_path: Path, place: int
+) -> None:
+    path = tmp_path / "within.ckpt"
+    expected = fit(Normed, {"callbacks": [SaveAt(place, path)]})
+    found = ranks(2).run(fit, Normed, {"strategy": "ddp"}, path, timeout=60)[0]
+    assert found[0]["calls"].tolist() == expected[0]["calls"].tolist() == [16, 16]
+    assert found[0]["replaced"] == expected[0]["replaced"] == 16
+    assert found[0]["norm.num_batches_tracked"] == 16
+
+
+@pytest.mark.parametrize("place", [0, 4])
+@pytest.mark.parametrize("module", [Table, ByHand, Weighs])
+def test_gradients_go_on_other_ranks_whatever_they_are(
+    ranks: RankPool, tmp_path: Path, module: type[LightningModule], place: int
+) -> None:
+    paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
+    by_hand = {"accumulate_grad_batches": 1} if module is ByHand else {}
+    expected = fit(module, {**by_hand, "callbacks": [SaveAt(place, paths[0])]})
+    two = {**by_hand, "strategy": "ddp"}
+    alike(ranks(2).run(fit, module, {**two, "callbacks": [SaveAt(place, paths[1])]}, timeout=60)[0], expected)
+    alike(ranks(2).run(fit, module, two, paths[0], timeout=60)[0], expected)
+    alike(fit(module, by_hand, paths[1]), expected)
+    alike(ranks(2).run(fit, module, two, paths[1], timeout=60)[0], expected)
+
+
+@pytest.mark.parametrize("place", [0, 4, 5])
+def test_a_stream_goes_on_other_ranks_from_within_a_window(ranks: RankPool, tmp_path: Path, place: int) -> None:
+    paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
+    expected = fit(Net, {"callbacks": [SaveAt(place, paths[0])]}, stream=True)
+    saves = {"strategy": "ddp", "callbacks": [SaveAt(place, paths[1])]}
+    found = ranks(2).run(of_stream, saves, None, timeout=60)[0]
+    alike(found, expected, buffers=False)
+    alike(ranks(2).run(of_stream, {"strategy": "ddp"}, paths[0], timeout=60)[0], expected, buffers=False)
+    alike(of_stream({}, paths[1]), expected, buffers=False)
+
+
+def of_stream(flags: dict[str, Any], load: Path | None) -> Any:
+    return fit(Net, flags, load, stream=True)
+
+
+class Single(Net):
+    """In single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].float(), batch[1]), batch_idx)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_plays_a_window_again_that_another_engine_began(ranks: RankPool, tmp_path: Path) -> None:
+    """Its gradients are in parts of its own; the window's first micro-batches had been left out."""
+    path, single = tmp_path / "within.ckpt", {"precision": "32-true"}
+    expected = ranks(2).run(fit, Single, {**single, "strategy": "ddp", "callbacks": [SaveAt(4, path)]}, timeout=60)[0]
+    found = ranks(2).run(fit, Single, {**single, "strategy": "deepspeed"}, path, timeout=60)[0]
+    for name, value in expected[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-5, check_dtype=False, msg=name)
+    assert found[1][0]["mean"] == pytest.approx(expected[1][0]["mean"])
+
+
+class Fails(Net):
+    """Ends with an error in the second window, behind what it has logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4 and self.current_epoch == 0:
+            raise ArithmeticError
+        return loss
+
+
+def test_what_one_process_saves_of_a_window_that_failed_is_its_beginning(tmp_path: Path) -> None:
+    expected = fit(Net, {})
+    with pytest.raises(ArithmeticError):
+        fit(Fails, {"callbacks": [OnExceptionCheckpoint(tmp_path, "failed")], "enable_checkpointing": True})
+    alike(fit(Net, {}, tmp_path / "failed.ckpt"), expected)

@@ -33,6 +33,10 @@ def metric_state(metric: Metric) -> MetricState:
     return {"states": states, "count": metric._update_count}
 
 
+SMALL = 1 << 16
+"""Elements of a buffer, at most, that may change without a new version, as torch's batch norm changes its own."""
+
+
 @dataclass
 class _Buffer:
     """A buffer as it was."""
@@ -45,10 +49,10 @@ class _Buffer:
     value: Tensor
 
     def unchanged(self) -> bool:
-        """Whether it is still what it was."""
+        """Whether it is certain that it is still what it was."""
         if self.version is None or self.layer.get(self.key) is not self.source:
             return False
-        return _version(self.source) == self.version
+        return self.value.numel() > SMALL and _version(self.source) == self.version
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -146,7 +150,8 @@ class WindowStart:
 
     def _changed(self) -> Iterator[tuple[str, Tensor]]:
         for name, kept in self._buffers.items():
-            if not kept.unchanged():
+            now = kept.layer.get(kept.key)
+            if not kept.unchanged() and (now is None or not torch.equal(now, kept.value)):
                 yield name, kept.value.detach().cpu().clone()
 
 
