@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
@@ -31,6 +31,7 @@ from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.memory import memory_of
 from lockstep.loop.optimizers import LightningOptimizer
+from lockstep.loop.progress import EPOCH_END
 from lockstep.loop.session import Session
 from lockstep.loop.state import collect, in_order
 from lockstep.module import LightningModule
@@ -121,7 +122,6 @@ class Attributes:
     config = Of[RunConfig]()
     strategy = Of[Strategy]()
     profiler = Of[Profiler]()
-    loggers = Of[list[Logger]]()
     base_callbacks = Of[list[Callback]]()
     callbacks = Of[list[Callback]]()
     state = Of[TrainerState]()
@@ -255,8 +255,12 @@ class Attributes:
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that runs, counted from 0; after a fit the number of finished epochs."""
-        return self.session.fit.progress.epoch
+        """The epoch that runs, counted from 0; after a fit the number of finished epochs.
+
+        Where a fit goes on behind an epoch's end, it is the next one already in ``on_train_start``.
+        """
+        progress = self.session.fit.progress
+        return progress.epoch + (self.fit_loop.starts and progress.phase == EPOCH_END)
 
     @property
     def global_step(self) -> int:
@@ -350,7 +354,7 @@ class Attributes:
     def num_val_batches(self) -> list[int | float]:
         """Validation batches of this rank, by loader."""
         loop = self.validate_loop if self.state.fn == "validate" else self.fit_loop.validation
-        return loop.num_batches
+        return loop.num_batches_by_loader
 
     @property
     def num_sanity_val_steps(self) -> int | float:
@@ -366,17 +370,18 @@ class Attributes:
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of the sanity check, by loader."""
-        return [min(self.num_sanity_val_steps, batches) for batches in self.fit_loop.validation.num_batches]
+        each = self.fit_loop.validation.num_batches_by_loader
+        return [min(self.num_sanity_val_steps, batches) for batches in each]
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Test batches of this rank, by loader."""
-        return self.test_loop.num_batches
+        return self.test_loop.num_batches_by_loader
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Prediction batches of this rank, by loader."""
-        return self.predict_loop.num_batches
+        return self.predict_loop.num_batches_by_loader
 
     @property
     def train_dataloader(self) -> Any:
@@ -479,6 +484,16 @@ class Attributes:
         """Newest value of what the progress bar shows."""
         self.session.show_logged("progress_bar")
         return {name: float(value) for name, value in self.published.progress_bar.items()}
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers; None and one alone may be set, too."""
+        return self.session.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Logger | Iterable[Logger] | None) -> None:
+        given = [loggers] if isinstance(loggers, Logger) else loggers
+        self.session.loggers = list(given or ())
 
     @property
     def logger(self) -> Logger | None:

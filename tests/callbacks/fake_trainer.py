@@ -62,8 +62,27 @@ class FakeTrainer:
     @property
     def fit_loop(self) -> Any:
         return SimpleNamespace(
-            progress=SimpleNamespace(windows=self.global_step), lacks_metrics=None, is_interrupted=False
+            progress=SimpleNamespace(windows=self.global_step),
+            lacks_metrics=None,
+            is_interrupted=False,
+            validation=SimpleNamespace(num_batches=self.num_val_batches),
         )
+
+    @property
+    def validate_loop(self) -> Any:
+        return self.fit_loop.validation
+
+    @property
+    def test_loop(self) -> Any:
+        return SimpleNamespace(num_batches=self.num_test_batches)
+
+    @property
+    def predict_loop(self) -> Any:
+        return SimpleNamespace(num_batches=self.num_predict_batches)
+
+    @property
+    def num_sanity_val_steps(self) -> int | float:
+        return max(self.num_sanity_val_batches)
 
     @property
     def is_global_zero(self) -> bool:

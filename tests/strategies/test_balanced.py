@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lockstep import LightningModule
 from lockstep.callbacks import Callback
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.loop.feed import Share, share_of
+from lockstep.loop.weighing import Share, share_of
 from lockstep.parallel.pipeline.micro_batches import cut
 from lockstep.parallel.pipeline.stages import IN_ROUNDS, SCHEDULES, goes_in_rounds
 from lockstep.strategies import BalancedStrategy

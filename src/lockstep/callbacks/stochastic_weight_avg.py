@@ -175,8 +175,14 @@ class StochasticWeightAveraging(Callback):
                     f"StochasticWeightAveraging begins in epoch {epoch}, after its first epoch {self.swa_start}: what "
                     "the fit goes on from was not averaging."
                 )
+            replaced = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
             self._install(trainer)
             trainer.fit_loop.step.schedulers.use(trainer.lr_scheduler_configs)
+            if replaced:
+                rank_zero_info(
+                    f"StochasticWeightAveraging: from epoch {epoch} on, SWALR sets the learning rate in the place of "
+                    f"{replaced[0]}."
+                )
         if epoch > self._latest_update_epoch:
             self._update(pl_module)
             self._latest_update_epoch = epoch

@@ -6,6 +6,7 @@ import ast
 import collections.abc
 import csv
 import dataclasses
+import difflib
 import importlib
 import inspect
 import sys
@@ -23,6 +24,7 @@ import torch
 
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
+from lockstep.ground.rank import rank_zero_warn
 
 T = TypeVar("T")
 
@@ -284,7 +286,8 @@ def init_arguments(
     elif any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         found = {**saved, **given}
     else:
-        found = {**{key: value for key, value in saved.items() if key in parameters}, **given}
+        found = {key: value for key, value in {**saved, **given}.items() if key in parameters}
+        _say_left_out(cls, [key for key in given if key not in parameters], list(parameters)[1:])
     _check_complete(cls, list(parameters.values())[1:], found)
     try:
         rebuilt = rebuilt_arguments(cls, {name: value for name, value in found.items() if name not in given})
@@ -319,6 +322,16 @@ def make(cls: type[T], arguments: dict[str, Any], given: dict[str, Any]) -> T:
             f"{type(arguments[plain[0]]).__name__}: annotate the argument with its class, a dataclass say, and it is "
             f"made again, or give it: {cls.__name__}.load_from_checkpoint(path, {plain[0]}=...)."
         ) from error
+
+
+def _say_left_out(cls: type, names: list[str], known: list[str]) -> None:
+    """As in Lightning, an argument that ``__init__`` does not take is left out; but not without a word."""
+    for name in names:
+        near = difflib.get_close_matches(name, known, 1)
+        rank_zero_warn(
+            f"{cls.__name__}.load_from_checkpoint({name}=...): {cls.__name__}.__init__ takes no argument of that name, "
+            f"which is left out{f'; is {near[0]!r} meant?' if near else '.'}"
+        )
 
 
 def _check_complete(cls: type, parameters: list[inspect.Parameter], found: dict[str, Any]) -> None:

@@ -81,10 +81,14 @@ def switch(flag: str, value: object, *, optional: bool = False) -> bool | None:
     return bool(value)
 
 
-def whole(flag: str, value: object, *, at_least: int, default: int | None = None) -> int | None:
-    """A whole number; the default for None."""
+def whole(
+    flag: str, value: object, *, at_least: int, default: int | None = None, may_be_off: bool = False
+) -> int | None:
+    """A whole number; the default for None, and 0 for False where that is a way to say off."""
     if value is None:
         return default
+    if value is False and may_be_off:
+        return 0
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         meaning = " (-1 means no limit)" if at_least == -1 else ""
         raise MisconfigurationException(
@@ -294,7 +298,7 @@ class RunConfig:
     overfit_batches: int | float = _flag(fraction_or_count, default=0.0)  # 0: off
     val_check_interval: int | float | timedelta = _flag(interval)
     check_val_every_n_epoch: int | None = _flag(whole, at_least=1)
-    num_sanity_val_steps: int = _flag(whole, at_least=-1, default=2)  # -1: the whole loader
+    num_sanity_val_steps: int = _flag(whole, at_least=-1, default=2, may_be_off=True)  # -1: the whole loader
     log_every_n_steps: int = _flag(whole, at_least=0, default=50)
     accumulate_grad_batches: int | dict[int, int] = _flag(accumulation)
     gradient_clip_val: float | None = _flag(clip_bound)

@@ -202,7 +202,7 @@ class FolderLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        return os.path.join(self._save_dir, self._name)
+        return os.path.join(self.save_dir, self.name)
 
     @property
     def log_dir(self) -> str:
@@ -215,6 +215,12 @@ class FolderLogger(Logger):
 
     def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR)
+
+    @rank_zero_only
+    def begin_hparams_file(self) -> None:
+        """Have a file of hyperparameters, if an empty one: scripts hand its name to ``load_from_checkpoint``."""
+        if not os.path.exists(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)):
+            self._write_hparams()
 
     def _write_hparams(self) -> None:
         with self._writing():

@@ -24,6 +24,7 @@ from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import current_seed
 from lockstep.ground.types import LRSchedulerConfig, RunningStage, TrainerFn, TrainerStatus
 from lockstep.hooks import ModuleHooks
+from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.choice import reconsider
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
@@ -375,6 +376,8 @@ def _log_hyperparameters(session: Session) -> None:
     for logger in session.loggers:
         if merged:
             logger.log_hyperparams(merged)
+        elif session.fitting and isinstance(logger, FolderLogger):
+            logger.begin_hparams_file()
         logger.log_graph(session.module)
         logger.save()
 

@@ -65,6 +65,11 @@ class EvaluationLoop:
         """Batches of this rank in each loader, limits applied."""
         return self.feed.num_batches if self.feed is not None else []
 
+    @property
+    def num_batches_by_loader(self) -> list[int | float]:
+        """Batches of each loader, also where a batch holds one of each."""
+        return self.feed.by_loader if self.feed is not None else []
+
     def run(
         self,
         ckpt_path: str | None = None,

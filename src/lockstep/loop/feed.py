@@ -22,62 +22,13 @@ from lockstep.data.source import Gather, Replicas, Reshare, Source, SourceSpec, 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, rank_zero_warn, warn_once
 from lockstep.loop.progress import BatchCounting, ResumePoint
+from lockstep.loop.weighing import Part, weigh, weigh_parts
 
 # -- what feeds are made of ----------------------------------------------------------------------------------
 
 
-Part = tuple[float, float]
-"""(weight, share) of a micro-batch; see :class:`Window`."""
-
 Limit = int | float | None
 """As of a ``limit_*_batches`` flag: a number of batches, a part of the length (float), 1.0 or None: all."""
-
-
-def weigh(mine: Sequence[float], total: float, size: int) -> list[Part]:
-    """(weight, share) of a rank's micro-batches, given the sum of all weights of the window."""
-    return [(float(weight), weight * size / total if weight else 0.0) for weight in mine]
-
-
-class Share(float):
-    """The share of a micro-batch of several loaders that are cut unevenly: that of its heaviest part.
-
-    Attributes:
-        parts: the share of each part, 0.0 where this rank has no samples of it: what the mean over the part's samples
-            is multiplied with.
-    """
-
-    parts: tuple[float, ...]
-
-
-def share_of(share: float, part: float) -> float:
-    """Of a micro-batch's share that of a part of its samples, which is the same part of each loader's."""
-    if type(share) is not Share:
-        return share * part
-    made = Share(share * part)
-    made.parts = tuple(each * part for each in share.parts)
-    return made
-
-
-def weigh_parts(
-    weighed: Sequence[Part], parts: Sequence[Sequence[float]], totals: Sequence[float], size: int
-) -> list[Part]:
-    """(weight, share) of micro-batches of several loaders.
-
-    Args:
-        weighed: as :func:`weigh` gives them.
-        parts: of each micro-batch the weights of its parts on this rank.
-        totals: of each part the sum of all weights of the window.
-        size: number of ranks.
-    """
-    found = []
-    for (weight, share), mine in zip(weighed, parts, strict=True):
-        each = tuple(part * size / total if part else 0.0 for part, total in zip(mine, totals, strict=True))
-        if weight and any(part and abs(part - share) > 1e-12 * share for part in each):
-            uneven = Share(share)
-            uneven.parts = each
-            share = uneven
-        found.append((weight, share))
-    return found
 
 
 def limited(limit: Limit, length: int | float, flag: str) -> int | float:
@@ -710,22 +661,28 @@ def _empty(weights: Sequence[float]) -> tuple[int, ...]:
 class EvaluationFeed:
     """The loaders of a validation, test or prediction.
 
-    Iterating gives (batch, batch_idx, dataloader_idx, weight): every sample once on one of the ranks, the
-    loaders one after the other (or in a `CombinedLoader`'s mode). Ranks draw different numbers of batches
-    where the samples do not go round. Use :meth:`of` to make one.
+    Iterating gives (batch, batch_idx, dataloader_idx, weight): every sample once on one of the ranks, the loaders one
+    after the other (or in a `CombinedLoader`'s mode). Ranks draw different numbers of batches where the samples do not
+    go round. :meth:`of` makes one.
 
     Attributes:
-        num_batches: of each loader, after the limit, on the rank that draws most; infinite where not known.
+        by_loader: batches of each, after the limit, on the rank that draws most; infinite where not known.
+        num_batches: the same, but one number for all where a batch holds one of each.
         sequential: whether loaders are taken one after the other; else a batch holds one of each.
         batch_indices: samples of the batch given last, where the sources were told to note them and could.
     """
 
     def __init__(
-        self, sources: list[Source], spec: SourceSpec, num_batches: list[int | float], sequential: bool
+        self,
+        sources: list[Source],
+        spec: SourceSpec,
+        num_batches: list[int | float],
+        sequential: bool,
+        by_loader: list[int | float] | None = None,
     ) -> None:
         self._sources = sources
         self._compared = spec.compared
-        self.num_batches = num_batches
+        self.num_batches, self.by_loader = num_batches, by_loader or num_batches
         self.sequential = sequential
         self.batch_indices: list[Any] = []
         self._epoch = 0
@@ -773,7 +730,7 @@ class EvaluationFeed:
         counts = [limited(each, part.length, flag) for each, part in zip(limits, parts, strict=True)]
         if nest is None or mode == "sequential":
             return cls(parts, spec, counts, True)
-        return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False)
+        return cls([Mixed(parts, nest, mode, counts)], spec, [LENGTHS[mode](counts)], False, counts)
 
     def begin(self, epoch: int, limit: int | None = None) -> None:
         """For the next pass: its epoch, which loaders that shuffle follow, and a limit below the others."""

@@ -199,6 +199,7 @@ class FitLoop:
         self.validation = EvaluationLoop(session, RunningStage.VALIDATING, self._val_reload_due)
         self.timing = ValidationTiming(session)
         self.signals: Signals | None = None  # in a fit; a trial, which nobody goes on from, heeds none
+        self.starts = False  # `on_train_start` runs
         self.begun = False  # set-up is over: the optimizers are those that the fit steps
         self.balance: Balance | None = None  # where somebody wants to know how long steps take
         self._reason: str | None = None
@@ -264,7 +265,9 @@ class FitLoop:
                         self.validation.setup_data()
                         session.state.stage = RunningStage.TRAINING
                     self._look_for_eval_mode()
+                    self.starts = True
                     session.hooks.call("on_train_start")
+                    self.starts = False
                     self._restore_randomness()
                     while self._done() is None:
                         self.epoch()
@@ -289,7 +292,7 @@ class FitLoop:
         fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
         fit.window_start = WindowStart()
         self.validation.feed = fit.elastic.saved = None
-        session.should_stop = self._nan_is_told = self.begun = False
+        session.should_stop = session.received_sigterm = self._nan_is_told = self.begun = self.starts = False
         self._time_limit = config.max_time
         self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
         fit.started = time.monotonic()
@@ -348,6 +351,11 @@ class FitLoop:
                 "Trainer(max_epochs) is not set: this fit ends after 1000 epochs"
                 + (f", at step {steps}" if math.isfinite(steps) else "")
                 + "; set max_epochs, or max_epochs=-1 for no limit."
+            )
+        if session.fit.resumed is not None and -1 != config.max_epochs < progress.epoch:
+            raise MisconfigurationException(
+                f"trainer.fit(ckpt_path={str(ckpt_path)!r}): this run has done {progress.epoch} epochs, more than "
+                f"Trainer(max_epochs={config.max_epochs}): raise it to go on."
             )
         reason = self._done() if session.fit.resumed is not None else None
         if reason is not None and session.interruption is None:

@@ -202,7 +202,9 @@ def check_types(saved: object, own: dict[str, Any], owner: type) -> None:
 
 
 def _alike(own: object, saved: object) -> bool:
-    if own is None or (saved is None and not isinstance(own, (int, float))):
+    if own is None:  # what is not chosen yet; of tensors, one number
+        return not isinstance(saved, torch.Tensor) or saved.numel() == 1
+    if saved is None and not isinstance(own, (int, float)):
         return True
     if isinstance(own, bool):
         return saved in (True, False) if isinstance(saved, int) else False

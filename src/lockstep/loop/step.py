@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec
 from lockstep.ground.closures import demands_closure, takes_closure
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
-from lockstep.loop.feed import Share, Window, share_of
+from lockstep.loop.feed import Window
 from lockstep.loop.hooks import Transfer, is_overridden, is_replaced, takes_idx
 from lockstep.loop.optimizers import LightningOptimizer, refuse_loss
 from lockstep.loop.padding import padding
@@ -25,6 +25,7 @@ from lockstep.loop.progress import BATCH_END
 from lockstep.loop.schedulers import Schedulers
 from lockstep.loop.session import Session
 from lockstep.loop.step_watch import StepWatch
+from lockstep.loop.weighing import Share, share_of
 from lockstep.module import LightningModule
 from lockstep.strategies.engine import MicroBatch
 

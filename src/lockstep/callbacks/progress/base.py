@@ -358,23 +358,22 @@ class ProgressBar(Callback):
         every = trainer.check_val_every_n_epoch
         if not trainer.enable_validation or (every and (trainer.current_epoch + 1) % every):
             return 0
-        return sum(trainer.num_val_batches)
+        return sum(_passes(trainer))
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
         """Batches of the validation loader that is being read."""
-        trainer = self.trainer
-        return self._current(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+        return self._current(_passes(self.trainer))
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
         """Batches of the test loader that is being read."""
-        return self._current(self.trainer.num_test_batches)
+        return self._current(_passes(self.trainer))
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
         """Batches of the prediction loader that is being read."""
-        return self._current(self.trainer.num_predict_batches)
+        return self._current(_passes(self.trainer))
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
         """Whether this is another loader than at the last call."""
@@ -533,23 +532,23 @@ class DrawnProgressBar(ProgressBar):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if trainer.sanity_checking:
-            self._look_at_loader(trainer, self.sanity_check_description, trainer.num_sanity_val_batches, dataloader_idx)
-        else:
-            self._look_at_loader(trainer, self.validation_description, trainer.num_val_batches, dataloader_idx)
+        is_sanity = trainer.sanity_checking
+        name = self.sanity_check_description if is_sanity else self.validation_description
+        self._look_at_loader(trainer, name, dataloader_idx)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._look_at_loader(trainer, self.test_description, trainer.num_test_batches, dataloader_idx)
+        self._look_at_loader(trainer, self.test_description, dataloader_idx)
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._look_at_loader(trainer, self.predict_description, trainer.num_predict_batches, dataloader_idx)
+        self._look_at_loader(trainer, self.predict_description, dataloader_idx)
 
-    def _look_at_loader(self, trainer: Trainer, name: str, totals: list[int | float], dataloader_idx: int) -> None:
+    def _look_at_loader(self, trainer: Trainer, name: str, dataloader_idx: int) -> None:
         if self._draws and self.has_dataloader_changed(dataloader_idx):
+            totals = _passes(trainer)
             of_several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
             self._begin_loader(trainer, name + of_several, totals[dataloader_idx])
 
@@ -574,6 +573,18 @@ class DrawnProgressBar(ProgressBar):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+
+
+def _passes(trainer: Trainer) -> list[int | float]:
+    """Batches of each loader that the evaluation at hand, or the fit's validation, reads after another.
+
+    Where a batch holds one of each loader there is one number for all.
+    """
+    by_call = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
+    loop = by_call.get(str(trainer.state.fn), trainer.fit_loop.validation)
+    if trainer.sanity_checking:
+        return [min(trainer.num_sanity_val_steps, each) for each in loop.num_batches]
+    return loop.num_batches
 
 
 def in_notebook() -> bool:
