@@ -20,6 +20,7 @@ from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
 from lockstep.loop import logging
 from lockstep.loop.call import Asked, call
+from lockstep.loop.evaluation_table import table
 from lockstep.loop.feed import EvaluationFeed
 from lockstep.loop.hooks import Transfer, is_overridden
 from lockstep.loop.logging import Entry, LogCollector
@@ -92,7 +93,7 @@ class EvaluationLoop:
                 return self.predict(return_predictions) if self.feed is not None else None
             values = self.evaluate()
             if verbose and session.is_global_zero:
-                session.print(logging.table(values, self.name))
+                session.print(table(values, self.name))
             return values
         raise AssertionError("an interrupted evaluation raises")
 
