@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -23,14 +23,13 @@ from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
-from lockstep.loop.logging import Entry
 from lockstep.loop.memory import memory_of, watch_first_window
+from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals
 from lockstep.loop.step import Step
 from lockstep.loop.window_start import WindowStart
-from lockstep.parallel.pipeline.weights import stands_in
 
 if TYPE_CHECKING:
     from lockstep.loop.balance import Balance
@@ -153,18 +152,6 @@ class Result:
     interrupted: bool = False
 
 
-OF_TRAINING = ("training_step", "on_train_batch_end", "on_before_backward")
-
-
-def _norms_by_kind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One number for each device, class and mesh of tensors, NaN where one of them holds one."""
-    by_kind: dict[tuple[torch.device, type, object], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kind = (tensor.device, type(tensor), getattr(tensor, "device_mesh", None))
-        by_kind.setdefault(kind, []).append(tensor.detach())
-    return [torch.stack(torch._foreach_norm(alike)).float().sum() for alike in by_kind.values()]
-
-
 class _Flag:
     """One of the Trainer's flags as an attribute of its loop, where Lightning has them; set, it holds from now on."""
 
@@ -206,7 +193,7 @@ class FitLoop:
         self._stops = False
         self._time_limit: float | None = None
         self._most_steps = math.inf
-        self._nan_is_told = False
+        self.nan_watch = NanWatch(session)
         self._epochs_by_default = epochs_by_default  # the user gave no `max_epochs`
 
     max_epochs, min_epochs, max_steps, min_steps = _Flag(), _Flag(), _Flag(), _Flag()
@@ -292,7 +279,7 @@ class FitLoop:
         fit.cut_epoch, fit.logged_elsewhere, fit.shares = None, False, None
         fit.window_start = WindowStart()
         self.validation.feed = fit.elastic.saved = None
-        session.should_stop = session.received_sigterm = self._nan_is_told = self.begun = self.starts = False
+        session.should_stop = session.received_sigterm = self.nan_watch.told = self.begun = self.starts = False
         self._time_limit = config.max_time
         self._most_steps = math.inf if config.max_steps == -1 else config.max_steps
         fit.started = time.monotonic()
@@ -373,35 +360,6 @@ class FitLoop:
                 f"Training starts, and {parts[0]!r}{others} is in eval mode, where dropout is off and BatchNorm takes "
                 "its running statistics: call `.train()` on what is to be trained."
             )
-
-    def _look_for_nan(self, values: list[tuple[Entry, str, torch.Tensor]]) -> None:
-        """Say once that a loss that was logged is NaN; the fit goes on."""
-        if self._nan_is_told:
-            return
-        for entry, name, value in values:
-            if "loss" in name.lower() and entry.key[0] in OF_TRAINING and value.isnan():
-                self._tell_nan(f"{name!r} is NaN")
-                return
-
-    def _look_for_nan_weights(self) -> None:
-        """At an epoch's end, where no loss was logged: NaN gradients have left NaN weights."""
-        if self._nan_is_told:
-            return
-        module = self.session.module
-        own = [p for p in module.parameters() if not stands_in(p)]
-        weights = [p for p in own if p.is_floating_point() and p.numel() and p.layout is torch.strided]
-        if weights and any(norm.isnan() for norm in _norms_by_kind(weights)):
-            named = module.named_parameters()
-            found = [name for name, p in named if any(p is weight for weight in weights) and p.isnan().any()]
-            self._tell_nan(f"parameter {found[0]!r} holds NaN" if found else "a parameter holds NaN")
-
-    def _tell_nan(self, what: str) -> None:
-        self._nan_is_told = True
-        progress = self.session.fit.progress
-        rank_zero_warn(
-            f"{what} at step {progress.global_step} (epoch {progress.epoch}): the loss was NaN there or before. The "
-            "fit goes on; Trainer(detect_anomaly=True) names the operation that makes it."
-        )
 
     def _anomalies(self) -> AbstractContextManager[object]:
         detect = self.session.config.detect_anomaly
@@ -586,8 +544,8 @@ class FitLoop:
             results.shown = results.micro_batch
             of_epoch = results.reduce_epoch()
             for_loggers = session.published.publish(of_epoch)
-            self._look_for_nan([*newest, *of_epoch])
-            self._look_for_nan_weights()
+            self.nan_watch.look_at([*newest, *of_epoch])
+            self.nan_watch.look_at_weights()
             if whole and self.step.watch is not None:
                 self.step.watch.epoch_ended()
             # a third party may have put its callback on one rank alone, and reducing takes all of them
@@ -727,7 +685,7 @@ class FitLoop:
             values = session.results.reduce_step()
         else:
             values = session.results.take_step_values()
-        self._look_for_nan(values)
+        self.nan_watch.look_at(values)
         for_loggers = session.published.publish(values)
         if for_loggers:
             session.log_metrics(for_loggers, self.session.fit.progress.windows)
