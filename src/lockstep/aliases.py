@@ -35,6 +35,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from lockstep.ground.annotations import evaluate
 from lockstep.ground.installed import ALIASES
 
 # -- reasons: the sentences that an ImportError ends with ------------------------------------------------------
@@ -617,6 +618,7 @@ def fetch(module: ModuleType, rows: Rows, name: str) -> Any:
         raise AttributeError(f"{full}: {row}")
     if row is not None:
         value = resolve(row, name)
+        evaluate(value)
         setattr(module, name, value)
         return value
     if not name.startswith("_") and hasattr(module, "__path__"):
@@ -678,5 +680,6 @@ def late(face: str, files: Mapping[str, str], name: str) -> Any:
         value = getattr(import_module(f".{files[name]}", face), name)
     except AttributeError as error:  # from within the file: Python would say that the face has no such name
         raise ImportError(f"{face}.{name} cannot be imported: {type(error).__name__}: {error}") from error
+    evaluate(value)
     setattr(sys.modules[face], name, value)
     return value

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.ground.rank import waits
 
-Group: TypeAlias = "dist.ProcessGroup | None"
+Group: TypeAlias = dist.ProcessGroup | None
 Operation = Literal["sum", "mean", "min", "max"]
 
 Combine: TypeAlias = Callable[[Tensor], Tensor]

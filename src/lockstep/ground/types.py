@@ -90,6 +90,9 @@ if TYPE_CHECKING:
     class OneOptimizerOrSeveral(Optimizer, list[Optimizer]):
         """What ``self.optimizers()`` gives: an optimizer, or the list of them, which only its caller can know."""
 
+else:
+    OneOptimizerOrSeveral = Optimizer | list[Optimizer]
+
 
 class LogOptions(TypedDict, total=False):
     """The options of ``self.log``, for ``self.log_dict``."""

@@ -26,13 +26,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lockstep.ground.rank import warn_once
 from lockstep.parallel.fully_shard import Policy, blocks_by, find_blocks
 
-Layers: TypeAlias = "Literal[True] | type[nn.Module] | Policy"
+Layers: TypeAlias = Literal[True] | type[nn.Module] | Policy
 """The repeated blocks of a model, layers of one class or several, or a policy function of torch's first FSDP."""
 
-Save: TypeAlias = "Literal['matmuls'] | Sequence[Any] | Callable[..., Any] | None"
+Save: TypeAlias = Literal["matmuls"] | Sequence[Any] | Callable[..., Any] | None
 """What is kept of the layers all the same: operators of torch, or a policy function ``(ctx, op, *args, **kwargs)``."""
 
-Contexts: TypeAlias = "Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]"
+Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 NO_BLOCKS = (
     "activation_checkpointing=True: {name} has no repeated blocks (layers side by side, of one class, made of layers), "

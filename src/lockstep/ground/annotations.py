@@ -1,0 +1,111 @@
+"""Annotations as objects, for who reads signatures: in the source they are text, for type checkers.
+
+The faces have them evaluated for the classes and functions that users import, when these are first asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+OURS = "lockstep"
+
+
+def evaluate(found: object) -> None:
+    """Evaluate the annotations of a function, or of a class, its bases in lockstep and their methods.
+
+    What belongs to a package that is not imported stands for anything (`typing.Any`). Others' are left alone.
+    """
+    if isinstance(found, type):
+        for kind in found.__mro__:
+            if _is_ours(kind):
+                _evaluate_class(kind)
+    elif isinstance(found, FunctionType) and _is_ours(found):
+        _evaluate_in(found.__annotations__, found.__module__)
+
+
+@functools.cache
+def _evaluate_class(kind: type) -> None:
+    for function in _functions(kind):
+        if _is_ours(function):
+            _evaluate_in(function.__annotations__, function.__module__)
+    _evaluate_in(vars(kind).get("__annotations__", {}), kind.__module__)
+
+
+def _functions(kind: type) -> Iterator[FunctionType]:
+    """Its public methods and properties, and its constructor: what others name may cost an import."""
+    for name, value in [*vars(kind).items()]:
+        if name.startswith("_") and name != "__init__":
+            continue
+        inner = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        for each in (inner.fget, inner.fset) if isinstance(inner, property) else (inner,):
+            if isinstance(each, FunctionType):
+                yield each
+
+
+def _is_ours(found: type | FunctionType) -> bool:
+    return found.__module__.partition(".")[0] == OURS
+
+
+def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
+    """Put objects in the place of texts; one that cannot be evaluated stays."""
+    names = vars(sys.modules[module])
+    for name, text in annotations.items():
+        if isinstance(text, str):
+            try:
+                annotations[name] = eval(text, names, _ForTypeCheckers(module))
+            except (NameError, TypeError, AttributeError, ImportError):
+                continue
+
+
+class _ForTypeCheckers(dict[str, Any]):
+    """The names that a module imports for type checkers, imported when they are asked for."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        home = _imports(self._module).get(name)
+        if home is None:
+            raise KeyError(name)  # the module's own
+        path, attribute = home
+        package = path.partition(".")[0]
+        if package not in (OURS, "torch", "typing", "collections") and package not in sys.modules:
+            return Any if attribute else _Anything()
+        module = import_module(path)
+        return module if not attribute else getattr(module, attribute)
+
+
+class _Anything:
+    """A package that is not imported: what it has may be anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Any
+
+
+@functools.cache
+def _imports(module: str) -> dict[str, tuple[str, str]]:
+    """By name: a module, and what is taken from it, of the block ``if TYPE_CHECKING:``."""
+    file = sys.modules[module].__file__
+    try:
+        with open(file or "") as source:
+            _, there, rest = source.read().partition("\nif TYPE_CHECKING:\n")
+    except OSError:  # installed without sources
+        return {}
+    lines = []
+    for line in rest.splitlines() if there else ():
+        if line and not line.startswith((" ", ")")):
+            break
+        lines.append(line)
+    found = {}
+    for node in ast.walk(ast.parse("if True:\n" + "\n".join(lines)) if lines else ast.Module([], [])):
+        if isinstance(node, ast.ImportFrom):
+            found.update({each.asname or each.name: (node.module or "", each.name) for each in node.names})
+        elif isinstance(node, ast.Import):
+            found.update({each.asname or each.name: (each.name, "") for each in node.names})
+    return found
