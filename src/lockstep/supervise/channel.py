@@ -70,7 +70,7 @@ class Channel:
         text, _, self._rest = self._rest.partition(b"\n")
         try:
             message = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.local import is_own, loopback_of
 from lockstep.supervise.causes import First, located
 from lockstep.supervise.channel import Message
+from lockstep.supervise.stack import one_line, reason_of
 
 # -- connections ---------------------------------------------------------------------------------------------
 
@@ -39,6 +41,12 @@ SILENT = f"has not answered for {SILENCE} s"
 
 CALLING = 10.0
 """Seconds that a call of the hub may take, and that a caller gets to say who it is."""
+
+HELLO = 2**16
+"""Bytes that a caller gets to say who it is."""
+
+NAME = 100
+"""Characters of a host's name that are shown."""
 
 LONGEST = 4 * 2**20
 """Bytes of a message. None is longer; whoever sends more is none of ours."""
@@ -130,6 +138,11 @@ class _Connection:
             found.append(message)
         return found, goes_on and len(self._rest) <= LONGEST
 
+    @property
+    def holds(self) -> int:
+        """Bytes of a message that has not come whole."""
+        return len(self._rest)
+
     def close(self) -> None:
         """Hang up, and give the socket back."""
         with contextlib.suppress(OSError):
@@ -190,7 +203,7 @@ class Hub:
         self._changed: set[_Connection] = set()  # of which the thread has to see for what it watches them
         self._lock = threading.RLock()
         self._door: socket.socket | None = None
-        self._has_said_limit = False
+        self._has_said_limit = self._has_said_broken = False
         self._opens_at = 0.0  # when the door is looked at again, after no file could be opened for a caller
         self._token = ""
         self._ends_at: float | None = None  # when `close` has waited long enough
@@ -336,7 +349,7 @@ class Hub:
                 elif key.fileobj is self._door:
                     self._admit(selector)
                 else:
-                    self._look_at(key.data, events)
+                    self._serve_one(key.data, events)
             self._dismiss()
         selector.close()
         for end in self._wake:
@@ -402,6 +415,13 @@ class Hub:
                 "those that cannot join are told on their own screens only. Raise the limit (`ulimit -n`)"
             )
 
+    def _serve_one(self, connection: _Connection, events: int) -> None:
+        """See to one connection. Whatever comes by it, the others are served on."""
+        try:
+            self._look_at(connection, events)
+        except Exception:  # nothing that anybody sends may end this thread
+            self._lose(connection)
+
     def _look_at(self, connection: _Connection, events: int) -> None:
         messages: list[Message] = []
         goes_on = True
@@ -409,9 +429,11 @@ class Hub:
             messages, goes_on = connection.read()
         for message in messages:
             if connection.joined:
-                self._hear(connection, message)
+                self._take(connection, message)
             elif not self._meet(connection, message):
                 return
+        if not connection.joined and connection.holds > HELLO:
+            goes_on = False
         with self._lock:
             if goes_on and events & selectors.EVENT_WRITE:
                 goes_on = connection.write()
@@ -428,20 +450,21 @@ class Hub:
         """
         with self._lock:
             self._strangers.discard(connection)
-        if not secrets.compare_digest(str(hello.get("token")), self._token):
+        node, name = hello.get("node"), str(hello.get("name"))
+        host = one_line(str(hello.get("host")), NAME)
+        given = str(hello.get("token")).encode(errors="backslashreplace")  # of text, only ASCII can be compared
+        if not hmac.compare_digest(given, self._token.encode()) or type(node) is not int or node < 1:
             self._drop(connection)
             return False
         with self._lock:
-            there = self._connections.get(int(hello["node"]))
-        name = str(hello.get("name"))
+            there = self._connections.get(node)
         if there is not None and there.name != name:
             with contextlib.suppress(OSError):
                 connection.socket.send(TAKEN)
-            _say(f"{hello['host']} calls itself node {there.node}, and {there.host} is that: {SENT_AWAY}")
+            _say(f"{host} calls itself node {there.node}, and {there.host} is that: {SENT_AWAY}")
             self._drop(connection)
             return False
-        connection.name = name
-        connection.node, connection.host, connection.joined = int(hello["node"]), str(hello["host"]), True
+        connection.node, connection.host, connection.name, connection.joined = node, host, name, True
         with self._lock:
             before = self._connections.pop(connection.node, None)
             self._connections[connection.node] = connection
@@ -451,15 +474,27 @@ class Hub:
         self._on_met(connection.node)
         return True
 
+    def _take(self, connection: _Connection, message: Message) -> None:
+        """A message of a node; one that makes no sense is left out, and the node stays."""
+        try:
+            self._hear(connection, message)
+        except Exception as error:  # of another version, say
+            if not self._has_said_broken:
+                self._has_said_broken = True
+                _say(f"a message of node {connection.node} ({connection.host}) makes no sense: {reason_of(error)}")
+
     def _hear(self, connection: _Connection, message: Message) -> None:
+        # node 0 passes on what others say; at node 0 each speaks for itself
+        node = connection.node if self.node == 0 else int(message["node"])
         if message.get("farewell"):
-            connection.well = connection.well or message["node"] == connection.node
+            connection.well = connection.well or node == connection.node
             return
+        topic = str(message.get("topic"))
         if self.node == 0 and "to" not in message:
-            self._pass(str(message.get("topic")), _text(message), None, but=connection.node)
-        heard = self._listeners.get(message.get("topic", ""))
+            self._pass(topic, _text(message), None, but=connection.node)
+        heard = self._listeners.get(topic)
         if heard is not None:
-            heard(int(message["node"]), message["body"])
+            heard(node, message["body"])
 
     def _lose(self, connection: _Connection) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import IO, Any
@@ -58,7 +58,7 @@ class Mailbox:
     def __init__(self, descriptor: int | None = None) -> None:
         self._file: IO[bytes] | None = None
         if descriptor is None:
-            self._file = tempfile.TemporaryFile(prefix="lockstep-")  # noqa: SIM115, open as long as the ranks run
+            self._file = _file_without_a_name()
             descriptor = self._file.fileno()
         self.descriptor = descriptor
         self.address = f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
@@ -133,15 +133,23 @@ class Mailbox:
             return
         text = os.pread(self.descriptor, size - self._read, self._read)
         whole = text[: text.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            note = json.loads(line)
-            if "reason" in note:
-                self._causes[note["rank"]] = Cause(**note)
-            elif "inside" in note:
-                self._stands[note["rank"]] = Stand(**note)
-            else:
-                self._others.append(note)
+        for line in whole.split(b"\n"):
+            with suppress(ValueError, TypeError, RecursionError):  # half a note, where a disk was full: it is left out
+                note = json.loads(line)
+                if "reason" in note:
+                    self._causes[note["rank"]] = Cause(**note)
+                elif "inside" in note:
+                    self._stands[note["rank"]] = Stand(**note)
+                else:
+                    self._others.append(note)
         self._read += len(whole)
+
+
+def _file_without_a_name() -> IO[bytes]:
+    """In memory where the system can do that: on a disk that is full, nobody could leave a note on it."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("lockstep-mailbox"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(prefix="lockstep-")
 
 
 def leave_note(address: str, note: Cause | Stand | dict[str, Any]) -> None:

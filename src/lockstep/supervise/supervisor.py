@@ -138,28 +138,35 @@ class Supervisor:
         threading.Thread(target=target, args=args, name="lockstep-" + target.__name__.strip("_"), daemon=True).start()
 
     def _admit(self, entrance: socket.socket | None) -> None:
-        """In a thread: ranks that somebody else has started come and say who they are."""
+        """In a thread: ranks that somebody else has started come."""
         while entrance is not None:
-            connection, _ = entrance.accept()
-            process, channel = caller(connection), Channel(connection)
-            if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
-                channel.close()
-                continue
-            hello = channel.receive()
-            if hello is None:
-                continue
-            rank = int(hello["rank"])
-            self._channels.append(channel)
-            self._processes.adopt(rank, Foreign(process, lambda rank=rank: self._said(rank)))  # type: ignore[misc]
-            self._processes.watch()
-            self._thread(self._hear, channel, rank)
+            with contextlib.suppress(OSError, RuntimeError):  # no more files, or threads: the rank does without
+                connection, _ = entrance.accept()
+                self._thread(self._welcome, connection)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """In a thread of its own: a process says which rank it is, and what it has to say."""
+        process, channel = caller(connection), Channel(connection)
+        if process <= 0 or not channel.send({"do": "come"}, self._mailbox.descriptor):
+            channel.close()
+            return
+        rank = (channel.receive() or {}).get("rank")
+        first = self._rank
+        if type(rank) is not int or not first < rank < first + self._order["local_size"]:  # none of ours
+            channel.close()
+            return
+        self._channels.append(channel)
+        self._processes.adopt(rank, Foreign(process, lambda: self._said(rank)))
+        self._processes.watch()
+        self._hear(channel, rank)
 
     def _hear(self, channel: Channel, rank: int) -> None:
         """In a thread: what a rank says."""
         while (message := channel.receive()) is not None:
-            if message["say"] == "left" and message["cause"] is not None:
-                message["cause"] = Cause(**message["cause"])
-            self._put(message["say"], (rank, message))
+            with contextlib.suppress(KeyError, TypeError):  # what makes no sense is left out
+                if message["say"] == "left" and message["cause"] is not None:
+                    message["cause"] = Cause(**message["cause"])
+                self._put(message["say"], (rank, message))
         if rank == self._rank:
             self._put("gone")
 
@@ -231,7 +238,7 @@ class Supervisor:
                 if not self._processes.running and self._zero.wait(0):
                     return  # nobody is left who could bring an event
                 continue
-            if handlers[event](what):
+            if event in handlers and handlers[event](what):
                 return
 
     def close(self) -> None:
