@@ -177,7 +177,7 @@ def test_every_collective_is_noted(ranks: RankPool) -> None:
     assert {batch for *_, batch in found} == {7}
 
 
-def _past_the_gate() -> list[tuple[str, bool]]:
+def _past_the_gate(more: bool) -> list[tuple[str, bool, str]]:
     take_down()
     before = dist.all_reduce
     install_trace()
@@ -185,18 +185,33 @@ def _past_the_gate() -> list[tuple[str, bool]]:
     reading = Reading(collective_trace._trace.memory.address)
     count = reading.count
     try:
-        dist.barrier()
+        dist.all_reduce(torch.ones(2))
         before(torch.ones(2))
-        dist.barrier()
-        return [(note.named, note.whole) for note in reading.notes(count + 1)]
+        dist.all_reduce(torch.ones(2))
+        if more and dist.get_rank():
+            dist.all_reduce(torch.ones(2))
+        before(torch.ones(2))
+        if more and not dist.get_rank():
+            dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2))
+        return [(note.named, note.whole, note.group) for note in reading.notes(count + 1)]
     finally:
         take_down()
 
 
 def test_a_group_knows_of_calls_that_do_not_come_by(ranks: RankPool) -> None:
+    """FSDP saves one file by such calls: after its first checkpoint no proof was possible any more."""
+    one, other = ranks(2).run(_past_the_gate, False)
+    assert one == other
+    assert [(named, whole) for named, whole, _ in one] == [(f"all_reduce #{number}", True) for number in (1, 2, 3)]
+    assert len({group for *_, group in one}) == 3  # numbers are compared with those by which the same has passed
+
+
+def test_ranks_by_which_other_calls_have_passed_are_not_compared(ranks: RankPool) -> None:
     """Their numbers are no proof then: one rank may run a compiled graph where another does not."""
-    for found in ranks(2).run(_past_the_gate):
-        assert found == [("barrier #1", True), ("barrier #2", False)]
+    one, other = ranks(2).run(_past_the_gate, True)
+    groups = [{(group, named) for named, _, group in found} for found in (one, other)]
+    assert {named for _, named in groups[0] & groups[1]} == {"all_reduce #1", "all_reduce #2"}
 
 
 def _compiled() -> tuple[list[float], int, int]:

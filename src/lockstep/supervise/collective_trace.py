@@ -25,7 +25,7 @@ from lockstep.ground import comm
 from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
-from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
+from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own, passed
 
 # -- what is noted -------------------------------------------------------------------------------------------
 
@@ -115,18 +115,26 @@ _PENDING = 4096
 class _Group:
     """A process group as this rank has used it.
 
-    Every group counts its collectives and messages by itself, those too that do not come by the gate. As long as
-    that count only moves while the gate looks, this rank's numbers may be compared with another's.
+    Every group counts its collectives and messages by itself, those too that do not come by the gate: torch's FSDP and
+    checkpoints call some from C++. Numbers of ranks may be compared where the same has passed by the gate at the same
+    places on both: the notes say what has.
     """
 
-    __slots__ = ("counts", "number", "sequence", "whole", "word")
+    __slots__ = ("counts", "number", "passed", "sequence", "whole", "word")
 
     def __init__(self, word: int, sequence: int | None, whole: bool) -> None:
         self.word = word
         self.number = 0
+        self.passed = 0
         self.counts = sequence is not None
         self.sequence = sequence
-        self.whole = whole and self.counts
+        self.whole = self.counts
+        if sequence and not whole:
+            self.passes(sequence)
+
+    def passes(self, count: int) -> None:
+        """So many have not come by the gate, since the last one that has."""
+        self.passed = passed(self.passed, self.number, count)
 
 
 class CollectiveTrace:
@@ -268,7 +276,7 @@ class CollectiveTrace:
             if known.counts:
                 sequence = group._get_sequence_number_for_group()
                 if sequence != known.sequence:
-                    known.whole = False
+                    known.passes(sequence - known.sequence)
                 known.sequence = sequence + 1
             given = len(args)
             shape: Any = 0
@@ -288,7 +296,8 @@ class CollectiveTrace:
                     source = -1
             phase, batch = (0, -1) if self.where is None else phase_of()
             if numbered:
-                number = known.number = known.number + 1
+                known.number += 1
+                number = known.number | known.passed
                 flags = WHOLE if known.whole else 0
             else:
                 number, flags = 0, MESSAGE

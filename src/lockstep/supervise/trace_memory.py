@@ -47,6 +47,22 @@ WHOLE, MESSAGE, ASIDE = 1, 2, 4
 """Flags of a note: see `Note`."""
 
 
+_NUMBER = 40
+"""Bits of a note's number that count; above them stands what has passed by the gate."""
+
+
+def passed(before: int, number: int, count: int) -> int:
+    """What has passed by the gate of a group so far, in a few bits: alike on ranks by which the same has passed.
+
+    Args:
+        before: what had passed until now.
+        number: of the last collective that came by the gate.
+        count: how many have passed since.
+    """
+    mixed = (before >> _NUMBER) * 1_000_003 ^ number * 8191 ^ count
+    return ((mixed ^ mixed >> 23) & 2**22 - 1 or 1) << _NUMBER
+
+
 class Members(tuple[int, ...]):
     """The ranks of a group. It may have thousands, and be a part of thousands of keys: its hash is computed once."""
 
@@ -89,7 +105,7 @@ class Note:
     left: float | None  #: None: the rank is inside
     done: float | None  #: None: not known to be complete. What waits for its end is complete when it is left
     whole: (
-        bool  #: whether everything that the group did until then has come by the gate, so that numbers can be compared
+        bool  #: whether it is known what the group did until then, so that numbers can be compared
     )
     aside: bool = False  #: whether another thread than the one that trains has made it
 
@@ -312,11 +328,12 @@ class Reading:
         text, elements = self._word("payload", payload, ["", -1])
         file, line, function = self._word("location", location, ["", 0, ""])
         name, members = self._word("group", group, ["", []])
+        number, behind = number & 2**_NUMBER - 1, number >> _NUMBER
         return Note(
             index=index,
             number=number,
             operation=self._word("operation", operation, ["a collective"])[0],
-            group=name,
+            group=f"{name}~{behind:x}" if behind else name,  # compared with those by which the same has passed
             members=self._members_of(group, members),
             payload=text,
             elements=elements,
