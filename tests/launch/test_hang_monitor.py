@@ -248,8 +248,8 @@ def test_node_0_compares_the_ranks_of_all(scene: Callable[..., Scene], monkeypat
         assert one.look(later) is None
     found = zero.look(2.0)
     assert "rank 0 waits in all_reduce #1, /me/train.py:1 (training_step); rank 1 waits in barrier #1" in str(found)
-    assert zero.lookout._hub.sent == ["wanted"]  # type: ignore[union-attr]
-    assert one.lookout._hub.sent == ["snapshots"]  # type: ignore[union-attr]
+    assert zero.lookout.others._hub.sent == ["wanted"]  # type: ignore[union-attr]
+    assert one.lookout.others._hub.sent == ["snapshots"]  # type: ignore[union-attr]
 
 
 def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_call(
@@ -267,7 +267,9 @@ def test_a_wait_is_told_by_node_0_alone_and_by_another_where_node_0_is_in_no_cal
     assert "rank 0 is in its own code, /me/train.py:31; rank 1 waits in all_reduce #1, /me/train.py:1" in said
     one.look(4.5)
     assert capfd.readouterr().err == ""
-    zero.lookout._looked_at -= 60.0
-    one.lookout._watched_at -= 60.0
+    assert zero.lookout.others is not None
+    assert one.lookout.others is not None
+    zero.lookout.others.looked_at -= 60.0
+    one.lookout.others._watched_at -= 60.0
     one.look(20.0)  # it is asked for its stack again
     assert "rank 1 waits in all_reduce #1" in capfd.readouterr().err

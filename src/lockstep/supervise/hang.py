@@ -59,6 +59,7 @@ class RankSnapshot:
     worker: Stack | None = None  #: of a loader's worker, where the rank waits for it
     phase: str = ""  #: the hook in which it is, if it said so
     batch: int = -1  #: the training batch at which it is, if it said so
+    held: float = 0.0  #: seconds since its stack was first seen to wait for others, if nothing has come in between
 
     @property
     def inside(self) -> Note | None:
@@ -128,7 +129,7 @@ def _when(snapshot: RankSnapshot) -> str:
 # -- between nodes
 
 
-CLOCKS = ("at", "still", "stopped")
+CLOCKS = ("at", "still", "stopped", "held")
 """What of a snapshot goes on by itself."""
 
 TOLERANCE = 0.5
@@ -138,8 +139,8 @@ TOLERANCE = 0.5
 def later(snapshot: RankSnapshot, at: float) -> RankSnapshot:
     """A rank that goes on doing what it does, at a later moment."""
     more = at - snapshot.at
-    still, halted = snapshot.still, snapshot.stopped
-    return replace(snapshot, at=at, still=still + more if still else 0.0, stopped=halted + more if halted else 0.0)
+    on = {name: value + more for name in CLOCKS[1:] if (value := getattr(snapshot, name))}
+    return replace(snapshot, at=at, **on)
 
 
 class Changes:
@@ -208,18 +209,27 @@ def taken_in(before: Mapping[int, RankSnapshot], told: Mapping[str, Any]) -> dic
 _OF_A_NOTE = tuple(field.name for field in fields(Note))
 
 
+def plain_notes(notes: Iterable[Note]) -> list[dict[str, Any]]:
+    """Notes as JSON knows them."""
+    return [
+        {name: getattr(note, name) for name in _OF_A_NOTE} | {"members": ranges(shared(note.members))} for note in notes
+    ]
+
+
+def notes_of(plain: Iterable[dict[str, Any]]) -> tuple[Note, ...]:
+    """The notes of which `plain_notes` made these."""
+    return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
+
+
 def _plain(name: str, value: Any) -> Any:
     if name == "notes":
-        return [
-            {name: getattr(note, name) for name in _OF_A_NOTE} | {"members": ranges(shared(note.members))}
-            for note in value
-        ]
+        return plain_notes(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _value(name: str, plain: Any) -> Any:
     if name == "notes":
-        return tuple(Note(**{**note, "members": members(tuple(map(tuple, note["members"])))}) for note in plain)
+        return notes_of(plain)
     if name == "stand":
         return Stand(**plain)
     if name in ("stack", "worker"):
@@ -258,6 +268,33 @@ def compare(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
         snapshots: of all ranks that can be seen.
     """
     return diverged(snapshots) or circle(snapshots) or stopped(snapshots)
+
+
+Position = tuple[str, tuple[int, ...], int]
+"""A collective of a group: the group's name, its members, the number."""
+
+
+def position(note: Note) -> Position:
+    """As which collective of which group a note was made."""
+    return note.group, note.members, note.number
+
+
+def mismatched(made: Iterable[tuple[int, str, Note]]) -> Divergence | None:
+    """Ranks that did different things as one collective, or brought other sizes to one that some have not come out of.
+
+    Args:
+        made: rank, line of the user's code, and note.
+    """
+    found: dict[Position, list[tuple[int, str, Note]]] = {}
+    for each in made:
+        if each[2].whole and each[2].number:
+            found.setdefault(position(each[2]), []).append(each)
+    for _, calls in sorted(found.items(), key=lambda item: item[0][2]):
+        first, notes = calls[0][2], [note for *_, note in calls]
+        clashes = any(first.clashes(note) for note in notes) and any(note.inside for note in notes)
+        if clashes or any(first.differs(note) for note in notes):
+            return parted(calls)
+    return None
 
 
 def diverged(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
@@ -305,10 +342,6 @@ def parted(calls: Iterable[tuple[int, str, Note]], trace: str = "") -> Divergenc
     return Divergence(f"the ranks' calls do not match: {told}. {RULE}", trace)
 
 
-Position = tuple[str, tuple[int, ...], int]
-"""A collective of a group: the group's name, its members, the number."""
-
-
 def circle(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     """Ranks in collectives that need one another, each in another one.
 
@@ -328,8 +361,10 @@ def circle(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
         if not around:
             continue
         ranks = {rank for other in around for there in around for rank in behind[other].get(there, ())}
-        told = _told([snapshot for snapshot in snapshots if snapshot.rank in ranks])
-        return Divergence(f"the ranks wait for one another in different collectives: {told}. {RULE}", _trace(snapshots))
+        around_them = told([snapshot for snapshot in snapshots if snapshot.rank in ranks])
+        return Divergence(
+            f"the ranks wait for one another in different collectives: {around_them}. {RULE}", _trace(snapshots)
+        )
     return None
 
 
@@ -370,7 +405,7 @@ def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
     waiting = [snapshot for snapshot in snapshots if snapshot.state in (RUNS, SLEEPS) and snapshot.waited >= HALTED / 2]
     if not halted or not waiting:
         return None
-    return Divergence(f"{_told(halted)} (SIGSTOP), and {_told(waiting)}", _trace(snapshots))
+    return Divergence(f"{told(halted)} (SIGSTOP), and {told(waiting)}", _trace(snapshots))
 
 
 # -- no proofs
@@ -384,11 +419,12 @@ def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | Non
     seconds = max(snapshot.waited for snapshot in waiting)
     long = {snapshot.rank for snapshot in waiting}
     others = [snapshot for snapshot in snapshots if snapshot.rank not in long]
-    told = "; ".join(filter(None, [_told(others), _told(waiting)]))
-    return Divergence(f"for {seconds:.0f} s, {told}", _trace(snapshots))
+    said = "; ".join(filter(None, [told(others), told(waiting)]))
+    return Divergence(f"for {seconds:.0f} s, {said}", _trace(snapshots))
 
 
-def _told(snapshots: Iterable[RankSnapshot]) -> str:
+def told(snapshots: Iterable[RankSnapshot]) -> str:
+    """What ranks do, those that do the same together."""
     groups = alike(
         (snapshot.rank, snapshot.described()) for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.local import is_own, loopback_of
-from lockstep.supervise.causes import First, located
+from lockstep.supervise.causes import Divergence, First, located
 from lockstep.supervise.channel import Message
 from lockstep.supervise.stack import one_line, reason_of
 
@@ -280,9 +280,13 @@ class Hub:
         text = _text({"node": self.node, "topic": topic, "body": body, **({} if to is None else {"to": to})})
         return len(text) <= LONGEST and self._pass(topic, text, to, newest=newest)
 
-    def close(self) -> None:
-        """Say farewell to the others, who then do not take this node for lost."""
-        self._pass("farewell", _text({"node": self.node, "farewell": True}), None)
+    def close(self, last: object = None) -> None:
+        """Say farewell to the others, who then do not take this node for lost.
+
+        Args:
+            last: what those who listen for a "farewell" get.
+        """
+        self._pass("farewell", _text({"node": self.node, "farewell": True, "body": last}), None)
         self._ends_at = time.monotonic() + FLUSH
         if self._thread.is_alive():
             self._wake_up()
@@ -488,6 +492,7 @@ class Hub:
         node = connection.node if self.node == 0 else int(message["node"])
         if message.get("farewell"):
             connection.well = connection.well or node == connection.node
+            self._listeners.get("farewell", _nobody)(node, message.get("body"))
             return
         topic = str(message.get("topic"))
         if self.node == 0 and "to" not in message:
@@ -535,6 +540,10 @@ SENT_AWAY = "each node needs a number of its own (NODE_RANK, --node_rank). The r
 _UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
+def _nobody(node: int, body: object) -> None:
+    """Who hears what nobody listens for."""
+
+
 def _text(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
@@ -565,7 +574,9 @@ class Nodes:
     Attributes:
         host: the name of this machine; "" where there is no other.
         hub: to the other nodes; None where there are none.
-        decided: the first cause: ``words``, and the ``node`` that it is of.
+        decided: the first cause: ``words``, and the ``node`` that it is of; ``proved``, where it is that ranks of
+            several nodes did not make the same calls.
+        compares: on node 0: whether ranks did different things as the collectives of these notes; it may wait.
     """
 
     def __init__(
@@ -583,6 +594,8 @@ class Nodes:
         self.host = socket.gethostname() if count > 1 else ""
         self.hub = Hub(node, self.host, self._lose) if count > 1 else None
         self.decided: dict[str, Any] | None = None
+        self.compares: Callable[[list[dict[str, Any]]], Divergence | None] = lambda notes: None
+        self._compared: tuple[int, Any] | None = None
 
     def open(self, address: str) -> tuple[int, str]:
         """Let the others call by an address; gives the port and the word that they need."""
@@ -613,11 +626,16 @@ class Nodes:
                 return
             time.sleep(1.0)
 
-    def say(self, cause: First) -> None:
-        """Tell the others the first cause of this node."""
+    def say(self, cause: First, notes: list[dict[str, Any]] | None = None) -> None:
+        """Tell the others the first cause of this node.
+
+        Args:
+            cause: it.
+            notes: the newest collectives of a rank that may have been aborted since another brought other sizes.
+        """
         if self.hub is None:
             return
-        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1)}
+        body = {"words": located(cause, self.host), "rank": getattr(cause, "rank", -1), "notes": notes or []}
         if self._node == 0:
             self.claimed((0, body))
         else:
@@ -625,19 +643,42 @@ class Nodes:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the first cause is known, and another node's."""
-        return self.decided is not None and self.decided["node"] != self._node
+        """Whether the first cause is known, and another node's, or not of one node alone."""
+        decided = self.decided
+        return decided is not None and (decided["node"] != self._node or "proved" in decided)
 
-    def close(self) -> None:
-        """Say farewell."""
+    def close(self, last: object = None) -> None:
+        """Say farewell, with a last word."""
         if self.hub is not None:
-            self.hub.close()
+            self.hub.close(last)
 
     def claimed(self, what: tuple[int, Any]) -> bool:
         """On the first node: one knows a cause. The first to say so is believed."""
         node, body = what
+        if self.decided is not None or self._compared is not None:
+            return False
+        if body.get("notes"):
+            self._compared = what
+            threading.Thread(target=self._compare, args=what, name="lockstep-compare", daemon=True).start()
+            return False
+        return self._decide(node, body)
+
+    def _compare(self, node: int, body: dict[str, Any]) -> None:
+        """In a thread: what other nodes' ranks did, beside one that has been aborted."""
+        proof = None
+        with contextlib.suppress(Exception):  # of whatever kind it is: the claim counts
+            proof = self.compares(body["notes"])
+        told = {"words": str(proof), "rank": -1, "proved": True} if proof is not None else body
+        self._put("compared", (node, told))
+
+    def compared(self, what: tuple[int, Any]) -> bool:
+        """On the first node: a claim has been compared with what other nodes' ranks did."""
+        return self._decide(*what) if self.decided is None else False
+
+    def _decide(self, node: int, body: dict[str, Any]) -> bool:
         if self.decided is None:
-            self.decided = {**body, "node": node}
+            self.decided = {"words": body["words"], "rank": body.get("rank", -1), "node": node}
+            self.decided |= {"proved": True} if body.get("proved") else {}
             assert self.hub is not None
             self.hub.send("first", self.decided)
             self._follow(self.decided)

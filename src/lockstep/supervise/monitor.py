@@ -9,14 +9,16 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
 from lockstep.supervise.causes import Cause, Divergence, Stand, named, strayed, was_caught
+from lockstep.supervise.comparison import NOTES, Made
+from lockstep.supervise.elsewhere import QUIET, QUIET_AT_FIRST, STEADY, OtherNodes, OtherRanks
 from lockstep.supervise.hang import (
     GONE,
     HALTED,
@@ -24,15 +26,17 @@ from lockstep.supervise.hang import (
     SLEEPS,
     STOPPED,
     TRACED,
-    Changes,
+    Position,
     RankSnapshot,
     circle,
     compare,
     diverged,
+    mismatched,
     overdue,
     parted,
+    position,
     stopped,
-    taken_in,
+    told,
 )
 from lockstep.supervise.signals import SignalPipe
 from lockstep.supervise.stack import Stack, ask, ask_stopped, ask_workers, is_there, one_line, speak, wipe_line
@@ -50,32 +54,7 @@ ANSWER = 0.03
 """Seconds in which a rank that can says at which batch it is."""
 PART = 0.04
 """The part of a processor that may go into comparing what ranks do, and again into telling who waits."""
-PATIENCE = 5.0
-"""Seconds for which what was heard from another node counts."""
-STEADY = 1.9
-"""Seconds from one message between nodes to the next, where nothing changes: less than two looks."""
-SHOWN = 10.0
-"""Seconds from one time to the next at which ranks are asked for their stacks since another node wants to know."""
 STATES = {"T": STOPPED, "t": TRACED, "Z": GONE, "X": GONE, "R": RUNS, "D": RUNS}
-
-
-class OtherNodes(Protocol):
-    """The way to the supervisors of other nodes; of those, node 0 compares what the ranks of all do."""
-
-    node: int
-
-    @property
-    def nodes(self) -> list[int]:
-        """Those to which there is a way."""
-        ...
-
-    def send(self, topic: str, body: object, to: int | None = None, newest: bool = False) -> bool:
-        """To one of them, or all; ``newest``: unless the one before on this topic waits. Whether it goes out."""
-        ...
-
-    def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
-        """``callback(node, body)`` for what comes from others."""
-        ...
 
 
 class Histories:
@@ -115,9 +94,11 @@ class HangMonitor:
 
     Args:
         hub: to the other nodes; None: there are none, or no way to them.
+        size: ranks of all nodes; 0: nobody knows.
+        wake: has the next look come at once.
     """
 
-    def __init__(self, hub: OtherNodes | None = None) -> None:
+    def __init__(self, hub: OtherNodes | None = None, size: int = 0, wake: Callable[[], None] = lambda: None) -> None:
         self._readings: dict[int, tuple[str, Reading]] = {}
         self._stands: dict[int, Stand] = {}
         self._read: dict[int, int] = {}
@@ -125,25 +106,15 @@ class HangMonitor:
         self._halted: dict[int, float] = {}
         self._asked_for: frozenset[int] = frozenset()
         self._ask_again = self._prove_at = self._tell_at = 0.0
-        self._waits: dict[int, tuple[float, RankSnapshot]] = {}  # ranks whose stacks waited, since when that is known
+        self._waits: dict[int, float] = {}  # ranks whose stacks waited, since when that is known
         self._said: list[tuple[set[str], set[int]]] = []  # of each wait told: where ranks waited, and who was late
-        self._hub = hub
-        self._lock = threading.Lock()
         self._reads = threading.RLock()  # a reading takes in words as it goes, and two threads have questions
-        self._elsewhere: dict[int, tuple[float, dict[int, RankSnapshot]]] = {}
-        self._changes = Changes()
-        self._shown: dict[int, RankSnapshot] = {}  # own ranks as they were when they were last asked
-        self._wanted_at, self._shown_at = -PATIENCE, -SHOWN
-        self._wants, self._sent_at = False, -PATIENCE  # what node 0 was last sent
-        self._looked_at = self._watched_at = -PATIENCE  # on node 0, on another node
-        if hub is not None:
-            hub.listen("snapshots", self._hear)
-            hub.listen("wanted", self._answer)
+        self.others = None if hub is None else OtherRanks(hub, size, wake)
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether a rank is stopped, so that one should look again soon."""
-        return bool(self._halted)
+        """Whether a rank is stopped, or a proof under way, so that one should look again soon."""
+        return bool(self._halted) or (self.others is not None and self.others.is_alarmed)
 
     def close(self) -> None:
         """Let go of the traces."""
@@ -165,23 +136,32 @@ class HangMonitor:
         self._waits.clear()
         self._asked_for, self._ask_again = frozenset(), 0.0
 
-    def look(self, inside: Mapping[int, Stand], still: Mapping[int, float], now: float) -> Divergence | None:
+    def look(
+        self,
+        inside: Mapping[int, Stand],
+        still: Mapping[int, float],
+        now: float,
+        outside: Sequence[Stand] = (),
+        caught: str = "",
+    ) -> Divergence | None:
         """One look; says why the run has to be ended, if it has.
 
         Args:
             inside: where the ranks stand that are in a call.
             still: for how many seconds each has not worked.
             now: the moment, on the clock of ``time.monotonic``.
+            outside: where the ranks stand that have come out of one.
+            caught: what ended a call on this node, and a script has caught.
         """
-        self._looked_at = time.monotonic()
         self.open(inside)
         self._halted = {rank: since for rank, since in self._halted.items() if rank in inside}
         limit = next((stand.hang_timeout for stand in inside.values() if stand.hang_timeout is not None), math.inf)
         kill = next((stand.hang_kill for stand in inside.values() if stand.hang_kill is not None), math.inf)
-        if limit == kill == math.inf:
+        looks = min(limit, kill) < math.inf
+        if not looks and self.others is None:
             return None
         with self._reads:
-            differing = self._compare_histories()
+            differing = self._compare_histories() if looks else None
         if differing is not None:
             return self._told(differing)
         snapshots = {rank: self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
@@ -189,13 +169,44 @@ class HangMonitor:
         if late or self._is_due(snapshots, min(limit, kill), now):
             for rank, snapshot in snapshots.items():
                 snapshots[rank] = self._asked(snapshot, now)
-        everybody = self._with_others(list(snapshots.values()), limit, now)
-        found = self._proof(everybody, now) or stopped(everybody)
+        own = list(snapshots.values())
+        if self.others is None:
+            return self._judged(own, late, limit, kill, now)
+        if inside:
+            self.others.looked_at = now
+        own += [RankSnapshot(stand.rank, now, stand) for stand in outside]
+        everybody = self.others.exchange(own, limit, now, self._asked, caught)
+        found = self.others.strayed(everybody, now, caught)
+        if found is not None or not looks:
+            return found
+        return self._judged([each for each in everybody if each.stand.inside], late, limit, kill, now)
+
+    def _judged(
+        self, everybody: list[RankSnapshot], late: list[RankSnapshot], limit: float, kill: float, now: float
+    ) -> Divergence | None:
+        found = self._proof(everybody, now)
+        if found is None:
+            found = stopped(everybody) if self.others is None else self._halts(everybody, late, now)
         if found is not None and late:
-            return compare([_woken(snapshot) for snapshot in everybody]) or found
-        if found is None and self._is_watched_elsewhere():
+            return compare([_woken(each) if self._is_own(each) else each for each in everybody]) or found
+        if found is None and self.others is not None and self.others.is_watched:
             return None  # who waits for whom is seen there, and told once
         return found or self._overdue(everybody, limit, kill, now)
+
+    def _halts(self, everybody: list[RankSnapshot], late: list[RankSnapshot], now: float) -> Divergence | None:
+        """A rank that is stopped, on one of several nodes."""
+        assert self.others is not None
+        waits = self.others.waits() if late else ""
+        if waits:
+            return Divergence(f"{told([_woken(snapshot) for snapshot in late])} (SIGSTOP), and {waits}")
+        if any(each.stopped >= HALTED and not self._is_own(each) for each in everybody):  # do others wait for it?
+            everybody = [
+                self._asked(each, now) if self._is_own(each) and each.stack is None else each for each in everybody
+            ]
+        return self.others.halted_elsewhere(everybody, [each.rank for each in late], now)
+
+    def _is_own(self, snapshot: RankSnapshot) -> bool:
+        return snapshot.rank in self._stands
 
     def _proof(self, everybody: list[RankSnapshot], now: float) -> Divergence | None:
         """What the ranks' notes prove; of thousands of ranks not each time, so that it takes no more than `PART`."""
@@ -214,21 +225,33 @@ class HangMonitor:
                 found = histories.take(rank, reading.notes(1), len(self._readings))
                 if found is not None:
                     return self._told(found)
-            clash = self._clash()
-            return None if clash is None else self._told(clash)
+            return self._clash()
 
-    def _clash(self) -> dict[int, Note] | None:
-        """Of what some rank has not come out of: the notes on a collective to which ranks brought other sizes."""
-        made: dict[tuple[str, tuple[int, ...], int], dict[int, Note]] = {}
-        for rank, (_, reading) in sorted(self._readings.items()):
-            for note in reading.newest(16):
-                if note.whole and note.number:
-                    made.setdefault((note.group, note.members, note.number), {})[rank] = note
-        for _, notes in sorted(made.items(), key=lambda item: item[0][2]):
-            first = next(iter(notes.values()))
-            if any(first.clashes(note) for note in notes.values()) and any(note.inside for note in notes.values()):
-                return notes
-        return None
+    def _clash(self) -> Divergence | None:
+        """Of what some rank has not come out of: a collective to which ranks brought other sizes."""
+        return mismatched(
+            (rank, note.location or self._stands[rank].location, note)
+            for rank, (_, reading) in sorted(self._readings.items())
+            for note in reading.newest(16)
+        )
+
+    def newest(self, rank: int) -> list[Note]:
+        """The newest notes of a rank that can be compared, whether it is there or not."""
+        with self._reads:
+            notes = self._readings[rank][1].newest(NOTES) if rank in self._readings else []
+        return [note for note in notes if note.whole and note.number]
+
+    def made(self, positions: Collection[Position]) -> list[Made]:
+        """What this node's ranks did as these collectives, those together that did the same."""
+        found: dict[tuple[object, ...], Made] = {}
+        with self._reads:
+            for rank, (_, reading) in sorted(self._readings.items()):
+                for note in reading.newest(2 * NOTES):
+                    if position(note) in positions:
+                        where = note.location or self._stands[rank].location
+                        same = (position(note), note.operation, note.payload, note.root, note.inside, where)
+                        found.setdefault(same, ([], where, note))[0].append(rank)
+        return list(found.values())
 
     # -- one rank
 
@@ -281,7 +304,11 @@ class HangMonitor:
         snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
         if snapshot.inside is None and still == 0.0:
             self._waits.pop(stand.rank, None)
-        return snapshot
+        return self._holding(snapshot)
+
+    def _holding(self, snapshot: RankSnapshot) -> RankSnapshot:
+        since = self._waits.get(snapshot.rank)
+        return snapshot if since is None else replace(snapshot, held=max(0.0, snapshot.at - since))
 
     def _asked(self, snapshot: RankSnapshot, now: float) -> RankSnapshot:
         """With its stack."""
@@ -295,10 +322,10 @@ class HangMonitor:
             worker = next((each for each in workers if each.fetches), None)
         snapshot = replace(snapshot, stack=stack, worker=worker)
         if snapshot.waited:
-            self._waits.setdefault(snapshot.rank, (now, snapshot))
+            self._waits.setdefault(snapshot.rank, now)
         else:
             self._waits.pop(snapshot.rank, None)
-        return snapshot
+        return self._holding(replace(snapshot, held=0.0))
 
     def _spoken(self, snapshot: RankSnapshot) -> RankSnapshot:
         """With the hook and the batch at which it is, if it can say so at once."""
@@ -334,7 +361,7 @@ class HangMonitor:
     def _waiting(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
         """Tells of those that wait long; why the run has to be ended, if it has."""
         # what is known of another node may be so much older, or not have come yet
-        behind = 0.0 if self._hub is None else STEADY
+        behind = 0.0 if self.others is None else STEADY
         longest = max((snapshot.waited for snapshot in snapshots), default=0.0)  # all else is for those that wait long
         if longest >= limit + behind:
             halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
@@ -345,9 +372,9 @@ class HangMonitor:
                 _say(late, kill)
         # of one whose stack alone says that it waits, it counts since that was first seen
         patient = longest >= kill and any(s.inside is not None and s.waited >= kill for s in snapshots)
-        if not patient and not any(now - since >= kill for since, _ in self._waits.values()):
+        if not patient and not any(snapshot.held >= kill for snapshot in snapshots):
             return None
-        asked = [self._asked(snapshot, now) if snapshot.rank in self._stands else snapshot for snapshot in snapshots]
+        asked = [self._asked(snapshot, now) if self._is_own(snapshot) else snapshot for snapshot in snapshots]
         final = overdue(asked, min(limit, kill))
         return None if final is None else replace(final, text=f"{final}; hang_kill={kill:g} s are over")
 
@@ -365,68 +392,6 @@ class HangMonitor:
                 return False
         self._said.append((waiting, late))
         return True
-
-    # -- other nodes
-
-    def _is_watched_elsewhere(self) -> bool:
-        """Whether node 0 sees to it; not where its own ranks are in no call."""
-        return self._hub is not None and time.monotonic() - self._watched_at < PATIENCE and 0 in self._hub.nodes
-
-    def _with_others(self, own: list[RankSnapshot], limit: float, now: float) -> list[RankSnapshot]:
-        """On node 0 with the ranks of other nodes, as they were seen there; another node tells node 0 of its own."""
-        if self._hub is None:
-            return own
-        # in time, so that others are known when it is told who waits for whom
-        wants = any(max(snapshot.waited, snapshot.still, snapshot.stopped) >= limit / 2 for snapshot in own)
-        with self._lock:
-            if self._hub.node == 0 and wants:
-                self._ask_others(now)
-            wanted = now - self._wanted_at < PATIENCE
-            asks = wanted and now - self._shown_at > SHOWN  # ranks are not asked for their stacks each second
-            elsewhere = [
-                snapshot
-                for at, snapshots in self._elsewhere.values()
-                if now - at < PATIENCE
-                for snapshot in snapshots.values()
-            ]
-        if asks:
-            self._shown_at = now
-            own = [snapshot if snapshot.stack is not None else self._asked(snapshot, now) for snapshot in own]
-        if self._hub.node == 0:
-            self._shown = {
-                each.rank: each if each.stack is not None else self._shown.get(each.rank, each) for each in own
-            }
-            own = [replace(each, stack=self._shown[each.rank].stack) if wanted else each for each in own]
-        elif wants or wanted:
-            body = {"wants": wants, **self._changes.of(own, now)}
-            news = wants != self._wants or bool(body["ranks"] or body["gone"])
-            if (news or now - self._sent_at >= STEADY) and self._hub.send("snapshots", body, to=0, newest=True):
-                self._changes.keep()
-                self._wants, self._sent_at = wants, now
-        return [*own, *elsewhere]
-
-    def _ask_others(self, now: float) -> None:
-        """On node 0, which holds the lock: let all nodes tell of their ranks; one of them waits long."""
-        assert self._hub is not None
-        if now - self._wanted_at >= STEADY:
-            self._wanted_at = now
-            self._hub.send("wanted", {"looks": now - self._looked_at < PATIENCE}, newest=True)
-
-    def _answer(self, node: int, body: Mapping[str, Any]) -> None:
-        """Node 0 wants to know; the next look tells it."""
-        with self._lock:
-            self._wanted_at = time.monotonic()
-            if body["looks"]:
-                self._watched_at = self._wanted_at
-
-    def _hear(self, node: int, body: Mapping[str, Any]) -> None:
-        """On node 0: what a node's ranks do."""
-        with self._lock:
-            now = time.monotonic()
-            before = self._elsewhere.get(node, (0.0, {}))[1]
-            self._elsewhere[node] = now, taken_in(before, body)
-            if body["wants"]:
-                self._ask_others(now)
 
 
 def _state(process: int) -> str:
@@ -465,12 +430,6 @@ def _say(found: Divergence, kill: float) -> None:
 PERIOD = 1.0
 """Seconds from one look to the next. A look costs this process some 50 us for each rank, and the ranks nothing."""
 
-QUIET = 2.0
-"""Seconds without any work of the processor after which a rank is asked where it is."""
-
-QUIET_AT_FIRST = 3.0
-"""The same while ranks connect to one another, which a signal disturbs, and where nobody looks for hangs."""
-
 BUSY = 0.05
 """The part of a second of processor time from which on a rank counts as working."""
 
@@ -504,6 +463,7 @@ class RankMonitor:
         on_verdict: called in the thread when the ranks have to be ended.
         ended: ranks whose processes came to their end and did not fail, with the time.
         hub: to the monitors of other nodes; None: there are none, or no way to them.
+        size: ranks of all nodes; 0: nobody knows.
     """
 
     def __init__(
@@ -513,6 +473,7 @@ class RankMonitor:
         on_verdict: Callable[[Verdict], None],
         ended: Callable[[], dict[int, float]],
         hub: OtherNodes | None = None,
+        size: int = 0,
     ) -> None:
         self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
@@ -526,7 +487,7 @@ class RankMonitor:
         self._stillness: dict[int, _Stillness] = {}
         self._seconds: dict[int, float] = {}  # for which each rank has not worked
         self._looked_at = 0.0
-        self._hangs = HangMonitor(hub)
+        self._hangs = HangMonitor(hub, size, self.signal_pipe.wake)
         self._asked_at, self._wait = 0.0, 0.0
         self._opens_until = math.inf
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
@@ -553,12 +514,29 @@ class RankMonitor:
         """What the traces prove, those of ranks included that have come to their end: that calls do not match."""
         return self._hangs.divergence()
 
+    def newest(self, rank: int) -> list[Note]:
+        """The newest collectives of a rank that can be compared, whether it is there or not."""
+        return self._hangs.newest(rank)
+
+    def made(self, positions: Collection[Position]) -> list[Made]:
+        """What this node's ranks did as these collectives."""
+        return self._hangs.made(positions)
+
     def waits_since(self, rank: int) -> float | None:
         """When a rank entered the collective in which it is now; None where it is in none, or nobody knows."""
         return self._hangs.waits_since(rank)
 
     def stands(self) -> dict[int, Stand]:
-        """Where the ranks stand, those included that have come to their end."""
+        """Where the ranks stand, those included that have come to their end, also on nodes that have said farewell."""
+        others = self._hangs.others
+        return {**self._own_stands(), **({} if others is None else others.ended)}
+
+    def last(self) -> dict[str, Any] | None:
+        """What is to be said of this node's ranks in its farewell."""
+        others = self._hangs.others
+        return None if others is None else others.last(self._own_stands().values())
+
+    def _own_stands(self) -> dict[int, Stand]:
         stands = self._mailbox.stands()
         for rank, at in self._ended().items():
             there = stands.get(rank) or Stand(rank, at, 0, False, "")
@@ -595,7 +573,7 @@ class RankMonitor:
         if not inside:
             if stands:  # a call is over, and its Ctrl-C with it
                 self._presses, self.interrupted_at, self._second_at = 0, None, 0.0
-            return None
+            return self._hung(inside, now)
         if self._presses:
             verdict = self._pass_on(inside, now)
             if verdict is not None:
@@ -610,9 +588,15 @@ class RankMonitor:
 
     def _hung(self, inside: dict[int, Stand], now: float) -> Verdict | None:
         """Ranks that wait for what their traces say cannot come, or for too long."""
-        if self._presses or any(cause.rank in inside for cause in self._mailbox.read() if cause.call):
+        notes, others = self._mailbox.read(), self._hangs.others
+        if self._presses or any(cause.rank in inside for cause in notes if cause.call):
             return None  # it is ending
-        found = self._hangs.look(inside, self._seconds, now)
+        own = self._own_stands()
+        if not inside and (others is None or not own):
+            return None
+        caught = next((str(cause) for cause in notes if was_caught(cause, own)), "")
+        outside = [stand for stand in own.values() if not stand.inside]
+        found = self._hangs.look(inside, self._seconds, now, outside, caught)
         return None if found is None else Verdict(found)
 
     def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from lockstep.cluster.torchelastic import hand_cause, promise_cause
 from lockstep.launch.parent_death import bound
@@ -38,6 +38,8 @@ from lockstep.supervise.causes import (
     located,
 )
 from lockstep.supervise.channel import Channel, Message, caller, door
+from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.hang import plain_notes
 from lockstep.supervise.hub import Nodes
 from lockstep.supervise.monitor import RankMonitor, Verdict
 from lockstep.supervise.stack import wipe_line
@@ -49,8 +51,8 @@ TICK = 0.1
 ANSWER = 2.0
 """Seconds that rank 0 gets to do what it is told."""
 
-NEWS = 0.5
-"""Seconds that other nodes get to say what they know."""
+NEWS = 0.8
+"""Seconds that other nodes get to say what they know; longer than a comparison takes."""
 
 IDLE = 1.0
 """Seconds from one look at whether anybody is left to the next."""
@@ -87,8 +89,15 @@ class Supervisor:
         everyone = order["local_size"] == order["size"]
         self._nodes = Nodes(self._node, order["nodes"], self._put, self._follow, order["scheduled"])
         self._monitor = RankMonitor(
-            mailbox, everyone, lambda found: self._put("verdict", found), lambda: self._processes.ended, self._nodes.hub
+            mailbox,
+            everyone,
+            lambda found: self._put("verdict", found),
+            lambda: self._processes.ended,
+            self._nodes.hub,
+            order["size"],
         )
+        if self._nodes.hub is not None:
+            self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.made).ask
         self._zero = Foreign(order["process"], lambda: self._said(self._rank))
         self._channels: list[Channel] = []
         self._left: dict[int, Cause] = {}  # the error that ended the script of rank 0, which waits for its leave
@@ -223,6 +232,7 @@ class Supervisor:
             "wound up": lambda _: self._conclude(),
             "verdict": self._on_verdict,
             "claim": self._nodes.claimed,
+            "compared": self._nodes.compared,
             "first": self._nodes.heard,
             "lost": self._nodes.lost,
             "running": self._on_running,
@@ -243,7 +253,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Let go of all."""
-        self._nodes.close()
+        self._nodes.close(self._monitor.last())
         self._monitor.stop()
 
     def _is_open(self) -> bool:
@@ -254,7 +264,7 @@ class Supervisor:
         if self._is_open():
             found: First | None
             found = early_cause(self._processes.failed, self._mailbox.read(), self._monitor.stands(), self._left)
-            if isinstance(found, Ended) and found.code in (None, -signal.SIGABRT):  # gloo, where sizes differ
+            if _may_be_gloos(found):
                 found = self._monitor.divergence() or found
             if found is not None:
                 self._publish(found)
@@ -363,7 +373,7 @@ class Supervisor:
         """The first cause of this node is certain: tell its ranks, whose collectives raise now, and the other nodes."""
         self._first = cause
         self._mailbox.leave({"first": located(cause, self._nodes.host), "rank": getattr(cause, "rank", -1)})
-        self._nodes.say(cause)
+        self._nodes.say(cause, plain_notes(self._monitor.newest(cause.rank)) if _may_be_gloos(cause) else None)
         if self._nodes.hub is None and not self._starts:
             self._tell_at_once()
 
@@ -388,7 +398,7 @@ class Supervisor:
                 event, what = self._events.get_nowait()
                 if event == "left" and self._starts:
                     self._take_leave(*what)
-                elif event in ("first", "claim", "lost"):
+                elif event in ("first", "claim", "compared", "lost"):
                     later.append((event, what))
         for event, what in later:
             self._events.put((event, what))
@@ -439,6 +449,7 @@ class Supervisor:
         handlers: dict[str, Callable[[Any], bool]] = {
             "first": nodes.heard,
             "claim": nodes.claimed,
+            "compared": nodes.compared,
             "lost": nodes.lost,
         }
         while nodes.decided is None and nodes.hub is not None and nodes.hub.nodes and time.monotonic() < until:
@@ -499,6 +510,11 @@ class Supervisor:
             wipe_line()
             with contextlib.suppress(OSError):
                 os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _may_be_gloos(cause: First | None) -> TypeGuard[Ended]:
+    """Whether gloo may have ended a process, which it does where ranks bring other sizes."""
+    return isinstance(cause, Ended) and cause.code in (None, -signal.SIGABRT)
 
 
 def _left_to_say(text: str) -> str:

@@ -104,9 +104,7 @@ class Note:
     entered: float
     left: float | None  #: None: the rank is inside
     done: float | None  #: None: not known to be complete. What waits for its end is complete when it is left
-    whole: (
-        bool  #: whether it is known what the group did until then, so that numbers can be compared
-    )
+    whole: bool  #: whether it is known what the group did until then, so that numbers can be compared
     aside: bool = False  #: whether another thread than the one that trains has made it
 
     @property

@@ -28,7 +28,7 @@ from lockstep.cluster.limits import raise_limit
 from lockstep.cluster.world import World
 from lockstep.data.source import Replicas
 from lockstep.loop.feed import Feed
-from lockstep.supervise import hub, monitor
+from lockstep.supervise import elsewhere, hub, monitor
 from lockstep.supervise.causes import Cause, Divergence, Stand
 from lockstep.supervise.hang import RUNS, SLEEPS, RankSnapshot
 from lockstep.supervise.hub import Nodes
@@ -148,9 +148,9 @@ class CountingHub(hub.Hub):
             return self._worked
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
-    def close(self) -> None:
+    def close(self, last: object = None) -> None:
         every = self._every()
-        super().close()
+        super().close(last)
         self.ended += [each for each in every if isinstance(each, CountingConnection) and each not in self.ended]
 
     def join(self, address: str, port: int, token: str) -> bool:
@@ -184,8 +184,8 @@ class CountingHub(hub.Hub):
 class SimulatedMonitor(HangMonitor):
     """Watches ranks that are made up."""
 
-    def __init__(self, hub: CountingHub, ranks: Callable[[Stand], RankSnapshot]) -> None:
-        super().__init__(hub)
+    def __init__(self, hub: CountingHub, size: int, ranks: Callable[[Stand], RankSnapshot]) -> None:
+        super().__init__(hub, size)
         self._ranks = ranks
 
     def _snapshot(self, stand: Stand, still: float, now: float) -> RankSnapshot:
@@ -270,7 +270,8 @@ class SimulatedRun:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._patches.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         raise_limit()
-        self._patches.enter_context(mock.patch.object(monitor, "time", self.clock))
+        for watches in (monitor, elsewhere):
+            self._patches.enter_context(mock.patch.object(watches, "time", self.clock))
         self._patches.enter_context(mock.patch.object(monitor, "_say", self._say))
         self._patches.enter_context(mock.patch.object(hub, "_Connection", CountingConnection))
         return self
@@ -359,7 +360,7 @@ class SimulatedRun:
         with mock.patch("lockstep.supervise.hub.Hub", CountingHub):
             nodes = Nodes(number, self._count, put, lambda first: None)
         assert isinstance(nodes.hub, CountingHub)
-        found = _Node(nodes, nodes.hub, SimulatedMonitor(nodes.hub, self._rank))
+        found = _Node(nodes, nodes.hub, SimulatedMonitor(nodes.hub, self.ranks, self._rank))
         return found
 
     def _join(self, node: _Node, port: int, token: str) -> bool:

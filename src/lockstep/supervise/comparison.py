@@ -1,0 +1,66 @@
+"""Collectives of a rank that was aborted, beside those of ranks on other nodes: gloo ends a process where sizes differ.
+
+Node 0 sends the newest notes of that rank to all nodes. Each answers with what its ranks did as the same collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from lockstep.supervise.causes import Divergence
+from lockstep.supervise.elsewhere import OtherNodes
+from lockstep.supervise.hang import Position, mismatched, notes_of, plain_notes, position
+from lockstep.supervise.trace_memory import Note
+
+NOTES = 8
+"""Newest notes of the rank that are compared."""
+
+ANSWERS = 0.4
+"""Seconds that the nodes get to answer."""
+
+Made = tuple[list[int], str, Note]
+"""Ranks that did the same, the line of the user's code, and the note."""
+
+
+class NotesOfAll:
+    """Answers what this node's ranks did; on node 0, asks all.
+
+    Args:
+        hub: the way to the other nodes.
+        own: gives what this node's ranks did as these collectives.
+    """
+
+    def __init__(self, hub: OtherNodes, own: Callable[[Collection[Position]], list[Made]]) -> None:
+        self._hub, self._own = hub, own
+        self._made: list[Made] = []
+        self._answered: set[int] = set()
+        self._heard = threading.Condition()
+        hub.listen("compare", self._answer)
+        hub.listen("compared", self._take)
+
+    def ask(self, notes: list[dict[str, Any]]) -> Divergence | None:
+        """On node 0: whether ranks did different things as the collectives of these notes; it may take `ANSWERS`."""
+        with self._heard:
+            self._made, self._answered = self._own(_positions(notes)), set()
+        self._hub.send("compare", {"notes": notes})
+        with self._heard:
+            self._heard.wait_for(lambda: self._answered.issuperset(self._hub.nodes), ANSWERS)
+            return mismatched([(rank, where, note) for ranks, where, note in self._made for rank in ranks])
+
+    def _answer(self, node: int, body: Mapping[str, Any]) -> None:
+        made = self._own(_positions(body["notes"]))
+        told = [{"ranks": ranks, "where": where, "note": plain_notes([note])[0]} for ranks, where, note in made]
+        self._hub.send("compared", {"made": told}, to=0)
+
+    def _take(self, node: int, body: Mapping[str, Any]) -> None:
+        made = [(list(each["ranks"]), str(each["where"]), notes_of([each["note"]])[0]) for each in body["made"]]
+        with self._heard:
+            self._made += made
+            self._answered.add(node)
+            self._heard.notify_all()
+
+
+def _positions(notes: list[dict[str, Any]]) -> set[Position]:
+    return {position(note) for note in notes_of(notes)}
