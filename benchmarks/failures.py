@@ -29,7 +29,7 @@ from typing import Any
 
 from misfortune import report, scenarios, verdict
 from misfortune.memory import LimitedMemory
-from misfortune.scenarios import ELSEWHERE, FAILURES, HANGS, LIGHTNING, Failure, Hang
+from misfortune.scenarios import ELSEWHERE, FAILURES, HANGS, LIGHTNING, NODES_FAILURES, NODES_HANGS, Failure, Hang
 from misfortune.screen import since
 from misfortune.watched import START, Seen, adopt, watched
 
@@ -125,7 +125,11 @@ def arguments() -> argparse.Namespace:
         left_out = {"healthy": not args.healthy, "peers": args.peers == "no"}
         args.parts = [name for name in report.SECTIONS if not left_out.get(name)]
     words = [word for word in wanted if word not in report.SECTIONS]
-    args.rows = [row for row in [*FAILURES, *ELSEWHERE, *HANGS] if any(word in row.key for word in words)]
+    args.rows = [
+        row
+        for row in [*FAILURES, *ELSEWHERE, *HANGS, *NODES_FAILURES, *NODES_HANGS]
+        if any(word in row.key for word in words)
+    ]
     if words and not args.rows:
         parser.error(f"--only {','.join(words)}: no part and no row has such a name")
     return args
@@ -150,6 +154,7 @@ def measure(args: argparse.Namespace, memory: str) -> None:
         "failures": lambda: {"runs": runs.play(FAILURES), "memory": bool(memory)},
         "elsewhere": lambda: {"runs": runs.play(ELSEWHERE)},
         "hangs": lambda: {"runs": runs.play(HANGS), "timeout": args.timeout},
+        "nodes": lambda: {"runs": runs.play([*NODES_FAILURES, *NODES_HANGS]), "timeout": args.timeout},
         "healthy": lambda: healthy(args.healthy, args.timeout),
         "gate": gate,
         "peers": lambda: beside(LIMIT),

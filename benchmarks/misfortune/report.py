@@ -91,8 +91,17 @@ def of_elsewhere(found: Found) -> list[str]:
 
 def of_hangs(found: Found) -> list[str]:
     """The twelve."""
+    return _hangs(scenarios.HANGS, found)
+
+
+def of_nodes(found: Found) -> list[str]:
+    """All of them on two nodes."""
+    return [*_failures(scenarios.NODES_FAILURES, found["runs"]), "", *_hangs(scenarios.NODES_HANGS, found)]
+
+
+def _hangs(rows: Sequence[Hang], found: Found) -> list[str]:
     cells = []
-    for row in scenarios.HANGS:
+    for row in rows:
         runs = [verdict.OfHang(**{**run, "missing": _by_rank(run["missing"])}) for run in found["runs"][row.key]]
         missed = [run.missed(found["timeout"], row.is_busy, row.is_harmless) for run in runs]
         worst = max(runs, key=lambda run: len(run.missing))
@@ -170,6 +179,13 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
         f"Promised: the ranks are named with their lines within `hang_timeout` + {verdict.SLACK:g} s of the moment at "
         "which they went different ways, and the run is ended, but for a rank that is only busy.",
         of_hangs,
+    ),
+    "nodes": (
+        "The same on two nodes",
+        "Two nodes of one rank each, started by hand with NODE_RANK, on this machine. The promises are the same; the "
+        "last line counts on both screens. A script that fails before its Trainer is no rank yet: its node tells it, "
+        "and the other waits until the ranks' meeting is given up.",
+        of_nodes,
     ),
     "healthy": (
         "No false alarm",

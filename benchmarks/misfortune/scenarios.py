@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .watched import Command
@@ -108,6 +108,15 @@ HANGS = [
 ]
 
 
+NODES_FAILURES = [
+    replace(row, start=NODES, devices=1, rank=min(row.rank, 1))
+    for row in FAILURES
+    if row.start == DDP and row.case != "early"  # one that fails before it says that it is a rank: no node knows of it
+]
+NODES_HANGS = [replace(row, start=NODES) for row in HANGS]
+"""All rows on two nodes, of one rank each."""
+
+
 def marked(script: str, mark: str) -> str:
     """File and line that a comment marks in a script of this folder, ``"fails.py:81"``."""
     lines = (SCRIPTS / script).read_text().splitlines()
@@ -163,4 +172,4 @@ def of_failure(failure: Failure, library: str = "lockstep", memory: str = "") ->
 def of_hang(hang: Hang, timeout: float, library: str = "lockstep") -> list[Command]:
     """The commands of a hang; ``timeout`` is the Trainer's ``hang_timeout``."""
     words = [hang.case, "--timeout", str(timeout)]
-    return started(hang.start, "strays.py", words, {"LIBRARY": library})
+    return started(hang.start, "strays.py", words, {"LIBRARY": library}, 1 if hang.start == NODES else 2)

@@ -143,7 +143,10 @@ def of_failure(seen: Seen, rank: int, place: str, says: str, by_torchrun: bool =
         printed = max((piece.at for screen in seen.screens for piece in screen), default=seen.event)
         seconds = max(seen.gone, printed) - seen.event
     left = [*seen.left, *([] if seen.ended else ["it did not end by itself"])]
-    return OfFailure(seconds, max(map(len, screens)), last, all(told), min(seen.codes, key=abs), left)
+    codes = (
+        seen.codes if len(seen.codes) == 1 else [code for code in seen.codes if code != 0]
+    )  # of `os._exit(0)` itself
+    return OfFailure(seconds, max(map(len, screens)), last, all(told), min(codes or [0], key=abs), left)
 
 
 def _names(line: str, rank: int, says: str) -> bool:

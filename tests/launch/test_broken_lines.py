@@ -62,7 +62,7 @@ def broken(draw: random.Random, token: str) -> bytes:
     elif kind == 4:
         text = bytearray(json.dumps(hello).encode())
         for _ in range(draw.randrange(1, 4)):
-            text[draw.randrange(len(text))] = draw.choice(b"\x00\xff{}[]\"\\\n,:9")
+            text[draw.randrange(len(text))] = draw.choice(b'\x00\xff{}[]"\\\n,:9')
         if json_of(text).get("token") == token:  # only its host or name has changed
             text[:1] = b"("
         return bytes(text) + b"\n"

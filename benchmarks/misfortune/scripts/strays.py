@@ -164,11 +164,13 @@ def main():
     parser.add_argument("--timeout", type=float, default=3)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--nodes", type=int, default=1)
     args = parser.parse_args()
     flags = {"hang_timeout": args.timeout}
     trainer = library.Trainer(
         accelerator="cpu",
         devices=args.devices,
+        num_nodes=args.nodes,
         strategy=args.strategy,
         max_epochs=1,
         max_steps=40 if args.case == "log" else -1,  # where nobody has to wait, it goes on to its end

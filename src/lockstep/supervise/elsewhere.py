@@ -89,6 +89,7 @@ class OtherRanks:
 
     Attributes:
         ended: ranks of nodes that have said farewell, as they stood.
+        caught_at_end: what had ended a call on such a node, and was no failure there.
     """
 
     def __init__(self, hub: OtherNodes, size: int = 0, wake: Callable[[], None] = lambda: None) -> None:
@@ -97,6 +98,7 @@ class OtherRanks:
         self._elsewhere: dict[int, tuple[float, dict[int, RankSnapshot]]] = {}
         self._caught: dict[int, str] = {}
         self.ended: dict[int, Stand] = {}
+        self.caught_at_end = ""
         self._changes = Changes()
         self._shown: dict[int, RankSnapshot] = {}  # own ranks as they were when they were last asked
         self._wanted_at, self._shown_at, self._halted_at = -PATIENCE, -SHOWN, 0.0
@@ -210,9 +212,9 @@ class OtherRanks:
 
     # -- the end
 
-    def last(self, stands: Iterable[Stand]) -> dict[str, Any]:
+    def last(self, stands: Iterable[Stand], caught: str = "") -> dict[str, Any]:
         """What is to be said of this node's ranks in its farewell."""
-        return {"at": time.monotonic(), "stands": [asdict(stand) for stand in stands]}
+        return {"at": time.monotonic(), "stands": [asdict(stand) for stand in stands], "caught": caught}
 
     def _hear_end(self, node: int, body: Mapping[str, Any] | None) -> None:
         if not body:
@@ -221,6 +223,7 @@ class OtherRanks:
         for each in body["stands"]:
             stand = Stand(**each)
             self.ended[stand.rank] = replace(stand, at=stand.at + off)
+        self.caught_at_end = self.caught_at_end or str(body["caught"])
 
     # -- node 0
 

@@ -593,6 +593,8 @@ class Nodes:
         self._scheduled = scheduled
         self.host = socket.gethostname() if count > 1 else ""
         self.hub = Hub(node, self.host, self._lose) if count > 1 else None
+        if self.hub is not None:
+            self.hub.listen("asked", lambda node, body: put("asked", body))
         self.decided: dict[str, Any] | None = None
         self.compares: Callable[[list[dict[str, Any]]], Divergence | None] = lambda notes: None
         self._compared: tuple[int, Any] | None = None
@@ -640,6 +642,11 @@ class Nodes:
             self.claimed((0, body))
         else:
             self.hub.send("claim", body, to=0)
+
+    def ask(self, body: dict[str, Any]) -> None:
+        """A rank of this node has lost others: ask all other nodes who has left it, or failed."""
+        if self.hub is not None:
+            self.hub.send("asked", body)
 
     @property
     def is_elsewhere(self) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, Stand, named, strayed, was_caught
+from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, strayed, was_caught
 from lockstep.supervise.comparison import NOTES, Made
-from lockstep.supervise.elsewhere import QUIET, QUIET_AT_FIRST, STEADY, OtherNodes, OtherRanks
+from lockstep.supervise.elsewhere import QUIET, QUIET_AT_FIRST, OtherNodes, OtherRanks
 from lockstep.supervise.hang import (
     GONE,
     HALTED,
@@ -115,6 +115,10 @@ class HangMonitor:
     def is_alarmed(self) -> bool:
         """Whether a rank is stopped, or a proof under way, so that one should look again soon."""
         return bool(self._halted) or (self.others is not None and self.others.is_alarmed)
+
+    def is_halted(self, rank: int) -> bool:
+        """Whether a rank was stopped when it was last seen."""
+        return rank in self._halted
 
     def close(self) -> None:
         """Let go of the traces."""
@@ -361,7 +365,7 @@ class HangMonitor:
     def _waiting(self, snapshots: list[RankSnapshot], limit: float, kill: float, now: float) -> Divergence | None:
         """Tells of those that wait long; why the run has to be ended, if it has."""
         # what is known of another node may be so much older, or not have come yet
-        behind = 0.0 if self.others is None else STEADY
+        behind = 0.0 if self.others is None else PERIOD
         longest = max((snapshot.waited for snapshot in snapshots), default=0.0)  # all else is for those that wait long
         if longest >= limit + behind:
             halted = any(snapshot.state == STOPPED for snapshot in snapshots)  # which is told in a moment
@@ -464,6 +468,7 @@ class RankMonitor:
         ended: ranks whose processes came to their end and did not fail, with the time.
         hub: to the monitors of other nodes; None: there are none, or no way to them.
         size: ranks of all nodes; 0: nobody knows.
+        host: the name of this machine, where it has to be told from others.
     """
 
     def __init__(
@@ -474,7 +479,9 @@ class RankMonitor:
         ended: Callable[[], dict[int, float]],
         hub: OtherNodes | None = None,
         size: int = 0,
+        host: str = "",
     ) -> None:
+        self.host = host
         self.signal_pipe = SignalPipe()
         self.interrupted_at: float | None = None
         self._mailbox = mailbox
@@ -514,6 +521,10 @@ class RankMonitor:
         """What the traces prove, those of ranks included that have come to their end: that calls do not match."""
         return self._hangs.divergence()
 
+    def is_halted(self, rank: int) -> bool:
+        """Whether a rank was stopped when it was last seen."""
+        return self._hangs.is_halted(rank)
+
     def newest(self, rank: int) -> list[Note]:
         """The newest collectives of a rank that can be compared, whether it is there or not."""
         return self._hangs.newest(rank)
@@ -529,14 +540,25 @@ class RankMonitor:
     def stands(self) -> dict[int, Stand]:
         """Where the ranks stand, those included that have come to their end, also on nodes that have said farewell."""
         others = self._hangs.others
-        return {**self._own_stands(), **({} if others is None else others.ended)}
+        return {**self.own_stands(), **({} if others is None else others.ended)}
 
     def last(self) -> dict[str, Any] | None:
         """What is to be said of this node's ranks in its farewell."""
-        others = self._hangs.others
-        return None if others is None else others.last(self._own_stands().values())
+        others, own = self._hangs.others, self.own_stands()
+        return None if others is None else others.last(own.values(), self._caught(own))
 
-    def _own_stands(self) -> dict[int, Stand]:
+    @property
+    def caught_elsewhere(self) -> str:
+        """What ended a call on a node that has said farewell, and was no failure there; ""."""
+        return "" if self._hangs.others is None else self._hangs.others.caught_at_end
+
+    def _caught(self, stands: Mapping[int, Stand]) -> str:
+        """What ended a call on this node, and a script has caught."""
+        caught = next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
+        return "" if caught is None else located(caught, self.host)
+
+    def own_stands(self) -> dict[int, Stand]:
+        """Where the ranks of this node stand, those included that have come to their end."""
         stands = self._mailbox.stands()
         for rank, at in self._ended().items():
             there = stands.get(rank) or Stand(rank, at, 0, False, "")
@@ -555,7 +577,7 @@ class RankMonitor:
     def _await_period(self) -> None:
         """Sleep until the next look, or a signal. Traces are opened as soon as ranks say where they lie: a rank that
         dies in its first second takes an unopened one with it."""
-        until = time.monotonic() + (PERIOD / 4 if self._hangs.is_alarmed else PERIOD)
+        until = time.monotonic() + (PERIOD / 4 if self._is_alarmed else PERIOD)
         while (left := until - time.monotonic()) > 0:
             if time.monotonic() < self._opens_until:
                 stands = self._mailbox.stands()
@@ -565,6 +587,12 @@ class RankMonitor:
                 left = min(left, PERIOD / 10)
             if select.select([self.signal_pipe], [], [], left)[0]:
                 return
+
+    @property
+    def _is_alarmed(self) -> bool:
+        """Whether to look again soon; on several nodes also when a rank begins to wait, since more has to be asked."""
+        begins = any(PERIOD <= still < 2 * QUIET for still in self._seconds.values())
+        return self._hangs.is_alarmed or (begins and self._hangs.others is not None)
 
     def _look(self) -> Verdict | None:
         stands, now = self.stands(), time.monotonic()
@@ -591,12 +619,11 @@ class RankMonitor:
         notes, others = self._mailbox.read(), self._hangs.others
         if self._presses or any(cause.rank in inside for cause in notes if cause.call):
             return None  # it is ending
-        own = self._own_stands()
+        own = self.own_stands()
         if not inside and (others is None or not own):
             return None
-        caught = next((str(cause) for cause in notes if was_caught(cause, own)), "")
         outside = [stand for stand in own.values() if not stand.inside]
-        found = self._hangs.look(inside, self._seconds, now, outside, caught)
+        found = self._hangs.look(inside, self._seconds, now, outside, self._caught(own) if outside else "")
         return None if found is None else Verdict(found)
 
     def _pass_on(self, inside: dict[int, Stand], now: float) -> Verdict | None:

@@ -33,9 +33,12 @@ from lockstep.supervise.causes import (
     also_failed,
     early_cause,
     final_cause,
+    has_left,
     is_told,
     judgement,
+    left,
     located,
+    was_caught,
 )
 from lockstep.supervise.channel import Channel, Message, caller, door
 from lockstep.supervise.comparison import NotesOfAll
@@ -95,6 +98,7 @@ class Supervisor:
             lambda: self._processes.ended,
             self._nodes.hub,
             order["size"],
+            self._nodes.host,
         )
         if self._nodes.hub is not None:
             self._nodes.compares = NotesOfAll(self._nodes.hub, self._monitor.made).ask
@@ -106,7 +110,7 @@ class Supervisor:
         self._sigterm = threading.Event()  # it has come to rank 0, or here
         self._verdict: Verdict | None = None
         self._first: First | None = None
-        self._told = False
+        self._told = self._has_asked = False
 
     def _put(self, event: str, what: object = None) -> None:
         self._events.put((event, what))
@@ -235,6 +239,7 @@ class Supervisor:
             "compared": self._nodes.compared,
             "first": self._nodes.heard,
             "lost": self._nodes.lost,
+            "asked": self._on_asked,
             "running": self._on_running,
             "silent": self._on_silent,
             "hub": self._on_hub,
@@ -269,6 +274,27 @@ class Supervisor:
             if found is not None:
                 self._publish(found)
 
+            elif self._monitor.caught_elsewhere:
+                self._publish(Divergence(self._monitor.caught_elsewhere))
+            elif self._nodes.hub is not None and not self._has_asked:  # it has lost ranks, maybe of another node
+                self._has_asked = True
+                for each in (note for note in self._mailbox.read() if note.lost and note.call):
+                    self._nodes.ask({"rank": each.rank, "call": each.call, "where": f"{each.doing} ({each.location})"})
+
+    def _on_asked(self, body: Message) -> bool:
+        """A rank of another node has lost others: who has left its call here, or failed and was caught?"""
+        if self._first is not None or self._nodes.decided is not None:
+            return False
+        stands = self._monitor.own_stands()
+        found: First | None = next((note for note in self._mailbox.read() if was_caught(note, stands)), None)
+        gone = [stand for stand in stands.values() if has_left(stand, int(body["call"]))]
+        if found is None and gone:
+            found = left(gone[0], [int(body["rank"])], str(body["where"]))
+        if found is not None:
+            self._publish(found)
+            self._thread(self._processes.wind_up, time.monotonic())
+        return False
+
     def _on_ended(self, _: object) -> bool:
         self._look()
         if self._is_failing():
@@ -282,7 +308,8 @@ class Supervisor:
         return True
 
     def _is_failing(self) -> bool:
-        return bool(self._processes.failed or self._left or self._verdict or self._nodes.decided or self._interrupted)
+        known = self._verdict or self._first or self._nodes.decided
+        return bool(self._processes.failed or self._left or known or self._interrupted)
 
     def _on_left(self, what: tuple[int, Message]) -> bool:
         """A rank has come to its end, and waits for its leave; one that a launcher started only if it has failed."""
@@ -335,7 +362,8 @@ class Supervisor:
         if cause is not None and not verdict.interrupted:
             self._publish(cause)
         self._processes.stop(GRACE / 4)
-        self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
+        if not self._monitor.is_halted(self._rank):
+            self._await_rank_zero(GRACE / 2)  # it may be waiting in a collective, which raises now
         return self._conclude()
 
     def _on_running(self, _: object) -> bool:
@@ -427,6 +455,7 @@ class Supervisor:
         else:
             proof = self._monitor.divergence()
             cause, told = final_cause(failed, notes, self._monitor.stands(), self._left, shown, proof, folded)
+            cause = self._first if cause is None or isinstance(self._first, Divergence) else cause
         interrupted = verdict is not None and verdict.interrupted
         codes = [end.code for end in failed]
         if self._nodes.hub is not None and not interrupted:

@@ -1,0 +1,324 @@
+"""Two nodes: what is proved, named and ended on one is on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.supervise import elsewhere, monitor
+from lockstep.supervise.causes import Divergence, Stand
+from lockstep.supervise.comparison import NotesOfAll
+from lockstep.supervise.elsewhere import OtherRanks, Proof, soon
+from lockstep.supervise.hang import RUNS, STOPPED, RankSnapshot, plain_notes
+from lockstep.supervise.monitor import HangMonitor
+from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
+from lockstep.supervise.trace_memory import Note
+from tests.launch.sessions import kill, marked
+
+SCRIPT = Path(__file__).with_name("two_nodes.py")
+FIT = Frame("/me/fit.py", 7, "<module>")
+REDUCING = Stack(
+    (Frame(f"{LOCKSTEP}parallel/reducer.py", 2, "finish"), Frame("/me/train.py", 31, "training_step"), FIT)
+)
+IN_BARRIER = Stack(
+    (Frame(f"{TORCH}distributed/distributed_c10d.py", 9, "barrier"), Frame("/me/train.py", 40, "go"), FIT)
+)
+WORKING = Stack((Frame("/me/train.py", 50, "training_step"), FIT))
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+
+
+class End:
+    """One end of the way between nodes, played."""
+
+    def __init__(self, ends: list[End]) -> None:
+        self.ends, self.node = ends, len(ends)
+        self.hears: dict[str, Callable[[int, Any], None]] = {}
+        self.sent: list[str] = []
+        ends.append(self)
+
+    @property
+    def nodes(self) -> list[int]:
+        return [end.node for end in self.ends if end is not self]
+
+    def send(self, topic: str, body: Any, to: int | None = None, newest: bool = False) -> bool:
+        self.sent.append(topic)
+        for end in self.ends:
+            if end is not self and to in (None, end.node):
+                end.hears[topic](self.node, json.loads(json.dumps(body)))
+        return True
+
+    def listen(self, topic: str, callback: Callable[[int, Any], None]) -> None:
+        self.hears[topic] = callback
+
+
+class World:
+    """A rank on each of some nodes, played: what it does, and what its stack is when it is asked."""
+
+    def __init__(self, nodes: int = 2, limit: float = 60.0) -> None:
+        self.ends: list[End] = []
+        self.limit = limit
+        self.ranks = [
+            RankSnapshot(rank, 0.0, Stand(rank, 0.0, 1, True, "/me/fit.py:7", hang_timeout=limit, hang_kill=1800.0))
+            for rank in range(nodes)
+        ]
+        self.stacks: list[Stack | None] = [WORKING] * nodes
+        self.others = [OtherRanks(End(self.ends), nodes) for _ in range(nodes)]
+        self.now = time.monotonic()
+
+    def wait(self, rank: int, stack: Stack | None, still: float = 3.0) -> None:
+        self.ranks[rank], self.stacks[rank] = replace(self.ranks[rank], still=still), stack
+
+    def look(self, later: float = 0.5) -> Divergence | None:
+        """All nodes look, node 0 last."""
+        self.now += later
+        found = None
+        for rank in reversed(range(len(self.ranks))):
+            own = [replace(self.ranks[rank], at=self.now)]
+            ask = lambda each, now: replace(each, stack=self.stacks[each.rank])  # noqa: E731
+            everybody = self.others[rank].exchange(own, self.limit, self.now, ask)
+            found = self.others[rank].strayed(everybody, self.now)
+        return found
+
+    def proves(self, looks: int = 8) -> Divergence | None:
+        return next((found for found in (self.look() for _ in range(looks)) if found is not None), None)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "PATIENCE", 60.0)  # the worlds' clocks run ahead
+
+
+def test_ranks_that_wait_at_different_places_on_two_nodes_are_proved_to() -> None:
+    """It ran on for half an hour: stacks proved something on one node only."""
+    world = World()
+    world.wait(0, IN_BARRIER)
+    world.wait(1, REDUCING)
+    assert str(world.proves()) == (
+        "the ranks wait for one another at different places: rank 0 in barrier (/me/train.py:40); "
+        "rank 1 in reducing gradients in backward (/me/train.py:31). All ranks must make the same calls."
+    )
+
+
+def test_ranks_that_wait_at_the_same_place_are_let_be() -> None:
+    world = World()
+    for rank in (0, 1):
+        world.wait(rank, REDUCING)
+    assert world.proves(40) is None
+    assert world.ends[0].sent.count("wanted") < 20  # it is asked again ever later
+
+
+def test_a_rank_that_goes_on_between_two_questions_proves_nothing() -> None:
+    world = World()
+    world.wait(0, IN_BARRIER)
+    for step in range(40):
+        other = Stack((replace(REDUCING.frames[0], line=step), *REDUCING.frames[1:]))
+        world.wait(1, other)
+        assert world.look() is None
+
+
+def test_a_rank_that_works_or_does_not_answer_proves_nothing() -> None:
+    world = World()
+    world.wait(0, IN_BARRIER)
+    world.wait(1, REDUCING)
+    world.ranks[1] = replace(world.ranks[1], state=RUNS)
+    assert world.proves() is None
+    world.ranks[1] = replace(world.ranks[1], state="sleeps")
+    world.stacks[1] = None
+    assert world.proves() is None
+    world.stacks[1] = REDUCING
+    assert world.proves(20) is not None
+
+
+def test_a_rank_that_has_left_its_call_on_another_node_is_named() -> None:
+    world = World(3)
+    world.wait(1, REDUCING)
+    world.ranks[2] = replace(world.ranks[2], stand=replace(world.ranks[2].stand, inside=False))
+    assert "rank 2 left the call at /me/fit.py:7, and rank 1 waits for it in reducing gradients" in str(world.proves())
+
+
+def test_a_node_that_has_said_farewell_is_known_to_have_left() -> None:
+    world = World()
+    one = world.others[1].last([replace(world.ranks[1].stand, inside=False, ended=True)])
+    world.ends[0].hears["farewell"](1, json.loads(json.dumps(one)))
+    world.ranks.pop()
+    world.wait(0, REDUCING)
+    assert "rank 1 left the call at /me/fit.py:7 and came to its end, and rank 0 waits for it" in str(world.proves())
+
+
+def test_nothing_travels_while_nobody_waits_and_little_on_very_many_nodes() -> None:
+    world = World()
+    for _ in range(20):
+        world.look()
+    assert [end.sent for end in world.ends] == [[], []]
+    assert (soon(60.0, 2), soon(3.0, 2), soon(60.0, 8192)) == (2.0 + 2 / 256, 1.5, 30.0)
+
+
+def test_answers_to_an_older_question_do_not_count() -> None:
+    proof = Proof()
+    assert proof.is_due(10.0, {0, 1})
+    proof.take(0, {})
+    assert not proof.is_answered({0, 1})
+    assert not proof.is_due(12.0, {0, 1})
+    assert proof.is_due(80.0, {0, 1})  # node 1 does not answer: it is asked anew
+    proof.take(1, {})
+    assert not proof.is_answered({0, 1})
+
+
+# -- the monitor
+
+
+class Lookouts:
+    """Monitors of two nodes with a rank each, whose processes are played."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ends: list[End] = []
+        self.monitors = [HangMonitor(End(ends), 2) for _ in range(2)]
+        self.stands = [
+            Stand(rank, 0.0, 1, True, "/me/fit.py:7", rank + 1, str(rank), hang_timeout=3.0, hang_kill=20.0)
+            for rank in range(2)
+        ]
+        self.states = {1: "sleeps", 2: "sleeps"}
+        self.stacks = {1: REDUCING, 2: WORKING}
+        self.still = {0: 0.0, 1: 0.0}
+        self.now = time.monotonic()
+        monkeypatch.setattr(monitor, "_state", lambda process: self.states[process])
+        monkeypatch.setattr(monitor, "ask", lambda process, answers: self.stacks[process])
+        monkeypatch.setattr(monitor, "ask_stopped", lambda process, answers: self.stacks[process])
+        monkeypatch.setattr(monitor, "speak", lambda answers: None)
+
+    def look(self, later: float) -> list[Divergence | None]:
+        self.now += later
+        return [
+            self.monitors[rank].look({rank: self.stands[rank]}, {rank: self.still[rank]}, self.now) for rank in (1, 0)
+        ]
+
+
+def test_hang_kill_ends_a_wait_that_only_a_stack_of_another_node_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 looked at its own ranks, and the other node left it to node 0."""
+    played = Lookouts(monkeypatch)
+    played.stacks = {1: WORKING, 2: REDUCING}
+    played.states[1] = RUNS
+    for second in range(40):
+        played.still[1] = float(second)
+        found = [each for each in played.look(1.0) if each is not None]
+        if found:
+            break
+    assert 20 <= second < 32
+    assert "rank 1 waits in reducing gradients in backward" in str(found[0])
+    assert "hang_kill=20 s are over" in str(found[0])
+
+
+@pytest.mark.parametrize("halted", [0, 1])
+def test_a_stopped_rank_is_named_with_its_line_by_its_own_node(monkeypatch: pytest.MonkeyPatch, halted: int) -> None:
+    played = Lookouts(monkeypatch)
+    played.stacks = {halted + 1: WORKING, 2 - halted: REDUCING}
+    played.states[halted + 1] = STOPPED
+    played.still[1 - halted] = 3.0
+    found = next(each for _ in range(20) for each in played.look(0.25) if each is not None)
+    assert f"rank {halted} is stopped, /me/train.py:50 (SIGSTOP), and rank {1 - halted} waits in reducing" in str(found)
+
+
+# -- sizes
+
+
+def note(elements: int, inside: bool = True, operation: str = "all_reduce", number: int = 7) -> Note:
+    payload = f"float32 ({elements},) SUM"
+    where = ("/me/train.py:88", "training_step", "training_step", 5, -1, 1.0, None if inside else 2.0, None, True)
+    return Note(number, number, operation, "0", (0, 1, 2), payload, elements, *where)
+
+
+def test_other_sizes_on_another_node_are_found_where_gloo_has_ended_a_rank() -> None:
+    """It was told as "is gone: it was killed, or ended by os._exit"."""
+    ends: list[End] = []
+    made = {0: note(3), 1: note(5), 2: note(3, inside=False)}
+    nodes = [NotesOfAll(End(ends), lambda _, rank=rank: [([rank], made[rank].location, made[rank])]) for rank in made]
+    found = str(nodes[0].ask(plain_notes([made[1]])))
+    assert found.startswith(
+        "the ranks' calls do not match: rank 0 waits in all_reduce #7 of float32 (3,) SUM, /me/train."
+    )
+    assert "; rank 1 waits in all_reduce #7 of float32 (5,) SUM, /me/train.py:88" in found
+    assert "; rank 2 called all_reduce #7 of float32 (3,) SUM, /me/train.py:88" in found
+    made[1] = note(3)
+    assert nodes[0].ask(plain_notes([made[1]])) is None
+
+
+# -- real ones
+
+
+class Run:
+    """The script on two nodes, until nothing of it is left: the lines of both screens and the time that it took."""
+
+    def __init__(self, folder: Path, what: str, strategy: str, hosts: bool) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        nodes = []
+        for node in range(2):
+            name = f"import socket; socket.gethostname = lambda: 'host{node}'; " if hosts else ""
+            words = (
+                f"{name}import runpy, sys; sys.argv[0] = {str(SCRIPT)!r}; runpy.run_path({str(SCRIPT)!r}, run_name='x')"
+            )
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "NODE_RANK": str(node), "MASTER_PORT": str(port)}
+            nodes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", words, what, strategy],
+                    cwd=folder,
+                    env={**environ, "MASTER_ADDR": "127.0.0.1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        began = time.monotonic()
+        try:
+            self.lines = [node.communicate(timeout=50)[0].rstrip("\n").split("\n") for node in nodes]
+        finally:
+            for node in nodes:
+                kill(node.pid)
+                node.wait()
+        self.seconds = time.monotonic() - began
+        self.codes = [node.returncode for node in nodes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "strategy", "hosts", "says"),
+    [
+        ("barrier", "ddp", True, r"do not match: rank 0 waits in barrier #\d+, BARRIER .*; rank 1 "),
+        ("barrier", "ddp", False, r"at different places: rank 0 in barrier \(BARRIER\); rank 1 in reducing gradients"),
+        (
+            "barrier",
+            "fsdp",
+            True,
+            r"do not match: rank 0 waits in barrier #\d+, BARRIER .*; rank 1 waits in all_gather",
+        ),
+        ("shape", "ddp", True, r"rank 0 .*float32 \(2,\) SUM, SHAPE .*; rank 1 .*float32 \(1002,\) SUM, SHAPE"),
+        ("shape", "ddp", False, r"rank 0 .*float32 \(2,\) SUM, SHAPE .*; rank 1 .*float32 \(1002,\) SUM, SHAPE"),
+        ("stopped", "ddp", True, r"rank 1 is stopped, STOPPED \(SIGSTOP\), and rank 0 waits in reducing gradients"),
+        ("caught", "ddp", False, r"rank 1 on \S+ failed first, at CAUGHT: KeyError: 'no such label'"),
+        ("caught", "ddp", True, r"rank 1 on \S+ failed first, at CAUGHT: KeyError: 'no such label'"),
+        ("left", "ddp", True, r"rank 1 on \S+ failed first, at LEFT: sys.exit\(0\) in the middle of the run"),
+    ],
+)
+def test_both_screens_end_with_the_first_cause(
+    tmp_path: Path, what: str, strategy: str, hosts: bool, says: str
+) -> None:
+    run = Run(tmp_path, what, strategy, hosts)
+    place = re.escape(marked(SCRIPT, rf"{what}\b"))
+    for lines in run.lines:
+        assert re.search(says.replace(what.upper(), place), lines[-1]), "\n".join(lines)
+    assert 0 not in run.codes
