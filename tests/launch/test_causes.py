@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from lockstep.checkpoint.sharded import OnRank
+from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
 from lockstep.supervise.causes import Cause, Divergence, Stand, cause_of, first_cause, strayed
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
@@ -148,6 +150,16 @@ BACKWARD, BARRIER, OWN = stack("finish", "train"), stack("all_reduce", "barrier"
 
 def inside(*calls: int) -> dict[int, Stand]:
     return {rank: Stand(rank, 1.0, call, True, "train.py:7") for rank, call in enumerate(calls)}
+
+
+def test_what_another_ranks_error_makes_of_a_rank_is_never_the_first_cause() -> None:
+    """A full disk on rank 0 was told as rank 1's failure, which had said so a moment earlier."""
+    follows = cause_of(1, RankFailed("rank 0 could not write the checkpoint 'last.ckpt': OSError: no room", 0))
+    true = cause_of(0, OSError(28, "no room"))
+    assert follows.lost
+    assert first_cause([], [follows, true]) is true
+    assert first_cause([Ended(1, 7, 1, follows.at)], [follows, true]) is true
+    assert cause_of(1, OnRank("rank 0: OSError")).lost
 
 
 def test_ranks_that_wait_at_different_places_have_strayed() -> None:

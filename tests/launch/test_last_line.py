@@ -46,11 +46,17 @@ def test_whatever_a_message_says_the_last_line_names_the_rank_that_failed(messag
 def test_a_reason_is_one_line() -> None:
     assert reason_of(ValueError("first\nsecond")) == "ValueError: first\\nsecond"
     assert one_line("äß 漢 e") == "äß 漢 e"
-    assert one_line("a" * 400) == "a" * 300 + "... (400 characters)"
+    assert one_line("a" * 400 + "b" * 400, 300) == "a" * 200 + " ... (800 characters) ... " + "b" * 100
     assert printable("two\n\tlines\x1b[0m") == "two\n\tlines\\x1b[0m"
     with pytest.raises(SyntaxError) as caught:
         compile("1 +", "made.py", "exec")
     assert reason_of(caught.value) == "SyntaxError: invalid syntax"
+
+
+def test_a_long_reason_keeps_its_advice() -> None:
+    """The last line of a full disk lost what to do about it."""
+    error = OSError(28, f"could not write '/{'folder/' * 60}last.ckpt': there is no room: make room, or choose another")
+    assert reason_of(error).endswith("there is no room: make room, or choose another")
 
 
 def _chain(length: int) -> Exception:

@@ -30,7 +30,7 @@ from torch import Tensor
 from lockstep.checkpoint import deepspeed, format, storage
 from lockstep.checkpoint.storage import INDEX, PathLike
 from lockstep.ground import comm
-from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
+from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
 
 if TYPE_CHECKING:
     from torch.serialization import MAP_LOCATION
@@ -301,7 +301,7 @@ def _share(files: Mapping[str, dict[str, Any]], rank: int, world: int) -> list[s
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-class OnRank(RuntimeError):
+class OnRank(RankFailed):
     """Another rank could not do its part."""
 
 

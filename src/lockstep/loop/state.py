@@ -423,7 +423,7 @@ def save(
     if error is not None:
         raise error
     if said is not None:
-        raise RuntimeError(f"rank 0 could not write the checkpoint {os.fspath(path)!r}: {said}")
+        raise RankFailed(f"rank 0 could not write the checkpoint {os.fspath(path)!r}: {said}", 0)
     if session.state.status is not TrainerStatus.RUNNING:  # there is no end of a call that would wait for it
         finish(session)
 
@@ -449,7 +449,7 @@ def finish(session: Session) -> None:
         raise error
     for rank, text in enumerate(said):
         if text is not None:
-            raise RuntimeError(f"rank {rank} could not write a checkpoint: {text}")
+            raise RankFailed(f"rank {rank} could not write a checkpoint: {text}", rank)
 
 
 def finish_alone(session: Session) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.ground.errors import RankFailed
 from lockstep.launch.processes import Ended
 from lockstep.supervise.stack import Stack, calling, one_line, reason_of, shortened, stack_of
 
@@ -34,7 +35,7 @@ class Cause:
     location: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
     trace: str  #: the traceback as Python prints it
     call: int = 0  #: the call in which it came, counted from 1; 0: in none
-    lost: bool = False  #: whether a collective raised it: mostly since another rank had failed before
+    lost: bool = False  #: whether it follows from another rank's failure: a collective raised it, or a `RankFailed` is it
     doing: str = ""  #: what lockstep was doing for the rank
 
     @property
@@ -94,7 +95,8 @@ def cause_of(rank: int, error: BaseException, call: int = 0, called: str = "") -
     """
     stack = stack_of(error)
     stack = Stack(stack.frames + calling().frames)  # a traceback begins where the exception was caught
-    lost = stack.waits and isinstance(error, RuntimeError)  # torch's errors of collectives are RuntimeErrors
+    # torch's errors of collectives are RuntimeErrors; a RankFailed is what an error of another rank's makes of this one
+    lost = (stack.waits and isinstance(error, RuntimeError)) or isinstance(error, RankFailed)
     trace = shortened(error)[-TRACE:]
     return Cause(rank, time.monotonic(), reason_of(error), stack.location(called), trace, call, lost, stack.doing)
 

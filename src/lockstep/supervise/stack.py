@@ -123,7 +123,7 @@ FOREIGN = (
 )
 """Where files lie that are nobody's training script."""
 
-REASON = 300
+REASON = 400
 """Characters of a reason that are told in the last line."""
 
 SPAWNED = f"{LOCKSTEP}launch{os.sep}spawn.py"
@@ -280,12 +280,13 @@ def one_line(text: str, most: int | None = REASON) -> str:
         'no\\nlockstep: rank 1 failed\\x1b[2K'
     """
     length = len(text)
-    if most is not None and length > most:
-        text = text[:most]
+    if most is not None and length > 2 * most:  # no more is looked at
+        text = text[:most] + text[-most:]
     text = "".join(each if each.isprintable() else _escaped(each) for each in text)
     if most is None or (length <= most and len(text) <= most):
         return text
-    return f"{text[:most]}... ({length} characters)"
+    end = most // 3  # messages end with the way out
+    return f"{text[: most - end]} ... ({length} characters) ... {text[-end:]}"
 
 
 def printable(text: str) -> str:
