@@ -431,11 +431,6 @@ def test_a_fast_dev_run_finds_nothing() -> None:
         assert Tuner(quiet(fast_dev_run=True)).lr_find(Slope(), numbers(4)) is None
 
 
-def test_several_processes_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="works on one process; this Trainer has 2"):
-        Tuner(quiet(devices=2, strategy="ddp_spawn")).lr_find(Slope(), numbers(4))
-
-
 def test_a_trainer_that_searches_by_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="LearningRateFinder"):
         Tuner(quiet(callbacks=LearningRateFinder())).lr_find(Slope(), numbers(4))

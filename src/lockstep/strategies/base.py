@@ -102,6 +102,11 @@ class Strategy(Engine):
         """Others have taken the place of the optimizers in the middle of a fit."""
         self._offload_states()
 
+    @property
+    def undoes_steps(self) -> bool:
+        """Whether all that steps have changed can be put back by its values: weights, buffers, optimizer states."""
+        return self.world.size == 1
+
     # -- micro-batches for which ranks have no samples
 
     def check_gap(self, rank: int, loader: int) -> None:

@@ -242,6 +242,11 @@ class DDPStrategy(RankedStrategy):
         if self._late is not None:
             self._reducer.finds_thawed, self._late.frozen = False, self._reducer.frozen
 
+    @property
+    def undoes_steps(self) -> bool:
+        """Whether nothing but values is changed by steps: hooks keep errors, and shared states are in parts."""
+        return self.world.size == 1 or (self._hook is None and not self._shard_optimizer)
+
     def change_optimizers(self) -> None:
         """Take in what the new optimizers have that nobody has reduced so far. Collective."""
         if self._shard_optimizer and self.world.size > 1:

@@ -13,12 +13,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.callbacks.base import Callback
+from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig
 from lockstep.module import LightningModule
 from lockstep.trainer import Trainer
-from lockstep.tuner.trial import Snapshot, alone, configure_again, has_begun, places_of, set_everywhere, train, trial
+from lockstep.tuner.trial import (
+    Snapshot,
+    configure_again,
+    has_begun,
+    places_of,
+    set_everywhere,
+    train,
+    trial,
+    undoable,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,6 +155,7 @@ class _Recorder(Callback):
         self._window: list[float] = []
         self._before = 0
         self._rate = 0.0
+        self._has_stopped = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._on_any_batch_start(trainer, pl_module, batch_idx)
@@ -167,21 +178,32 @@ class _Recorder(Callback):
             return
         self._before = trainer.global_step  # a batch that is None has no start
         window, self._window = self._window, []
+        if self._has_stopped:  # ranks hear of the end at a later boundary
+            return
+        loss = _mean_loss(trainer, window)
         self._results["lr"].append(self._rate)
         step = len(self._results["lr"])
         if self._bar is not None:
             self._bar.update()
-        if not window:
+        if math.isnan(loss):
             self._results["loss"].append(math.nan)
             return
-        loss = sum(window) / len(window)
         self._average = FORGETTING * self._average + (1 - FORGETTING) * loss
         smoothed = self._average / (1 - FORGETTING ** (step + 1))
         if self._threshold is not None and step > 1 and smoothed > self._threshold * self._best:
-            trainer.should_stop = True
+            self._has_stopped = trainer.should_stop = True
         if smoothed < self._best or step == 1:
             self._best = smoothed
         self._results["loss"].append(smoothed)
+
+
+def _mean_loss(trainer: Trainer, window: list[float]) -> float:
+    """The loss of a window of micro-batches, the same on all ranks; NaN where none has one. Collective."""
+    total, count, ranks = sum(window), float(len(window)), trainer.world_size
+    if ranks > 1:
+        mine = torch.tensor([total, count], dtype=torch.float64, device=trainer.strategy.root_device)
+        total, count = comm.all_reduce(mine, "sum").tolist()  # ranks without samples come here, too
+    return total / ranks / math.ceil(count / ranks) if count else math.nan
 
 
 @dataclass(frozen=True)
@@ -234,13 +256,13 @@ def lr_find(trainer: Trainer, settings: RangeTest, show_progress: bool) -> LRFin
     ``configure_optimizers`` is asked again, later all its groups get the rate.
 
     Raises:
-        MisconfigurationException: several processes, several optimizers, or manual optimization.
+        MisconfigurationException: a strategy whose steps cannot be undone, several optimizers, or manual optimization.
         AttributeError: there is no such attribute.
     """
     if trainer.fast_dev_run:
         rank_zero_warn("The learning rate finder does nothing in a `fast_dev_run`.")
         return None
-    alone(trainer, "The learning rate finder")
+    undoable(trainer, "The learning rate finder")
     module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
     if not module.automatic_optimization or len(optimizers) != 1:
         raise MisconfigurationException(

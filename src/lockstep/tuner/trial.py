@@ -234,6 +234,25 @@ def alone(trainer: Trainer, what: str) -> None:
         )
 
 
+def undoable(trainer: Trainer, what: str) -> None:
+    """Refuse ranks whose steps cannot be undone.
+
+    Raises:
+        MisconfigurationException: the Trainer spawns processes, or its strategy keeps more than values.
+    """
+    if trainer._spawns:
+        raise MisconfigurationException(
+            f"{what} would find its result in processes that this Trainer spawns: give the callback "
+            'LearningRateFinder() to the Trainer, which finds and takes the rate within the fit, or strategy="ddp".'
+        )
+    if not trainer.strategy.undoes_steps:
+        raise MisconfigurationException(
+            f"{what} undoes its steps, which {type(trainer.strategy).__name__} on {trainer.world_size} ranks cannot: "
+            'search with strategy="ddp" without a communication hook and without shard_optimizer, or with '
+            "Trainer(devices=1), and give the result to this Trainer."
+        )
+
+
 @contextmanager
 def trial(trainer: Trainer, snapshot: Snapshot, callbacks: list[Callback], **flags: Any) -> Iterator[None]:
     """The Trainer as if in a call of its own: ``callbacks`` and no others, nothing logged or saved.
@@ -278,6 +297,8 @@ def trial(trainer: Trainer, snapshot: Snapshot, callbacks: list[Callback], **fla
     finally:
         vars(strategy).clear()
         vars(strategy).update(strategy_before)
+        if session.world_size > 1:
+            session.agreement.lower(session.stop_flag)
         snapshot.restore()
 
 
@@ -329,7 +350,12 @@ def configure_again(trainer: Trainer) -> None:
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
     returned = trainer.hooks.own("configure_optimizers")
     found = parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
-    trainer.strategy.setup_optimizers(*found)
+    strategy = trainer.strategy
+    if trainer.world_size == 1:
+        strategy.setup_optimizers(*found)
+        return
+    strategy.optimizers, strategy.lr_scheduler_configs = found  # what reduces their gradients is there already
+    strategy.change_optimizers()
 
 
 def has_begun(trainer: Trainer) -> bool:

@@ -22,7 +22,7 @@ from lockstep.trainer import Trainer
 from lockstep.tuner import batch_size, lr_finder
 from lockstep.tuner.batch_size import BatchSizeFinder
 from lockstep.tuner.lr_finder import LearningRateFinder, LRFinder
-from lockstep.tuner.trial import SilentLogger, alone, in_session
+from lockstep.tuner.trial import SilentLogger, alone, in_session, undoable
 
 Method = Literal["fit", "validate", "test", "predict"]
 
@@ -87,8 +87,8 @@ class Tuner:
             rates and losses, with ``suggestion()`` and ``plot()``; None in a ``fast_dev_run``.
 
         Raises:
-            MisconfigurationException: another method than "fit", several processes, several optimizers, manual
-                optimization.
+            MisconfigurationException: another method than "fit", a strategy whose steps cannot be undone, several
+                optimizers, manual optimization.
             ValueError: for a setting that cannot work, or where the Trainer has a LearningRateFinder.
             AttributeError: ``update_attr`` and no such attribute.
         """
@@ -101,8 +101,14 @@ class Tuner:
         )
         show = self._trainer.progress_bar_callback is not None
         given = {"train": train_dataloaders, "val": val_dataloaders}
-        with _prepared(self._trainer, TrainerFn.FITTING, model, given, datamodule, "The learning rate finder"):
-            return lr_finder.lr_find(self._trainer, settings, show_progress=show)
+        undoable(self._trainer, "The learning rate finder")
+
+        def find() -> LRFinder | None:
+            with _prepared(self._trainer, TrainerFn.FITTING, model, given, datamodule):
+                return lr_finder.lr_find(self._trainer, settings, show_progress=show)
+
+        found: LRFinder | None = self._trainer._launch(find)
+        return found
 
     def scale_batch_size(
         self,
@@ -156,7 +162,8 @@ class Tuner:
         given = {batch_size.STAGES[method]: dataloaders}
         if method == "fit":
             given = {"train": train_dataloaders, "val": val_dataloaders}
-        with _prepared(self._trainer, TrainerFn(method), model, given, datamodule, "The batch size finder"):
+        alone(self._trainer, "The batch size finder")
+        with _prepared(self._trainer, TrainerFn(method), model, given, datamodule):
             return batch_size.scale_batch_size(self._trainer, settings)
 
 
@@ -199,14 +206,12 @@ def _prepared(
     model: LightningModule,
     given: dict[str, Any],
     datamodule: LightningDataModule | None,
-    what: str,
 ) -> Iterator[None]:
     """A call of the Trainer up to where its loop would begin; the Trainer is afterwards as before.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, when all is put back.
     """
-    alone(trainer, what)
     watching = (Checkpoint, ProgressBar, ModelSummary, LearningRateFinder, BatchSizeFinder)
     trainer._attach(fn, model, given, datamodule)
     session = trainer.session
