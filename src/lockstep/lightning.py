@@ -54,7 +54,7 @@ from lockstep.aliases import TEST_TUBE as EXPERIMENT
 from lockstep.ground.errors import MisconfigurationException, asked_by, refused_class
 from lockstep.ground.hyperparameters import arguments_of_init
 from lockstep.ground.installed import LIGHTNING
-from lockstep.ground.rank import log, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+from lockstep.ground.rank import LIGHTNINGS, log, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 from lockstep.launch.environment import hand_down_names
 
 if TYPE_CHECKING:
@@ -420,10 +420,7 @@ class _Quiet(logging.Filter):
     """Leaves out messages of lockstep's below the level that a script has given Lightning's logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return all(record.levelno >= logging.getLogger(name).level for name in LOGGERS)
-
-
-LOGGERS = ("lightning", "lightning.pytorch", "pytorch_lightning")
+        return all(record.levelno >= logging.getLogger(name).level for name in LIGHTNINGS)
 
 
 def leave() -> None:

@@ -204,7 +204,7 @@ def test_what_a_communication_hook_remembers_counts(ranks: RankPool) -> None:
 
 
 def test_the_first_step_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "lockstep"):
+    with caplog.at_level("DEBUG", "lockstep"):
         quiet(max_epochs=2).fit(Net(), rows(16)(8))
     (line,) = [record.message for record in caplog.records if "memory of" in record.message]
     assert line.startswith("memory of rank 0: ")

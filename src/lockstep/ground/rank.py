@@ -21,17 +21,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+LIGHTNINGS = ("lightning", "lightning.pytorch", "pytorch_lightning")
+"""Lightning's loggers, which scripts that were written for it make quiet."""
+
+
 class _Screen(logging.Handler):
-    """Shows lockstep's messages on stderr as long as nobody has configured logging."""
+    """Shows messages on stderr, as long as nobody has configured logging or given Lightning's a higher level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers:
+        if not logging.root.handlers and all(record.levelno >= logging.getLogger(n).level for n in LIGHTNINGS):
             print(self.format(record), file=sys.stderr, flush=True)
 
 
 log = logging.getLogger("lockstep")
 if not log.handlers:
     log.addHandler(_Screen())
+if log.level == logging.NOTSET:  # else the user has set it before this file was imported
     log.setLevel(logging.INFO)
 
 

@@ -30,6 +30,7 @@ from lockstep.cluster.local import on_one_host, rank_variables
 from lockstep.cluster.world import World
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import wait_for_torch_threads
+from lockstep.ground.rank import log
 from lockstep.ground.seed import current_seed, hand_down_seed, random_states, set_random_states
 from lockstep.launch.environment import HeldPort, bind_loader_workers, inherit, share_cores
 from lockstep.launch.parent_death import PARENT
@@ -335,6 +336,7 @@ def _surroundings() -> dict[str, Any]:
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "matmul": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
+        "level": log.level,
     }
 
 
@@ -355,6 +357,7 @@ def _restore(surroundings: dict[str, Any]) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = surroundings["cudnn"]
     torch.set_float32_matmul_precision(surroundings["matmul"])
     torch.set_num_threads(surroundings["threads"])
+    log.setLevel(surroundings["level"])
 
 
 # -- copies of this process ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.choice import reconsider
+from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import Loaders
 from lockstep.loop.logging import LogCollector, LoggedMetrics
@@ -221,6 +222,7 @@ def _set_up(session: Session, asked: Asked, watched: ExitStack) -> None:
         strategy.setup_module(module, own_backward)
     if fn is TrainerFn.FITTING:
         strategy.setup_optimizers(*configured_optimizers(session))
+        say_start(session)
         session.hooks.call("on_fit_start")
     if session.config.enable_autolog_hparams:
         _log_hyperparameters(session)

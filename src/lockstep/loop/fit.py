@@ -16,13 +16,14 @@ import torch
 from lockstep.config.run import RunConfig, set_flag
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
-from lockstep.ground.rank import does, rank_zero_info, rank_zero_warn
+from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.ground.seed import isolate_rng, set_random_states
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call
 from lockstep.loop.evaluate import EvaluationLoop
 from lockstep.loop.feed import Feed
+from lockstep.loop.fit_messages import say
 from lockstep.loop.memory import memory_of, watch_first_window
 from lockstep.loop.nan_watch import NanWatch
 from lockstep.loop.progress import BATCH_END, EPOCH_END, EPOCH_START, WINDOW_END, Progress
@@ -262,7 +263,7 @@ class FitLoop:
                     session.hooks.call("on_train_end")
                 else:  # of a fit that had ended, whose ranks may have weights of their own
                     session.strategy.end_training()
-                rank_zero_info(f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
+                say(session, f"trainer.fit ended: {self._reason}.")  # the progress bar is closed by now
                 self._share_ending()
                 if session.interruption is None:
                     signals.ended(asdict(self._result()))
@@ -293,7 +294,7 @@ class FitLoop:
         self.step.setup()
         self._measure(measured)
         if session.config.log_every_n_steps:  # else nothing is to be measured (`barebones`)
-            watch_first_window(session, self.step, lambda: rank_zero_info(memory_of(session).line()))
+            watch_first_window(session, self.step, lambda: say(session, memory_of(session).line()))
         self._sanity_check()
         session.state.stage = RunningStage.TRAINING
         self.setup_data()

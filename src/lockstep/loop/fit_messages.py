@@ -1,0 +1,42 @@
+"""What every fit says of itself, on rank 0, to the logger ``lockstep``: how it begins, its memory, why it ended.
+
+These are of level INFO where the progress bar, the model's summary or a logger is on. Where a user has switched off all
+three, as in a study of many fits, they are of level DEBUG.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from lockstep.callbacks.model_summary import ModelSummary
+from lockstep.ground.rank import log
+from lockstep.loop.session import Session
+
+
+def say(session: Session, text: str) -> None:
+    """Log a message of the kind that every fit has."""
+    if session.is_global_zero:
+        log.log(logging.INFO if _is_watched(session) else logging.DEBUG, text)
+
+
+def say_start(session: Session) -> None:
+    """Log one line: devices, strategy, precision, and where the run's files go."""
+    strategy, world = session.strategy, session.strategy.world
+    devices = f"{world.size} x {strategy.root_device.type}"
+    if world.num_nodes > 1:
+        devices += f" on {world.num_nodes} nodes"
+    say(session, f"trainer.fit: {devices}, {type(strategy).__name__}, {strategy.precision.name}, {_folder(session)}")
+
+
+def _folder(session: Session) -> str:
+    logs = getattr(session.loggers[0], "log_dir", None) if session.loggers else None
+    checkpoints = [getattr(callback, "dirpath", None) for callback in session.checkpoint_callbacks]
+    folder = logs or next((path for path in checkpoints if path), None)
+    return "no files" if folder is None else f"files in {os.fspath(folder)}"
+
+
+def _is_watched(session: Session) -> bool:
+    bar = session.progress_bar
+    summary = any(isinstance(callback, ModelSummary) for callback in session.callbacks)
+    return bool(session.loggers) or summary or (bar is not None and bar.is_enabled)
