@@ -57,6 +57,12 @@ PROSE: dict[str, tuple[str, ...]] = {
     "hyperparameters in checkpoints": ("name self.save_hyperparameters",),
     "LBFGS": ("name LBFGS",),
     "resume with another optimizer class": (),
+    "lazy layers (`nn.LazyLinear`)": ("name LazyLinear",),
+    "manual optimization under `16-mixed`": ("name self.automatic_optimization",),
+    "steps of a plain optimizer in manual": ("name self.automatic_optimization",),
+    "a step that `16-mixed` leaves out": ("flag Trainer(precision=16-mixed)",),
+    "`ModelCheckpoint(monitor=<of validation>": ("name ModelCheckpoint",),
+    "one name from several loaders": ("name self.log",),
     "`BackboneFinetuning`, `ModelPruning`": ("name BackboneFinetuning", "name ModelPruning"),
     "`accumulate_grad_batches={0: 8": ("flag Trainer(accumulate_grad_batches=dict)",),
 }
