@@ -43,7 +43,8 @@ ENGINES = {
     "2 x 2": (4, 2),
 }
 IN_PARTS = {"fsdp in parts": (2, 2), "2 x 2 in parts": (4, 2)}  # each rank writes its part of a checkpoint
-SHAPES = {**ENGINES, **IN_PARTS}
+KINDS = {"fsdp, shards at once": (2, 2), "fsdp, copies": (4, 4), "four": (4, 4)}
+SHAPES = {**ENGINES, **IN_PARTS, **KINDS}
 
 
 def strategy(engine: str) -> Any:
@@ -55,6 +56,12 @@ def strategy(engine: str) -> Any:
         return FSDPStrategy()
     if engine == "fsdp in parts":
         return FSDPStrategy(state_dict_type="sharded")
+    if engine == "fsdp, shards at once":
+        return FSDPStrategy(accumulate_shards=True)
+    if engine == "fsdp, copies":
+        return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+    if engine == "four":
+        return "ddp"
     if engine == "2 x 2 in parts":
         return ModelParallelStrategy(2, 2)
     if engine == "tensor parallel":
@@ -221,6 +228,12 @@ def test_after_each_micro_batch_a_run_goes_on_under_every_engine(ranks: RankPool
 @pytest.mark.parametrize("wrote", IN_PARTS)
 def test_parts_of_a_window_under_way_are_read_by_others(ranks: RankPool, tmp_path: Path, wrote: str) -> None:
     moved(ranks, tmp_path, wrote, ["ddp", "tensor parallel", *IN_PARTS], [4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrote", ["fsdp, shards at once", "fsdp, copies", "four"])
+def test_kinds_of_engines_go_on_as_each_other(ranks: RankPool, tmp_path: Path, wrote: str) -> None:
+    moved(ranks, tmp_path, wrote, ["auto", "ddp", "fsdp, copies", "fsdp, shards at once", "2 x 2", "four"], [0, 4, 6])
 
 
 # -- kinds of modules, data and files --------------------------------------------------------------------------
