@@ -224,8 +224,8 @@ How each part grows with the number of nodes N:
 - **wait:** nobody tells anything for 2 s, and one second more for each 256 ranks, but no longer than half of
   `hang_timeout`. Then each node tells node 0 what has changed of its ranks, at once, and that nothing has, every 2 s.
   Node 0 asks the nodes every 2 s. That is at most a message a second for a node.
-- **proof by stacks:** where all ranks seem to wait, node 0 puts a question to all nodes, twice; each answers once. Where
-  that proves nothing it asks again after 1 s, 3 s, and so on up to a minute.
+- **proof by stacks:** where all ranks seem to wait, node 0 puts a question to all nodes, twice; each answers once.
+  Where that proves nothing it asks again after 1 s, 3 s, and so on up to a minute.
 - **comparison of the ranks:** one pass over their newest notes. Node 0 gives it 4 % of a core, so that among
   thousands of ranks it comes every few seconds.
 - **failure:** one claim to node 0, and one message from node 0 to each node.

@@ -35,7 +35,7 @@ class Cause:
     location: str  #: ``"train.py:14"``: the line of the user's code that raised it, or was on the way to it
     trace: str  #: the traceback as Python prints it
     call: int = 0  #: the call in which it came, counted from 1; 0: in none
-    lost: bool = False  #: whether it follows from another rank's failure: a collective raised it, or a `RankFailed` is it
+    lost: bool = False  #: whether it follows from another failure: a collective raised it, or a `RankFailed` is it
     doing: str = ""  #: what lockstep was doing for the rank
 
     @property
