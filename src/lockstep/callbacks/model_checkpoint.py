@@ -6,7 +6,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -216,6 +216,31 @@ class ModelCheckpoint(Checkpoint):
         given = [f"{n}={getattr(self, f'_{n}')}" for n in names if getattr(self, f"_{n}") not in (0, None)]
         if len(given) > 1:
             refuse(", ".join(given), "only one can tell when to save; use several ModelCheckpoint callbacks")
+
+    def without_effect(self, max_epochs: int, max_steps: int) -> Iterator[str]:
+        """What is asked of it in a fit that does nothing, in sentences.
+
+        Args:
+            max_epochs: of the fit; -1: no limit.
+            max_steps: of the fit; -1: no limit.
+        """
+        epochs, steps, name = self._every_n_epochs, self._every_n_train_steps, "ModelCheckpoint"
+        never = not epochs and not steps and self._train_time_interval is None
+        if never or (self.save_top_k == 0 and not self.save_last and not self.save_on_exception):
+            asked = f"every_n_epochs={epochs}" if never else "save_top_k=0"
+            yield f"{name}({asked}) saves nothing: leave it out, or say what is to be saved (save_last=True)."
+            return
+        if epochs > max_epochs > 0:
+            yield f"{name}(every_n_epochs={epochs}) with Trainer(max_epochs={max_epochs}): no epoch is saved."
+        if steps > max_steps > 0:
+            yield f"{name}(every_n_train_steps={steps}) with Trainer(max_steps={max_steps}): no step is saved."
+        if self.mode == "max" and self.monitor is None:
+            yield f'{name}(mode="max") ranks nothing without `monitor`: the latest checkpoint is kept.'
+        if self._save_on_train_epoch_end is not None and not epochs:
+            yield (
+                f"{name}(save_on_train_epoch_end={self._save_on_train_epoch_end}) is about epochs, and this one saves "
+                "by steps or time."
+            )
 
     @property
     def every_n_epochs(self) -> int:

@@ -89,7 +89,7 @@ class StochasticWeightAveraging(Callback):
             raise _refused("avg_fn", avg_fn, "give a function of (average, weights, number), or None")
         if device is not None and not isinstance(device, (torch.device, str)):
             raise _refused("device", device, "give a torch.device, its name, or None")
-        self._swa_epoch_start = begin
+        self.swa_epoch_start = begin
         self._swa_lrs = swa_lrs
         self._annealing_epochs = annealing_epochs
         self._annealing_strategy = annealing_strategy
@@ -152,7 +152,7 @@ class StochasticWeightAveraging(Callback):
                 f"{len(trainer.lr_scheduler_configs)}: return one or none."
             )
         self._max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-        first = self._swa_epoch_start
+        first = self.swa_epoch_start
         if isinstance(first, float):
             if self._max_epochs == -1:
                 raise MisconfigurationException(
@@ -246,6 +246,11 @@ class StochasticWeightAveraging(Callback):
             now = parameter.detach().to(device)
             if count == 0:
                 self._average[name] = now.clone()
+            elif name not in self._average:
+                raise MisconfigurationException(
+                    f"StochasticWeightAveraging: {name!r} is a parameter that came after the average had begun "
+                    "(ModelPruning makes such): keep one of the two callbacks."
+                )
             else:
                 before = self._average[name].to(device)
                 self._average[name] = self._avg_fn(before, now, self.n_averaged.to(device)).detach()

@@ -88,6 +88,8 @@ class ThroughputMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A meter for each stage of this run."""
+        if not trainer.loggers:
+            rank_zero_warn("ThroughputMonitor has nowhere to write: the Trainer has no logger.")
         self.available_flops = get_available_flops(trainer.strategy.root_device, _compute_dtype(trainer.precision))
         self._has_flops = None
         stages = [_STAGE_OF[stage]]

@@ -213,6 +213,11 @@ def make_callbacks(
         ("enable_progress_bar", bar, ProgressBar, choose_progress_bar),
         ("enable_model_summary", summary, ModelSummary, lambda: choose_model_summary(callbacks)),
     ]
+    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[{', '.join(bars)}]): two progress bars would draw over each other: keep one."
+        )
     for flag, given_for, kind, make in defaults:
         asked = switch(flag, given_for, optional=True)
         there = [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]

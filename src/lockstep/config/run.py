@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import rank_zero_info
+from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 
 # -- names of flags ------------------------------------------------------------------------------------------
 
@@ -353,6 +353,10 @@ def config_of(given: dict[str, Any]) -> RunConfig:
         values["max_epochs"] = -1
     if given["min_epochs"] is None and given["min_steps"] is not None:
         values["min_epochs"] = min(1, values["max_epochs"] % (1 << 62))  # as in Lightning; -1 is no limit
+    overfit = values["overfit_batches"]
+    for name in ("limit_train_batches", "limit_val_batches"):
+        if overfit and not values["fast_dev_run"] and given[name] is not None and values[name] != overfit:
+            rank_zero_warn(f"Trainer(overfit_batches={overfit}, {name}={given[name]}): the former sets the latter.")
     for name in ("fast_dev_run", "overfit_batches"):
         values.update(_led_by(name, values[name]))
     return RunConfig(**values)

@@ -27,6 +27,7 @@ from lockstep.hooks import ModuleHooks
 from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.choice import reconsider
+from lockstep.loop.contradictions import check_contradictions
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import Loaders
@@ -274,6 +275,7 @@ def check_module(session: Session, fn: TrainerFn) -> None:
             rank_zero_warn(f"{kind}: there is {there} but no {lacking}: validation is left out.")
         if not module.automatic_optimization:
             _check_manual(session.config)
+        check_contradictions(session)
     elif fn in STEP_OF:
         stage = "val" if fn is TrainerFn.VALIDATING else "test"
         if not has(STEP_OF[fn]):

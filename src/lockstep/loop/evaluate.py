@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from lockstep.callbacks.prediction_writer import BasePredictionWriter
 from lockstep.ground.copies import kept
 from lockstep.ground.device import move_data_to_device
-from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import warn_once
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.hooks import ModuleHooks
@@ -27,6 +25,7 @@ from lockstep.loop.logging import Entry, LogCollector
 from lockstep.loop.padding import in_step, padding
 from lockstep.loop.progress import VALIDATED
 from lockstep.loop.session import Session
+from lockstep.loop.signatures import arguments_of, refuse_more
 
 FN_OF = {
     RunningStage.VALIDATING: TrainerFn.VALIDATING,
@@ -194,7 +193,10 @@ class EvaluationLoop:
         module, results = session.module, session.results
         several = len(feed.num_batches) > 1 and feed.sequential
         step = getattr(module, step_name)
-        takes = _arguments(step, several, step_name)
+        takes = arguments_of(step, several, step_name)
+        for hook in (f"on_{name}_batch_start", f"on_{name}_batch_end"):
+            if is_overridden(hook, module, ModuleHooks):
+                refuse_more(getattr(module, hook), (3 if several else 2) + hook.endswith("end"), hook)
         transfer = Transfer(module, session.datamodule, session.strategy)
         # a fit ends at its next boundary: its callbacks save it there, and all ranks agree on where that is
         ends_at_once = not session.fitting
@@ -313,21 +315,6 @@ class EvaluationLoop:
         else:
             for part, training in modes:
                 part.training = training
-
-
-def _arguments(step: Callable[..., Any], several: bool, name: str) -> int:
-    """How many of (batch, batch_idx, dataloader_idx) the user's step takes."""
-    parameters = inspect.signature(step).parameters.values()
-    wanted = 3 if several else 2
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return wanted
-    takes = min(wanted, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
-    if several and takes < 3:
-        raise MisconfigurationException(
-            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as "
-            f"`{name}(self, batch, batch_idx, dataloader_idx=0)`."
-        )
-    return takes
 
 
 def _is_scalar(value: object) -> bool:

@@ -263,12 +263,6 @@ def is_overridden(name: str, instance: object, base: type) -> bool:
     return found is not None and innermost(found) is not innermost(getattr(base, name, None))
 
 
-def takes_idx(training_step: Callable[..., Any]) -> bool:
-    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is."""
-    arguments = inspect.signature(training_step).parameters
-    return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
-
-
 class _CallbackMethod(partial[Any]):
     """A callback's method of a hook, with the Trainer and the module; it may be no bound method."""
 

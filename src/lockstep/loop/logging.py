@@ -308,7 +308,9 @@ class LogCollector:
         self.micro_batch = 1  # counted by the training loop, alike on all ranks
         self.weight = 1.0
         self.muted = False
-        self._barebones = getattr(getattr(module, "_trainer", None), "barebones", False)
+        trainer = getattr(module, "_trainer", None)
+        self._barebones = getattr(trainer, "barebones", False)
+        self._has_loggers = trainer is None or bool(trainer.loggers)
 
     @classmethod
     def of(cls, strategy: Strategy, module: nn.Module) -> LogCollector:
@@ -361,6 +363,8 @@ class LogCollector:
                 "in a step or epoch hook."
             )
         entry = Entry((*self.hook, name), options)
+        if options[1] is True and not self._has_loggers:
+            warn_once(f"self.log({name!r}, ..., logger=True), and there is no logger: give Trainer(logger=...) one.")
         known = self.table.setdefault(name, entry)
         if known is not entry:
             if known.normal() != entry.normal():

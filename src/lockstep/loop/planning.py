@@ -15,8 +15,9 @@ from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.tree import tensors_in
 from lockstep.hooks import ModuleHooks
-from lockstep.loop.hooks import is_overridden, takes_idx
+from lockstep.loop.hooks import is_overridden
 from lockstep.loop.optimizers import parse
+from lockstep.loop.signatures import takes_idx
 from lockstep.module import LightningModule
 from lockstep.planner.profile import ModelProfile, measure_step, profile_step
 from lockstep.planner.trace import Step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from lockstep.ground.closures import demands_closure, takes_closure
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.feed import Window
-from lockstep.loop.hooks import Transfer, is_overridden, is_replaced, takes_idx
+from lockstep.loop.hooks import Transfer, is_overridden, is_replaced
 from lockstep.loop.optimizers import LightningOptimizer, refuse_loss
 from lockstep.loop.padding import padding
 from lockstep.loop.parts import StepParts
 from lockstep.loop.progress import BATCH_END
 from lockstep.loop.schedulers import Schedulers
 from lockstep.loop.session import Session
+from lockstep.loop.signatures import takes_idx
 from lockstep.loop.step_watch import StepWatch
 from lockstep.loop.weighing import Share, share_of
 from lockstep.module import LightningModule
@@ -395,7 +396,7 @@ class Step:
             with padding(self.session) if weight == 0.0 else nullcontext():
                 skips = batch is None and not self.shared
                 output = None if skips else self.strategy.run(self.training_step, *arguments)
-            shown = output if isinstance(output, dict) else {} if output is None else {"loss": output}
+            shown = self._shown(output)
             outputs = None if batch is None else _detached(shown)
             self.progress.batch += 1
             self.progress.total_batches += 1
@@ -405,6 +406,20 @@ class Step:
             self._end(outputs, batch, batch_idx)
             yield
             batch_idx += 1
+
+    @staticmethod
+    def _shown(output: object) -> dict[str, Any]:
+        """What ``training_step`` of manual optimization returned, as ``on_train_batch_end`` sees it."""
+        if output is None:
+            return {}
+        if isinstance(output, Mapping):
+            return dict(output)
+        if isinstance(output, Tensor):
+            return {"loss": output}
+        raise MisconfigurationException(
+            f"`training_step` returned {output!r:.80} ({type(output).__name__}): under manual optimization it may "
+            "return a tensor or a dict, which `on_train_batch_end` is shown, or nothing."
+        )
 
     # -- parts of a window ---------------------------------------------------------------------------------
 

@@ -1,0 +1,88 @@
+"""What the user's step methods take: which of (batch, batch_idx, dataloader_idx) they are called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.ground.errors import MisconfigurationException
+
+GONE = {
+    "optimizer_idx": (
+        "several optimizers are stepped by `training_step` itself: set `self.automatic_optimization = False`, and step "
+        "them there (`a, b = self.optimizers()`)"
+    ),
+    "opt_idx": "several optimizers are stepped by `training_step` itself, under `self.automatic_optimization = False`",
+    "hiddens": "what goes on from batch to batch belongs into an attribute of the module",
+    "dataloader_idx": "of several training loaders `batch` has a part each, in the nest in which they were given",
+}
+"""Parameters that `training_step` had in other times, and what there is today."""
+
+
+def takes_idx(training_step: Callable[..., Any]) -> bool:
+    """Whether a ``training_step`` has a parameter for the index of the batch, whatever its name is.
+
+    Raises:
+        MisconfigurationException: it wants more than that.
+    """
+    arguments = inspect.signature(training_step).parameters
+    more = _required(training_step)[2:]
+    if more:
+        way_out = GONE.get(more[0], "give it a default, or take it from `self`")
+        raise MisconfigurationException(
+            f"`training_step` wants {more[0]!r}, and is called with (batch, batch_idx): {way_out}."
+        )
+    return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+
+
+def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) the user's step of an evaluation takes.
+
+    Args:
+        step: the method.
+        several: whether there are several loaders, one after another.
+        name: of the method, for the error.
+
+    Raises:
+        MisconfigurationException: it wants what it is not given, or lacks what tells loaders apart.
+    """
+    parameters = inspect.signature(step).parameters.values()
+    wanted = 3 if several else 2
+    refuse_more(step, wanted, name)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return wanted
+    takes = min(wanted, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
+    if several and takes < 3:
+        raise MisconfigurationException(
+            f"There are several loaders, and `{name}` takes no `dataloader_idx`: define it as "
+            f"`{name}(self, batch, batch_idx, dataloader_idx=0)`."
+        )
+    return takes
+
+
+def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
+    """Refuse a method that has to be called with more arguments than the loop has.
+
+    Raises:
+        MisconfigurationException: with the argument.
+    """
+    more = _required(method)[given:]
+    if not more:
+        return
+    if more[0] == "dataloader_idx":
+        raise MisconfigurationException(
+            f"`{name}` wants `dataloader_idx`, and there is one loader: leave it out, or give it a default, "
+            "`dataloader_idx=0`."
+        )
+    raise MisconfigurationException(
+        f"`{name}` wants {more[0]!r}, which the loop does not have: it gives the batch, its number, and of several "
+        "loaders `dataloader_idx`. Give it a default, or take it from `self`."
+    )
+
+
+def _required(method: Callable[..., Any]) -> list[str]:
+    """Names of the parameters without a default, in the order in which arguments fill them."""
+    parameters = inspect.signature(method).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in positional if p.default is p.empty]

@@ -1,0 +1,203 @@
+"""What a user asks for that cannot all be: it is refused, or said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lockstep.ground import rank
+from lockstep.ground.errors import MisconfigurationException
+from tests.loop.pieces import Slope, numbers, quiet
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been said yet."""
+    monkeypatch.setattr(rank, "_warned", set())
+
+
+class Measured(Slope):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("v", 1.0)
+
+
+def fit(**flags: Any) -> None:
+    quiet(**{"max_epochs": 2, **flags}).fit(Measured(), numbers(2), numbers(1))
+
+
+class OtherAverage(EMAWeightAveraging):
+    state_key = "other"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "averages",
+    [
+        lambda: [EMAWeightAveraging(), OtherAverage()],
+        lambda: [EMAWeightAveraging(), WeightAveraging()],
+        lambda: [StochasticWeightAveraging(0.1), EMAWeightAveraging()],
+    ],
+)
+def test_two_averages_of_the_weights_are_refused(averages: Any) -> None:
+    """At each validation one took the other's average for the weights, and training went on from there."""
+    with pytest.raises(MisconfigurationException, match=r"callbacks=\[\w+ and \w+\].*keep one"):
+        fit(callbacks=averages())
+
+
+def test_two_progress_bars_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"two progress bars"):
+        quiet(enable_progress_bar=True, callbacks=[TQDMProgressBar(), TQDMProgressBar()])
+
+
+def test_an_average_whose_parameters_others_exchange() -> None:
+    """It was a KeyError."""
+
+    class Layered(Measured):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1, dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[:, None]).mean()
+
+    callbacks = [ModelPruning("l1_unstructured", amount=0.5), StochasticWeightAveraging(0.1, swa_epoch_start=1)]
+    with pytest.raises(MisconfigurationException, match=r"weight_orig.*ModelPruning"):
+        quiet(max_epochs=3, callbacks=callbacks).fit(Layered(), numbers(2))
+
+
+SAID: list[tuple[str, dict[str, Any], str]] = [
+    ("flags", {"gradient_clip_algorithm": "value"}, r"gradient_clip_algorithm='value'\) clips nothing"),
+    ("flags", {"check_val_every_n_epoch": 5}, r"check_val_every_n_epoch=5, max_epochs=2.*before its first validation"),
+    ("flags", {"overfit_batches": 1, "limit_train_batches": 2}, r"overfit_batches=1, limit_train_batches=2"),
+    ("checkpoint", {"every_n_epochs": 5}, r"every_n_epochs=5\).*no epoch is saved"),
+    ("checkpoint", {"every_n_epochs": 0}, r"every_n_epochs=0\) saves nothing"),
+    ("checkpoint", {"save_top_k": 0}, r"save_top_k=0\) saves nothing"),
+    ("checkpoint", {"mode": "max"}, r"mode=\"max\"\) ranks nothing"),
+    ("checkpoint", {"save_on_train_epoch_end": True, "every_n_train_steps": 1}, r"saves by steps or time"),
+]
+
+
+@pytest.mark.parametrize(("of", "given", "said"), SAID)
+def test_what_has_no_effect_is_said(of: str, given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, **given) if of == "checkpoint" else None
+    flags = given if checkpoint is None else {"callbacks": [checkpoint], "enable_checkpointing": True}
+    with pytest.warns(UserWarning, match=said):
+        fit(**flags)
+
+
+def test_an_average_that_begins_behind_the_end_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"swa_epoch_start=9\).*before its average begins"):
+        fit(callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start=9)])
+
+
+def test_so_are_two_modes_of_one_metric(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"mode='min'\) and ModelCheckpoint\(monitor='v', mode='max'\)"):
+        fit(
+            callbacks=[EarlyStopping("v"), ModelCheckpoint(tmp_path, monitor="v", mode="max")],
+            enable_checkpointing=True,
+        )
+
+
+def test_and_a_monitor_without_a_logger() -> None:
+    with pytest.warns(UserWarning, match=r"ThroughputMonitor has nowhere to write"):
+        fit(callbacks=[ThroughputMonitor(batch_size_fn=len)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logger": True}, r"'x', ..., logger=True\), and there is no logger"),
+        ({"sync_dist_group": object()}, r"sync_dist_group=...\) has no effect"),
+        ({"enable_graph": True}, r"enable_graph=...\) has no effect"),
+    ],
+)
+def test_and_arguments_of_log(options: dict[str, Any], said: str) -> None:
+    class Logs(Slope):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.0, **options)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match=said):
+        quiet(max_epochs=1).fit(Logs(), numbers(1))
+
+
+def test_what_goes_together_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    callbacks = [
+        EarlyStopping("v"),
+        ModelCheckpoint(tmp_path, monitor="v"),
+        ModelCheckpoint(tmp_path, monitor="v", every_n_train_steps=2),
+        EMAWeightAveraging(),
+    ]
+    fit(callbacks=callbacks, enable_checkpointing=True, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+    assert [str(each.message) for each in recwarn if "eval mode" not in str(each.message)] == []
+
+
+# -- what steps take and return
+
+
+class Manual(Slope):
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.automatic_optimization, self.returned = False, returned
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize("returned", [5, 1.5, "loss", [torch.zeros(())], True])
+def test_manual_optimization_returns_a_tensor_a_dict_or_nothing(returned: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"`training_step` returned .*manual optimization"):
+        quiet(max_epochs=1).fit(Manual(returned), numbers(1))
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(()), {"any": 1}])
+def test_which_it_takes(returned: Any) -> None:
+    assert quiet(max_epochs=1).fit(Manual(returned), numbers(1)).epochs == 1
+
+
+def test_a_step_that_wants_dataloader_idx_of_one_loader() -> None:
+    class Wants(Slope):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    with pytest.raises(MisconfigurationException, match=r"`validation_step` wants `dataloader_idx`.*one loader"):
+        quiet().validate(Wants(), numbers(1))
+    quiet().validate(Wants(), [numbers(1), numbers(1)], verbose=False)
+
+
+def test_a_hook_that_does() -> None:
+    class Wants(Measured):
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    with pytest.raises(MisconfigurationException, match=r"`on_validation_batch_end` wants `dataloader_idx`"):
+        quiet().validate(Wants(), numbers(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("optimizer_idx", "automatic_optimization"), ("hiddens", "attribute"), ("other", "default")]
+)
+def test_a_training_step_that_wants_more(name: str, said: str) -> None:
+    module = type("Wants", (Slope,), {})()
+    exec(f"def step(batch, batch_idx, {name}): ...", made := {})
+    module.training_step = made["step"]
+    with pytest.raises(MisconfigurationException, match=rf"`training_step` wants '{name}'.*{said}"):
+        quiet(max_epochs=1).fit(module, numbers(1))
+
+
+def test_no_loggers_are_none() -> None:
+    trainer = quiet()
+    trainer.loggers = None
+    assert trainer.loggers == []
+    assert trainer.logger is None
