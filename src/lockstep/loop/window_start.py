@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.loop.logging import Entry, LogCollector
 from lockstep.loop.metrics import is_metric
@@ -109,7 +110,7 @@ class WindowStart:
 
     def _keep_buffers(self, prefix: str, part: nn.Module) -> None:
         for key, buffer in part._buffers.items():
-            if buffer is None or key in part._non_persistent_buffers_set:
+            if buffer is None or is_lazy(buffer) or key in part._non_persistent_buffers_set:
                 continue
             name = f"{prefix}.{key}" if prefix else key
             kept = self._buffers.get(name)
