@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 
+_KEPT = {"sync_dist_group": "reduced over all ranks", "enable_graph": "kept without their graph"}
+
+
+def _say_ignored(name: str, argument: str) -> None:
+    """An argument of `self.log` has no effect."""
+    warn_once(f"self.log({name!r}, {argument}=...) has no effect: values are {_KEPT[argument]}.", key=f"log {argument}")
+
+
 class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     """A model together with its training.
 
@@ -247,17 +255,14 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             add_dataloader_idx: with several evaluation loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: the weight of this value in place of the number of samples.
             rank_zero_only: only rank 0's value counts.
-            enable_graph, sync_dist_group: without effect, which is said.
-            metric_attribute: accepted; nothing reads it.
+            enable_graph, sync_dist_group, metric_attribute: nothing reads them; the first two say so.
         """
         trainer = self._trainer
         if trainer is None:
             warn_once(f"self.log({name!r}, ...) without a Trainer keeps nothing.", key="log without trainer")
             return
         if enable_graph or sync_dist_group is not None:
-            given, kept = ("sync_dist_group", "reduced over all ranks"), ("enable_graph", "kept without their graph")
-            argument, how = kept if sync_dist_group is None else given
-            warn_once(f"self.log({name!r}, {argument}=...) has no effect: values are {how}.", key=f"log {argument}")
+            _say_ignored(name, "enable_graph" if sync_dist_group is None else "sync_dist_group")
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist)
         results, kind = trainer.session.results, type(value)
         table = results.table
