@@ -246,8 +246,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             name: key in loggers and ``callback_metrics``; with on_step and on_epoch, ``_step`` or ``_epoch`` follows.
             value: number, tensor of one element or torchmetrics object; ``MisconfigurationException`` for all others,
                 and in a hook where nothing can be logged.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers (default True).
+            prog_bar, logger: show it in the progress bar (default False), send it to the loggers (default True).
             on_step: keep the newest value (default: in training hooks).
             on_epoch: keep the reduction over the epoch (default: in evaluation and epoch hooks).
             reduce_fx: over steps and ranks: "mean", "sum", "min" or "max".
@@ -255,7 +254,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             add_dataloader_idx: with several evaluation loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: the weight of this value in place of the number of samples.
             rank_zero_only: only rank 0's value counts.
-            enable_graph, sync_dist_group, metric_attribute: nothing reads them; the first two say so.
+            enable_graph, sync_dist_group, metric_attribute: nothing reads them.
         """
         trainer = self._trainer
         if trainer is None:
@@ -271,8 +270,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             entry = table.get(name)
             quick = value.dtype if kind is Tensor else float  # type: ignore[union-attr]
             if entry is not None and quick is entry.quick and entry.options == options:
-                # Most values, in this frame: with nothing of ours in the processor's cache a call costs a microsecond.
-                try:
+                try:  # most values, in this frame: with nothing of ours in the processor's cache a call costs 1 µs
                     number = value.item() if kind is Tensor else value  # type: ignore[union-attr]
                 except RuntimeError:  # more numbers than one
                     results.log(name, value, options, batch_size)
