@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lockstep.data.source import Replicas
-from lockstep.ground import rank
 from lockstep.loop.feed import Feed
 from tests.data.loaders import Stream, drawn, epoch, loader
 
@@ -57,34 +54,3 @@ def test_ranks_with_data_of_their_own_end_together(ranks: Any) -> None:
 def test_ranks_that_disagree_about_shared_data_are_told(ranks: Any) -> None:
     with pytest.raises(Exception, match=r"train_dataloader is not the same on all ranks"):
         ranks(2).run(play_different_lengths, True)
-
-
-class OwnShards(IterableDataset[int]):
-    """Gives each rank its own part of the numbers, or all ranks the same ones, in a random order."""
-
-    def __init__(self, own: bool) -> None:
-        self.own = own
-
-    def __iter__(self) -> Iterator[int]:
-        first, step = (torch.distributed.get_rank(), 2) if self.own else (0, 1)
-        return iter([first + step * number for number in torch.randperm(8).tolist()])
-
-
-def play_own_shards(own: bool, workers: int, mixed: bool) -> bool:
-    replicas = Replicas(torch.distributed.get_rank(), 2)
-    made: Any = DataLoader(OwnShards(own), 2, num_workers=workers)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        rank._warned.clear()
-        epoch(Feed.train([made, loader(20)] if mixed else made, replicas=replicas, seed=1))
-    return any("use_distributed_sampler=False" in str(warning.message) for warning in seen)
-
-
-@pytest.mark.parametrize(
-    ("own", "workers", "mixed"), [(True, 0, False), (True, 2, True), (False, 0, True), (False, 2, False)]
-)
-def test_a_stream_that_shards_itself_by_rank_was_shared_out_twice_without_a_word(
-    ranks: Any, own: bool, workers: int, mixed: bool
-) -> None:
-    """Half of its samples were lost; a plain stream, though in random order, is no cause for a warning."""
-    assert ranks(2).run(play_own_shards, own, workers, mixed)[0] is own

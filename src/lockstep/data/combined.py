@@ -439,7 +439,6 @@ class Mixed(Source):
 
     def _weighed_row(self, row: list[Any]) -> tuple[Any, float]:
         weight = RowWeight.of(0.0 if item is None else item[1] for item in row)
-        self.mark = sum(part.mark for part in self._parts) % 2**52
         some = bool(weight)  # else it is a padding batch, or nobody's
         kept = [None if item is None or (some and not item[1]) else item[0] for item in row]
         return tree_unflatten(kept, self.nest), weight

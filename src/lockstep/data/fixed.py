@@ -54,6 +54,8 @@ class Untouched(Source):
         measure: tells the size of a batch where the loader does not tell it ahead.
     """
 
+    own = True
+
     def __init__(self, loader: Iterable[Any], spec: SourceSpec, measure: Measure) -> None:
         self._measure = measure
         self.rank = spec.rank

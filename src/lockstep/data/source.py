@@ -171,6 +171,8 @@ class Source(ABC):
     """Samples of a last batch that is not full, of loaders that are taken as they are."""
     batch: int = 1
     """Samples that a rank draws for a full micro-batch; by weight, the mean over the ranks."""
+    own: bool = False
+    """Each rank has data of its own, of any length; else the ranks share one data set."""
     flexible: bool = False
     """Can be cut into windows of any size; else in whole batches only."""
     pads: bool = False
@@ -184,9 +186,6 @@ class Source(ABC):
     drawn: int = 0
     """Micro-batches of the pass that were drawn, by loader workers ahead of training, too; where it ``reshares``."""
     rank: int
-    mark: float = 0.0
-    """Stands for the first sample of a stream before it was shared out. It differs between ranks where they do not read
-    the same stream."""
     noted: deque[list[Any]] | None = None
     """What the data set was asked for, batch by batch, as far as it was not taken out again; see `note_indices`."""
 

@@ -18,6 +18,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.cut import WindowPlan
 from lockstep.data.order import generator, make_key, mix
+from lockstep.data.own_parts import EMPTY, FAILED, OTHER_RANKS, UNKNOWN, OwnParts, shards_itself
 from lockstep.data.randomness import capture, put_back, seed_all
 from lockstep.data.source import (
     Measure,
@@ -50,6 +51,12 @@ class Stream(Source):
         self._measure = measure  # of what the data set gives as a batch by itself
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
+        kind = type(loader.dataset).__name__
+        self._kind, self._moved = kind, False
+        self.own = shards_itself(loader.dataset)
+        self._own_parts: OwnParts | None = None
+        if spec.size > 1 and spec.gather is not None and not self.own:
+            self._own_parts = OwnParts(spec.gather, loader.num_workers, measure.name, kind, samples is not None)
         size = getattr(batches, "batch_size", None)
         self.batch = size or 1
         self._samples, self._batch_size, self._drop_last = samples, size, loader.drop_last
@@ -57,7 +64,7 @@ class Stream(Source):
         self.length = self.planned(spec.size)
         self._sizes = Sizes(spec.rank, spec.size, self.batch)
         self._first = 0  # micro-batches of the pass that earlier lives of the run have drawn
-        self._shard = Shard(cast(IterableDataset[Any], loader.dataset), spec.rank, spec.size, key)
+        self._shard = Shard(cast(IterableDataset[Any], loader.dataset), spec.rank, spec.size, key, self._own_parts)
         self._counts = batches is not None
         self.flexible = self._counts and self.batch > 1
         self._own_process = loader.num_workers == 0
@@ -81,6 +88,9 @@ class Stream(Source):
         goes_on = self._go_back(epoch, turn)
         self._begin(epoch, turn)
         iterator = opened(self._copy)
+        if self._own_parts is not None:
+            self._own_parts.settle(iterator)
+            iterator = self._checked(iterator)
         if self._own_process:
             iterator = unmixed(iterator)
         if self._counts and not goes_on and not self._shard.lives:
@@ -89,7 +99,7 @@ class Stream(Source):
             iterator = skipped(iterator, start - self._first)
         if not self._counts:
             return self._measure.each(iterator)
-        return self._marked(iterator)
+        return ((batch, float(count)) for count, _, batch in iterator)
 
     def _begin(self, epoch: int, turn: int) -> None:
         if self._coming != (epoch, turn):
@@ -137,17 +147,30 @@ class Stream(Source):
             yield batch
         yield from iterator
 
-    def _marked(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-        for count, mark, batch in iterator:
-            self.mark = mark
-            yield batch, float(count)
+    def _checked(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Refuses a stream of parts that was begun on other ranks, once the first batch has told what it is."""
+        for batch in itertools.islice(iterator, 1):
+            self._check_ranks()
+            yield batch
+        yield from iterator
+
+    def _check_ranks(self) -> None:
+        if self._own_parts is not None:
+            self.own = bool(self._own_parts.found)
+        if self._moved and self.own:
+            raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
 
     def planned(self, ranks: int) -> int | float:
         if self._samples is None:
             return math.inf
+        ranks = 1 if self.own else ranks  # its length is that of a rank's own part
         return stream_length(self._samples, self._batch_size, self._drop_last, ranks, self._workers)
 
     def recut(self, plan: WindowPlan) -> None:
+        self._moved = plan.number > 0
+        if self._moved and plan.position is None:  # it was a stream of parts
+            raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
+        self._check_ranks()
         lives = [DrawHistory(*life) for life in plan.position] if isinstance(plan.position, list) else []
         changes = self.flexible and self._sizes.recut(plan)
         if changes:
@@ -157,21 +180,25 @@ class Stream(Source):
             self._coming = None
         self._shard.lives, self._first = lives, plan.number if lives else 0
 
-    def position(self, number: int) -> list[list[Any]]:
+    def position(self, number: int) -> list[list[Any]] | None:
+        if self.own:
+            return None
         taken = self._sizes.taken(number - self._first, self._workers)
         here = DrawHistory(self._sizes.size, self._workers, taken)
         return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
 
     def state_dict(self) -> dict[str, Any]:
         if hasattr(self._copy, "state_dict"):
-            return {"loader": cast(Stateful, self._copy).state_dict(), "pass": self._pass}
+            return {"loader": cast(Stateful, self._copy).state_dict(), "pass": self._pass, "own": self.own}
         if self._own_process and hasattr(self._shard.dataset, "state_dict"):
-            return {"stream": self._shard.state_dict(), "pass": self._pass}
+            return {"stream": self._shard.state_dict(), "pass": self._pass, "own": self.own}
         return {"first": self._first_sample} if self._first_sample else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._was_first = state.get("first", [])
         self._resume = state if "loader" in state or "stream" in state else {}
+        if self._resume and self._own_parts is not None:
+            self._own_parts.found = bool(state.get("own"))  # it goes on behind the samples that would tell
 
     def close(self) -> None:
         end_workers(self._copy)
@@ -280,9 +307,8 @@ class Shard(IterableDataset[Any]):
       that reaches for the data set through it).
     - Of any other, sample ``i`` goes to worker ``w`` of rank ``r`` if ``i % (workers x ranks) == w x ranks +
       r``.
-    - One that shards itself over ranks is taken whole if that can be seen (``split_dataset_by_node`` of
-      Hugging Face's `datasets`); otherwise set ``Trainer(use_distributed_sampler=False)``. Its first sample is
-      another on each rank, which ``mark`` tells.
+    - One that shards itself over ranks is taken whole: it is known (`shards_itself`), or begins with another
+      sample on each rank (`OwnParts`).
 
     Before each sample the generators are seeded from (seed, epoch, position in the stream).
 
@@ -291,6 +317,7 @@ class Shard(IterableDataset[Any]):
         rank: this rank.
         size: number of ranks.
         key: 64 bits that stand for (seed, loader).
+        own_parts: tells whether the ranks' streams are parts already; None: they are, or nobody needs to know.
 
     Attributes:
         mark: a number that stands for the first sample of the stream, read by this copy; 0.0 where there is none.
@@ -298,11 +325,14 @@ class Shard(IterableDataset[Any]):
             out as if they were the whole stream.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], rank: int, size: int, key: int) -> None:
-        whole = getattr(dataset, "_distributed", None) is not None
+    def __init__(
+        self, dataset: IterableDataset[Any], rank: int, size: int, key: int, own_parts: OwnParts | None = None
+    ) -> None:
         self.dataset = dataset
-        self.rank, self.size = (0, 1) if whole else (rank, size)
+        self.rank, self.size = rank, size
         self.key = key
+        self._own_parts = own_parts
+        self._own = shards_itself(dataset)
         self.mark = 0.0
         self.epoch = 0
         self.turn = 0
@@ -332,31 +362,64 @@ class Shard(IterableDataset[Any]):
 
     def _mine(self, key: int) -> Iterator[Any]:
         info = watch_worker_info()
+        samples = self._samples(key, info)
+        if self._own_parts is not None:
+            samples = self._asked(samples, None if info is None else info.worker, self._own_parts)
+        for number, item in samples:
+            rank, size = (0, 1) if self._own else (self.rank, self.size)
+            own = info is not None and self._looked
+            left = self._left(number, info.worker if own and info is not None else None) if self.lives else number
+            if left is None:
+                continue
+            if info is None or self._looked:
+                mine = left % size == rank
+            else:
+                mine = left % (info.workers * size) == info.worker * size + rank
+            if mine:
+                yield item
+
+    def _samples(self, key: int, info: WatchedInfo | None) -> Iterator[tuple[int, Any]]:
+        """The stream, numbered."""
         worker = 0 if info is None else info.worker
         seed_all(mix(key, self._read))
         iterator = iter(self.dataset)
         for number in itertools.count(self._read):
-            # Workers that shard by themselves are at different samples, so each gets random numbers of its own;
+            # Readers that shard by themselves are at different samples, so each gets random numbers of its own;
             # but not before the first: what is shuffled there must come out the same in all.
-            seed_all(mix(make_key(key, worker) if self._looked and number > 0 else key, number))
+            here = key
+            if number > 0 and self._own:
+                here = make_key(here, "rank", self.rank)
+            if number > 0 and self._looked:
+                here = make_key(here, worker)
+            seed_all(mix(here, number))
             item = next(iterator, _END)
             if item is _END:
                 return
-            if number == 0:
+            if number == 0 and not self._own:
                 self.mark = fingerprint(item)
             self._read = number + 1
             if info is not None and not self._looked:
                 self._looked = info.looked
-            own = info is not None and self._looked
-            left = self._left(number, worker if own else None) if self.lives else number
-            if left is None:
-                continue
-            if info is None or self._looked:
-                mine = left % self.size == self.rank
-            else:
-                mine = left % (info.workers * self.size) == worker * self.size + self.rank
-            if mine:
-                yield item
+            yield number, item
+
+    def _asked(
+        self, samples: Iterator[tuple[int, Any]], worker: int | None, own_parts: OwnParts
+    ) -> Iterator[tuple[int, Any]]:
+        """The stream, once the ranks know from its first samples whether it is the same on all."""
+        head: list[tuple[int, Any]] = []
+        if own_parts.found is None:
+            ahead = 1 if hasattr(self.dataset, "state_dict") else 2  # one that tells its state is not read ahead of it
+            try:
+                head = list(itertools.islice(samples, ahead))
+            except BaseException:
+                own_parts.ask(worker, FAILED)
+                raise
+            own_parts.ask(worker, fingerprint([item for _, item in head]) or UNKNOWN if head else EMPTY)
+        self._own = bool(own_parts.found)
+        if self._own:
+            self.mark = 0.0  # it is to be another on each rank
+        yield from head
+        yield from samples
 
     def _left(self, number: int, worker: int | None) -> int | None:
         """The number of a sample among those that were left by all lives; None if one of them has drawn it."""

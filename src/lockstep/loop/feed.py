@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.combined import LENGTHS, Mixed, RowWeight, checked_shares, make_sources, unpack
 from lockstep.data.cut import WindowPlan
-from lockstep.data.fixed import Untouched
 from lockstep.data.source import Gather, Replicas, Reshare, Source, SourceSpec, length_of
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.rank import does, rank_zero_warn, warn_once
+from lockstep.ground.rank import does, rank_zero_warn
 from lockstep.loop.progress import BatchCounting, ResumePoint
 from lockstep.loop.weighing import Part, weigh, weigh_parts
 
@@ -74,7 +73,7 @@ def check_alike(parts: list[Source], spec: SourceSpec, names: list[str]) -> bool
     ranks = spec.gather(torch.tensor(mine, dtype=torch.int64))
     same = (ranks == ranks[0]).all(dim=2).all(dim=0).tolist()
     for number, (part, name) in enumerate(zip(parts, names, strict=True)):
-        if not same[number] and not isinstance(part, Untouched):
+        if not same[number] and not part.own:
             lengths = ", ".join(str(length) for length in ranks[:, number, 0].tolist())
             raise MisconfigurationException(
                 f"{name} is not the same on all ranks (batches by rank: {lengths}). lockstep shares one data "
@@ -132,11 +131,6 @@ CountingFor = Callable[[int, list[int], bool], BatchCounting]
 into windows of any size."""
 
 _END = object()
-OTHER_STREAMS = (
-    "The iterable data set of train_dataloader begins with another sample on each rank. If it shards itself over the "
-    "ranks, it is now shared out twice, and most of its samples are never seen: set "
-    "Trainer(use_distributed_sampler=False). If it draws its samples by chance or from elsewhere, all is well."
-)
 
 
 class Window:
@@ -632,15 +626,11 @@ class Feed:
         if self._gather is None:
             return [()] * len(weights), [sum(weights)], not more, [[each] for each in sums]
         there = [float(weight > 0) for weight in weights] + [0.0] * (room - len(weights))
-        mine = [len(weights), sum(weights), more, self._source.mark, *there, *sums]
+        mine = [len(weights), sum(weights), more, *there, *sums]
         ranks = self._gather(torch.tensor(mine, dtype=torch.float64))
-        if len({mark for mark in ranks[:, 3].tolist() if mark}) > 1:
-            warn_once(OTHER_STREAMS)
         size = int(ranks[:, 0].max())
-        absent = [
-            tuple(rank for rank, mark in enumerate(each) if not mark) for each in ranks[:, 4 : 4 + room].T.tolist()
-        ]
-        return absent[:size], ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 4 + room :].T.tolist()
+        absent = [tuple(rank for rank, has in enumerate(each) if not has) for each in ranks[:, 3 : 3 + room].T.tolist()]
+        return absent[:size], ranks[:, 1].tolist(), not bool(ranks[:, 2].any()), ranks[:, 3 + room :].T.tolist()
 
     def _any_batch(self) -> Any:
         """Some batch of this rank, for a step in which it takes part for the others' sake only."""
