@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -166,7 +167,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def rows(
     openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, begun: Sequence[int] | None = None
 ) -> Iterator[list[Any]]:
-    """Draws side by side from several iterators, in one of the modes but ``"sequential"``.
+    """Draws side by side from several iterators, which are opened now, in one of the modes but ``"sequential"``.
 
     Args:
         openers: each opens one iterator, given the number of passes that have ended before.
@@ -175,6 +176,12 @@ def rows(
     """
     turns = list(begun or [0] * len(openers))
     iterators = [opener(turn) for opener, turn in zip(openers, turns, strict=True)]
+    return _drawn_from(iterators, openers, mode, turns)
+
+
+def _drawn_from(
+    iterators: list[Iterator[Any]], openers: Sequence[Callable[[int], Iterator[Any]]], mode: str, turns: list[int]
+) -> Iterator[list[Any]]:
     while iterators:
         row = [next(iterator, _END) for iterator in iterators]
         ended = [item is _END for item in row]
@@ -423,6 +430,8 @@ class Mixed(Source):
     def recut(self, plan: WindowPlan) -> None:
         for part in self._parts:  # which go on by the number of micro-batches
             part.recut(replace(plan, number=0, position=None))
+            if isinstance(part, Stream):
+                part.moved = plan.number > 0
         self._measure()
 
     def use_shares(self, shares: Sequence[Reshare]) -> None:
@@ -469,9 +478,14 @@ class Mixed(Source):
         return [leaf for part in self._parts for leaf in part.leaves()]
 
     def state_dict(self) -> dict[str, Any]:
-        states = [part.state_dict() for part in self._parts]
-        if self._rereads or self._mode == "max_size_cycle":
-            states = list(map(of_all_ranks, states))  # other states do not tell how often their loader has begun anew
+        states: list[dict[str, Any]] = []
+        for part in self._parts:
+            if not self._rereads and self._mode != "max_size_cycle":
+                states.append(part.state_dict())
+            elif isinstance(part, (Untouched, Stream)):  # read again; nor does theirs tell how often they began anew
+                states.append({})
+            else:
+                states.append(of_all_ranks(part.state_dict()))
         found: dict[str, Any] = {"parts": states} if any(states) else {}
         if self._rereads and self._states is not None:
             found |= {"random": self._states, "own": self._own_states}
@@ -500,23 +514,23 @@ class Mixed(Source):
 
             def open_pass(turn: int) -> Iterator[Any]:
                 at = first_start if turn == first_turn else 0
-                opened = open_part[number](epoch, turn, at, limit)
-                return opened if math.isinf(limit) else itertools.islice(opened, max(0, int(limit) - at))
+                batches = open_part[number](epoch, turn, at, limit)
+                return batches if math.isinf(limit) else itertools.islice(batches, max(0, int(limit) - at))
 
             return open_pass
 
         openers = [opener(number) for number in range(len(self._parts))]
-        walk = rows(openers, self._mode, [turn for turn, _ in begins])
+        opened = partial(rows, openers, self._mode, [turn for turn, _ in begins])
         resume, self._resume = self._resume, None
         if not self._rereads:
-            return walk
+            return opened()
         if resume is None or start == 0:
             self._states = random_states(include_cuda=False)
             self._own_states = [part.generator_states() for part in self._parts]
-            return skipped(walk, start)
+            return skipped(opened(), start)
         self._states, self._own_states = resume["random"], resume.get("own", [])
         for part, states in zip(self._parts, self._own_states, strict=False):
             part.set_generator_states(states)
         with isolate_rng(include_cuda=False):
             set_random_states(resume["random"])
-            return skipped(walk, start)
+            return skipped(opened(), start)

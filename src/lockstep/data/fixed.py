@@ -62,6 +62,7 @@ class Untouched(Source):
         self._loader = loader
         self._size = spec.size
         self._states: dict[str, Any] | None = None
+        self._pass: list[int] | None = None
         self._resume: dict[str, Any] = {}
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         length = length_of(loader)
@@ -90,9 +91,12 @@ class Untouched(Source):
         if "loader" in resume:
             cast(Stateful, self._loader).load_state_dict(resume["loader"])
             iterator = opened(self._loader)
-            if resume.get("pass", self._pass) == self._pass:
+            same = resume.get("pass", self._pass) == self._pass
+            if same and start < min(stop, self.length):
                 return iterator
             next(iterator, None)  # the checkpoint is of the end of a pass, which is over with this
+            if same:
+                return iter(())
         if "random" not in resume or start == 0:
             self._states = random_states(include_cuda=False)
             self._own_states = self.generator_states()
@@ -144,7 +148,7 @@ class Untouched(Source):
             self._loader = copy_loader(self._loader, batch_sampler=_Noted(batches, self.noted))
 
     def state_dict(self) -> dict[str, Any]:
-        if self._stateful:
+        if self._stateful and self._pass is not None:
             return {"loader": cast(Stateful, self._loader).state_dict(), "pass": self._pass}
         if self._states is None:
             return {}

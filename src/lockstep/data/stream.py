@@ -42,7 +42,11 @@ _END = object()
 
 
 class Stream(Source):
-    """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`."""
+    """A loader over an iterable data set, shared out over ranks and workers; how: `Shard`.
+
+    Attributes:
+        moved: the pass to come was begun on other ranks.
+    """
 
     ahead = False
 
@@ -52,7 +56,7 @@ class Stream(Source):
         self._key = key
         samples, batches = length_of(loader.dataset), loader.batch_sampler
         kind = type(loader.dataset).__name__
-        self._kind, self._moved = kind, False
+        self._kind, self.moved = kind, False
         self.own = shards_itself(loader.dataset)
         self._own_parts: OwnParts | None = None
         if spec.size > 1 and spec.gather is not None and not self.own:
@@ -64,7 +68,8 @@ class Stream(Source):
         self.length = self.planned(spec.size)
         self._sizes = Sizes(spec.rank, spec.size, self.batch)
         self._first = 0  # micro-batches of the pass that earlier lives of the run have drawn
-        self._shard = Shard(cast(IterableDataset[Any], loader.dataset), spec.rank, spec.size, key, self._own_parts)
+        share = StatefulShard if hasattr(loader.dataset, "state_dict") else Shard
+        self._shard = share(cast(IterableDataset[Any], loader.dataset), spec.rank, spec.size, key, self._own_parts)
         self._counts = batches is not None
         self.flexible = self._counts and self.batch > 1
         self._own_process = loader.num_workers == 0
@@ -76,6 +81,8 @@ class Stream(Source):
         self._copy = copy_loader(loader, **changes)
         self._coming: tuple[int, int] | None = None  # pass that persistent workers expect
         self._pass = [0, 0]
+        self._ended: dict[str, Any] = {}  # the state of a pass that had come to its end before it was resumed
+        self._over = False  # the pass has come to its end: a loader with a state would begin anew there
         self._resume: dict[str, Any] = {}
         self._name = measure.name
         self._first_sample: list[Any] = []  # pass, ranks, workers, and what stands for its first sample
@@ -85,12 +92,19 @@ class Stream(Source):
         return (batch for batch, _ in self.weighed(epoch, turn, start, stop))
 
     def weighed(self, epoch: int, turn: int, start: int, stop: int | float) -> Iterator[tuple[Any, float]]:
+        self._over = bool(self._resume.get("over")) and self._resume["pass"] == [epoch, turn]
+        if self._over:
+            self._ended, self._resume = self._resume, {}
+            return iter(())
+        self._ended = {}
         goes_on = self._go_back(epoch, turn)
         self._begin(epoch, turn)
         iterator = opened(self._copy)
         if self._own_parts is not None:
             self._own_parts.settle(iterator)
-            iterator = self._checked(iterator)
+            iterator = self._told(iterator)
+        if hasattr(self._copy, "state_dict"):
+            iterator = self._to_the_end(iterator)
         if self._own_process:
             iterator = unmixed(iterator)
         if self._counts and not goes_on and not self._shard.lives:
@@ -118,7 +132,7 @@ class Stream(Source):
             return False
         if "loader" in state:
             cast(Stateful, self._copy).load_state_dict(state["loader"])
-        else:
+        elif isinstance(self._shard, StatefulShard):
             self._shard.load_state_dict(state["stream"])
         old = state.get("pass", [epoch, turn])  # versions before did not tell
         if old == [epoch, turn]:
@@ -147,17 +161,23 @@ class Stream(Source):
             yield batch
         yield from iterator
 
-    def _checked(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Refuses a stream of parts that was begun on other ranks, once the first batch has told what it is."""
-        for batch in itertools.islice(iterator, 1):
-            self._check_ranks()
+    def _told(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Looks at what the first batch has told of the stream."""
+        batch = next(iterator, _END)
+        self._check_ranks()
+        if batch is not _END:
             yield batch
+            del batch
+            yield from iterator
+
+    def _to_the_end(self, iterator: Iterator[Any]) -> Iterator[Any]:
         yield from iterator
+        self._over = True
 
     def _check_ranks(self) -> None:
         if self._own_parts is not None:
             self.own = bool(self._own_parts.found)
-        if self._moved and self.own:
+        if self.moved and self.own:
             raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
 
     def planned(self, ranks: int) -> int | float:
@@ -167,8 +187,8 @@ class Stream(Source):
         return stream_length(self._samples, self._batch_size, self._drop_last, ranks, self._workers)
 
     def recut(self, plan: WindowPlan) -> None:
-        self._moved = plan.number > 0
-        if self._moved and plan.position is None:  # it was a stream of parts
+        self.moved = plan.number > 0
+        if self.moved and plan.position is None:  # it was a stream of parts
             raise MisconfigurationException(OTHER_RANKS.format(name=self._name, kind=self._kind))
         self._check_ranks()
         lives = [DrawHistory(*life) for life in plan.position] if isinstance(plan.position, list) else []
@@ -188,10 +208,13 @@ class Stream(Source):
         return [[life.ranks, life.workers, life.taken] for life in [*self._shard.lives, here]]
 
     def state_dict(self) -> dict[str, Any]:
+        if self._ended:
+            return self._ended
+        about = {"pass": self._pass, "own": self.own}
         if hasattr(self._copy, "state_dict"):
-            return {"loader": cast(Stateful, self._copy).state_dict(), "pass": self._pass, "own": self.own}
-        if self._own_process and hasattr(self._shard.dataset, "state_dict"):
-            return {"stream": self._shard.state_dict(), "pass": self._pass, "own": self.own}
+            return {"loader": cast(Stateful, self._copy).state_dict(), "over": self._over, **about}
+        if self._own_process and isinstance(self._shard, StatefulShard):
+            return {"stream": self._shard.state_dict(), **about}
         return {"first": self._first_sample} if self._first_sample else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -338,7 +361,7 @@ class Shard(IterableDataset[Any]):
         self.turn = 0
         self._passes = 0  # begun by this copy: those in persistent workers live from epoch to epoch
         self._read = 0  # samples of the stream in this pass
-        self._looked = False
+        self._looked = self._ended = False
         self._resume: dict[str, Any] | None = None
         self.lives: list[DrawHistory] = []
         self._drawn: list[int] = []  # samples that each of the lives has drawn, as far as they were read
@@ -350,10 +373,13 @@ class Shard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch + self._passes
         self._passes += 1
-        self._read = 0
+        self._read, self._ended = 0, False
         self._drawn = [0] * len(self.lives)
         call_set_epoch(self.dataset, epoch)
         state, self._resume = self._resume, None
+        if state is not None and state.get("ended"):  # its own state may be that of a beginning
+            self._ended = True
+            return iter(())
         if state is not None:
             self._read, self._looked = state["read"], state["looked"]
             self._drawn = list(state.get("drawn", self._drawn))
@@ -394,6 +420,7 @@ class Shard(IterableDataset[Any]):
             seed_all(mix(here, number))
             item = next(iterator, _END)
             if item is _END:
+                self._ended = True
                 return
             if number == 0 and not self._own:
                 self.mark = fingerprint(item)
@@ -408,7 +435,7 @@ class Shard(IterableDataset[Any]):
         """The stream, once the ranks know from its first samples whether it is the same on all."""
         head: list[tuple[int, Any]] = []
         if own_parts.found is None:
-            ahead = 1 if hasattr(self.dataset, "state_dict") else 2  # one that tells its state is not read ahead of it
+            ahead = 1 if isinstance(self, StatefulShard) else 2  # one that tells its state is not read ahead of it
             try:
                 head = list(itertools.islice(samples, ahead))
             except BaseException:
@@ -430,11 +457,15 @@ class Shard(IterableDataset[Any]):
             number -= self._drawn[index]
         return number
 
+
+class StatefulShard(Shard):
+    """The part of a data set that can save where it is and go back there."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Samples read so far, and the data set's own state (it must have one)."""
+        """Samples read so far, and the data set's own state; of a stream that has ended, that it has."""
         drawn = {"drawn": list(self._drawn)} if self.lives else {}
         state = cast(Stateful, self.dataset).state_dict()
-        return {"read": self._read, "looked": self._looked, **drawn, "dataset": state}
+        return {"read": self._read, "looked": self._looked, "ended": self._ended, **drawn, "dataset": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next pass goes on from there."""
