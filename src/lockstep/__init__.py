@@ -4,7 +4,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from lockstep.aliases import install, late
-from lockstep.launch.environment import inherit
+from lockstep.launch.environment import ask_nvml, inherit
 
 if TYPE_CHECKING:
     from lockstep import callbacks as callbacks
@@ -61,5 +61,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+ask_nvml()
 install()
 inherit()

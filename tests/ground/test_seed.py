@@ -19,8 +19,10 @@ from lockstep.ground.seed import (
     hand_down_seed,
     isolate_rng,
     random_states,
+    random_states_of,
     seed_everything,
     set_random_states,
+    set_random_states_of,
 )
 
 
@@ -135,3 +137,68 @@ def test_says_the_seed_and_the_rank(caplog: pytest.LogCaptureFixture) -> None:
         seed_everything(3)
         seed_everything(4, verbose=False)
     assert [r.getMessage() for r in caplog.records] == ["[rank: 0] seed set to 3"]
+
+
+# -- devices that have other numbers elsewhere ---------------------------------------------------------------
+
+
+class Process:
+    """A process that sees some devices, whose generators torch.Generators stand for."""
+
+    def __init__(self, visible: int) -> None:
+        self.generators = [torch.Generator() for _ in range(visible)]
+        for generator in self.generators:
+            generator.seed()
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.generators[device.index].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.generators[device.index].set_state(state)
+
+    def mask(self, number: int) -> torch.Tensor:
+        return torch.rand(64, generator=self.generators[number]) < 0.5
+
+
+def told(monkeypatch: pytest.MonkeyPatch, one: Process, numbers: list[int]) -> dict[str, Any]:
+    """What a process says of its devices, through a file."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: one)
+    return through_a_file(random_states_of([torch.device("cuda", number) for number in numbers]))
+
+
+def heard(monkeypatch: pytest.MonkeyPatch, other: Process, states: dict[str, Any], numbers: list[int]) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: other)
+    set_random_states_of(states, [torch.device("cuda", number) for number in numbers])
+
+
+@pytest.mark.parametrize(("visible", "own"), [(2, 1), (1, 0), (8, 5)])
+def test_ranks_of_a_row_draw_alike_on_devices_of_other_numbers(
+    visible: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallel: the second rank took the first one's unused generator, and dropout masks differed."""
+    first, second = Process(visible), Process(visible)
+    first.mask(0)  # weights were drawn on the device
+    heard(monkeypatch, second, told(monkeypatch, first, [0]), [own])
+    assert torch.equal(first.mask(0), second.mask(own))
+
+
+def test_a_resume_on_another_device_number_goes_on_with_the_ranks_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 of a node went on by number 0 where each task sees one device, with numbers that nobody had drawn from."""
+    before, after = Process(4), Process(1)
+    before.mask(3)
+    heard(monkeypatch, after, told(monkeypatch, before, [3]), [0])
+    assert torch.equal(before.mask(3), after.mask(0))
+
+
+def test_a_process_with_several_devices_puts_each_state_into_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = Process(4), Process(6)
+    heard(monkeypatch, after, told(monkeypatch, before, [2, 0]), [5, 1])
+    assert torch.equal(before.mask(2), after.mask(5))
+    assert torch.equal(before.mask(0), after.mask(1))
+
+
+def test_states_of_earlier_checkpoints_go_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = Process(2), Process(2)
+    states = {**random_states(), "cuda": [generator.get_state() for generator in before.generators]}
+    heard(monkeypatch, after, states, [1])
+    assert torch.equal(before.mask(1), after.mask(1))

@@ -56,7 +56,7 @@ def twice() -> nn.Module:
 
 def built(make: Callable[[], nn.Module], budget: int) -> tuple[dict[str, Tensor], Tensor, int, int]:
     torch.manual_seed(3 + dist.get_rank())
-    with rank_0_draws(), ShardedInit(budget) as building:
+    with rank_0_draws([torch.device("cpu")]), ShardedInit(budget) as building:
         net = make()
         after = torch.get_rng_state()
     state = net.state_dict(keep_vars=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, SupportsInt
 
@@ -69,7 +69,8 @@ def random_states(include_cuda: bool = True) -> dict[str, Any]:
     """The states of torch's, CUDA's, numpy's and Python's global generators.
 
     Made of dicts, tensors, numbers and None only, so that ``torch.load(weights_only=True)`` reads them back;
-    `set_random_states` restores them bit for bit. CUDA's are there if this process has used CUDA.
+    `set_random_states` restores them bit for bit. CUDA's are there if this process has used CUDA, by the numbers that
+    its devices have in this process: what goes to another process, or into a checkpoint, takes `random_states_of`.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -107,6 +108,39 @@ def set_random_states(states: dict[str, Any]) -> None:
     if "cuda" in states and torch.cuda.is_available():
         for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state.cpu(), index)
+
+
+def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """As `random_states`, for a process that may give its devices other numbers.
+
+    Args:
+        devices: that a rank works with; of each accelerator among them there is the state, in their order.
+    """
+    states = random_states(include_cuda=False)
+    own = [device for device in devices if device.type != "cpu"]
+    if own:
+        states["devices"] = [torch.get_device_module(device).get_rng_state(device) for device in own]
+    return states
+
+
+def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
+    """Put back what `random_states_of` returned, the state of each device into the one in its place.
+
+    Checkpoints of earlier versions have CUDA's states by number; a device takes that of its own number.
+
+    Args:
+        states: of this process or another one.
+        devices: that this rank works with.
+    """
+    set_random_states({name: state for name, state in states.items() if name != "cuda"})
+    own = [device for device in devices if device.type != "cpu"]
+    if "devices" in states:
+        saved = dict(zip(own, states["devices"], strict=False))
+    else:
+        by_number = states.get("cuda", [])
+        saved = {device: by_number[device.index or 0] for device in own if (device.index or 0) < len(by_number)}
+    for device, state in saved.items():
+        torch.get_device_module(device).set_rng_state(state.cpu(), device)
 
 
 @contextmanager

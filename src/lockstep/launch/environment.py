@@ -118,8 +118,17 @@ def cores() -> int:
 # -- CUDA ----------------------------------------------------------------------------------------------------
 
 
+BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 ORDER, VISIBLE = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"
 VARIABLE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+def ask_nvml(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let ``torch.cuda.is_available()`` ask NVIDIA's library and not start CUDA, after which no process can be forked.
+
+    Called when lockstep is imported; what the user has set stays.
+    """
+    environ.setdefault(BY_NVML, "1")
 
 
 def number_devices(dealt_out: bool, environ: MutableMapping[str, str] = os.environ) -> None:

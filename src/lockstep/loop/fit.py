@@ -17,7 +17,7 @@ from lockstep.config.run import RunConfig, set_flag
 from lockstep.ground.copies import kept
 from lockstep.ground.errors import Inner, MisconfigurationException, no_inner_part
 from lockstep.ground.rank import does, rank_zero_warn
-from lockstep.ground.seed import isolate_rng, set_random_states
+from lockstep.ground.seed import isolate_rng, set_random_states_of
 from lockstep.ground.types import RunningStage, TrainerFn
 from lockstep.loop import state
 from lockstep.loop.call import Asked, call
@@ -695,7 +695,7 @@ class FitLoop:
         """This fit has ended in an earlier attempt at the run, and all is as it was then: give its Result."""
         fit = self.session.fit
         if fit.resumed is not None and "random" in fit.resumed:
-            set_random_states(fit.resumed["random"])
+            set_random_states_of(fit.resumed["random"], self.session.strategy.own_devices)
         fit.resumed, self._reason, fit.progress.ended = None, ending["stopped"], True
         return Result(**ending)
 

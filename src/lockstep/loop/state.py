@@ -24,7 +24,7 @@ from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException,
 from lockstep.ground.hyperparameters import plain_hyperparameters
 from lockstep.ground.parameters import takes_names_as_they_are, whole_shape
 from lockstep.ground.rank import does, log, rank_zero_info, rank_zero_warn, warn_once
-from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.ground.types import TrainerFn, TrainerStatus
 from lockstep.loop.metrics import is_metric
 from lockstep.loop.progress import EPOCH_START, WINDOW_END
@@ -324,7 +324,7 @@ def _resume(session: Session, engine: EngineState) -> dict[str, Any]:
     begun = _begun(session, progress.batch, progress.epoch, progress.last)
     holds = bool(begun) or not module.automatic_optimization
     part: dict[str, Any] = {
-        "random": random_states(),
+        "random": random_states_of(session.strategy.own_devices),
         "results": cut["results"],
         "metrics": cut["metrics"],
         "data": feed.state_dict() if feed is not None else {},
@@ -663,7 +663,7 @@ def restore_rank(session: Session, part: dict[str, Any]) -> None:
             strategy.hold_mean(others.mean_gradients(shapes))
         session.fit.weights = part.get("weights")
         if "random" in part:
-            set_random_states(part["random"])
+            set_random_states_of(part["random"], strategy.own_devices)
 
 
 def load_metric(metric: Metric, saved: list[dict[str, Any]]) -> None:

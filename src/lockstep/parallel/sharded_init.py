@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
-from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.parallel.consistency import checksum
 
 BUDGET = 256 * 2**20
@@ -248,17 +248,22 @@ class _Looks(TorchFunctionMode):
 
 
 @contextmanager
-def rank_0_draws(group: comm.Group = None) -> Iterator[None]:
-    """Inside, all ranks draw rank 0's random numbers. Collective."""
-    own = random_states()
+def rank_0_draws(devices: Sequence[torch.device], group: comm.Group = None) -> Iterator[None]:
+    """Inside, all ranks draw rank 0's random numbers. Collective.
+
+    Args:
+        devices: of this rank, as many on each.
+        group: the ranks.
+    """
+    own = random_states_of(devices)
     of_zero = comm.broadcast_object(own, 0, group)
     alike = all(comm.all_gather_object(_same(own, of_zero), group))
-    set_random_states(of_zero)
+    set_random_states_of(of_zero, devices)
     try:
         yield
     finally:
         if not alike:
-            set_random_states(own)
+            set_random_states_of(own, devices)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -89,6 +89,11 @@ class Strategy(Engine):
         self.collectives.device = self.root_device
         self.replicas = ReplicaMap.each(world)
 
+    @property
+    def own_devices(self) -> list[torch.device]:
+        """The devices that this rank works with."""
+        return self.devices if self.drives_all_devices else [self.root_device]
+
     def setup_environment(self) -> None:
         """Join the other ranks; afterwards collectives work."""
         if self.root_device.type == "cuda":

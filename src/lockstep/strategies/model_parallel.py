@@ -15,7 +15,7 @@ from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does
-from lockstep.ground.seed import random_states, set_random_states
+from lockstep.ground.seed import random_states_of, set_random_states_of
 from lockstep.module import LightningModule
 from lockstep.precision.base import Precision
 from lockstep.strategies.collectives import ReplicaMap
@@ -188,7 +188,7 @@ class ModelParallelStrategy(FSDPStrategy):
         check_same_module(module)
         tensors = chain(module.parameters(), module.buffers())
         comm.broadcast_tensors([t.detach() for t in tensors if not t.is_meta and not isinstance(t, DTensor)], 0, None)
-        with rank_0_draws(), _split_once(module):
+        with rank_0_draws(self.own_devices), _split_once(module):
             yield
             leave_meta(module, self.root_device)
 
@@ -214,7 +214,8 @@ class ModelParallelStrategy(FSDPStrategy):
             tensor.data = tensor.data.to(self.root_device)
         comm.broadcast_tensors([tensor.detach() for tensor in tensors], 0, None)
         if self.members is not None:
-            set_random_states(comm.broadcast_object(random_states(), 0, self.members))
+            of_first = comm.broadcast_object(random_states_of(self.own_devices), 0, self.members)
+            set_random_states_of(of_first, self.own_devices)
 
     def _autocast_dtype(self) -> None:
         """The user's own calls of ``fully_shard`` say what is gathered how."""

@@ -102,7 +102,7 @@ class ShardedStrategy(RankedStrategy):
             yield
             leave_meta(module, self.root_device)
             return
-        with sharded_init.rank_0_draws(), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
+        with sharded_init.rank_0_draws(self.own_devices), sharded_init.ShardedInit(sharded_init.BUDGET) as self._built:
             yield
             leave_meta(module, torch.device("cpu"))
 
