@@ -106,6 +106,8 @@ def arrows_of(edges: Edges) -> list[tuple[str, str]]:
 
 WIDTH, LEFT, RIGHT, TOP = 1220, 112, 150, 24
 BOX, ROW, GAP = (138, 58), 98, 20  # a box; from one row of boxes to the next; between two boxes
+MOST = int((WIDTH - LEFT - RIGHT - GAP) // (BOX[0] + GAP))
+"""Boxes in a row."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,29 @@ class Box:
 
 
 def rows_of(parts: Iterable[str], arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """The parts of one floor in one row or two: below are those that stand on no other of the floor."""
+    """The parts of one floor in rows: above those that they stand on, and beside each other where that is mutual."""
     own = list(parts)
-    inner = [(part, each) for part, each in arrows if part in own and each in own]
-    mutual = {part for part, each in inner if (each, part) in inner}
-    upper = {part for part, each in inner if (each, part) not in inner} | mutual
-    rows = [[part for part in own if part in upper], [part for part in own if part not in upper]]
-    return [row for row in rows if row]
+    inner = {(part, each) for part, each in arrows if part in own and each in own}
+    groups: list[list[str]] = []
+    for part in own:
+        together = next((group for group in groups if any({(part, one), (one, part)} <= inner for one in group)), None)
+        if together is None:
+            groups.append([part])
+        else:
+            together.append(part)
+
+    def height(group: list[str]) -> int:
+        below = [other for other in groups if other is not group and any((a, b) in inner for a in group for b in other)]
+        return 1 + max((height(other) for other in below), default=-1)
+
+    rows: list[list[str]] = []
+    for level in sorted({height(group) for group in groups}, reverse=True):
+        rows.append([])
+        for group in (group for group in groups if height(group) == level):
+            if len(rows[-1]) + len(group) > MOST:
+                rows.append([])
+            rows[-1] += group
+    return rows
 
 
 def placed(floors: dict[int, list[list[str]]]) -> tuple[dict[str, Box], dict[int, tuple[float, float]]]:
@@ -301,7 +319,7 @@ def drawn(sources: Sources) -> str:
         f'<text x="{side:.0f}" y="{TOP + 20}" {sans} font-size="13" font-weight="700" fill="#6b7280" '
         'text-anchor="middle">apart</text>'
     )
-    for number, line in enumerate(("testing imports from", "any floor; nobody", "imports these two")):
+    for number, line in enumerate(("testing imports from", "any floor; no part", "imports these three")):
         y = TOP + 40 + len(APART & boxes.keys()) * ROW - 10 + number * 14
         out.append(
             f'<text x="{side:.0f}" y="{y}" {sans} font-size="10.5" fill="#6b7280" text-anchor="middle">{line}</text>'

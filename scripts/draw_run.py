@@ -61,6 +61,8 @@ class Screen:
                 self._style = self._styled(numbers)
             elif letter == "A":
                 self._row = max(0, self._row - int(numbers or 1))
+            elif letter == "J":
+                del self.lines[self._row][self._column :], self.lines[self._row + 1 :]
             elif letter == "K":
                 del self.lines[self._row][0 if numbers == "2" else self._column :]
         self._write(text[at:])

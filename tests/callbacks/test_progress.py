@@ -23,6 +23,7 @@ from lockstep.config import objects
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
 from lockstep.ground.types import TrainerFn, TrainerState
+from scripts import draw_run
 from tests.callbacks.fake_trainer import FakeLogger, FakeTrainer
 
 
@@ -301,6 +302,11 @@ def test_no_thread_draws() -> None:
 # -- beside what others print ------------------------------------------------------------------------------
 
 
+WIPED = "\r\x1b[J\x1b[?25h"
+"""With this a rank that fails begins: see `lockstep.supervise.stack.wiping`."""
+WIDE = {"width": 100, "force_terminal": True, "force_interactive": True}
+
+
 class Screen(io.StringIO):
     def __init__(self, terminal: bool) -> None:
         super().__init__()
@@ -366,6 +372,29 @@ def test_what_is_printed_stands_above_the_bars(monkeypatch: pytest.MonkeyPatch) 
     assert lines[:-1] == above
     assert lines[-1].startswith("Epoch 0/0: 100%|")
     assert sys.stdout is sys.stderr is terminal, "the streams are given back"
+
+
+@pytest.mark.parametrize("kind", ["rich", "tqdm"])
+def test_another_ranks_traceback_was_glued_to_the_bars(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on with the bar's line, and its last line was drawn over."""
+    terminal, metrics = on_terminal(monkeypatch), {"loss": 0.5, "accuracy": 0.25}
+    bar = RichProgressBar(1000, console_kwargs=WIDE) if kind == "rich" else TQDMProgressBar()
+
+    def step(trainer: FakeTrainer, batch_idx: int) -> None:
+        if batch_idx == 1:  # as another process does it: past all that stands in for a stream here
+            Screen.write(terminal, f"{WIPED}Traceback\nKeyError: 'label'\n")
+        if batch_idx == 2:
+            Screen.write(terminal, "a line without wiping\n")
+
+    play(bar, metrics, step)
+    screen = draw_run.Screen(100)
+    screen.feed(terminal.getvalue().replace("\n", "\r\n"))
+    lines = ["".join(letter for letter, _ in line).rstrip() for line in screen.lines]
+    lines = [line for line in lines if line]
+    assert lines[:2] == ["Traceback", "KeyError: 'label'"]
+    assert lines[2].startswith("a line without wiping")
+    assert lines[3].startswith("Epoch 0/0")
+    assert len(lines) == (5 if kind == "rich" else 4)  # rich has a line of metrics
 
 
 def test_the_streams_are_given_back_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 from scripts import draw_floors as script
 from tests.guards.test_house import APART, FLOORS, PACKAGE, read
@@ -40,3 +43,24 @@ def test_arrows_are_the_imports_that_do_not_follow_from_others(tmp_path: Path) -
         ("trainer", "loop"),
     ]
     assert script.drawn(sources).count("marker-end") == 4  # launch and supervise import each other
+
+
+def test_nothing_is_drawn_outside_of_the_canvas() -> None:
+    """Eight boxes stood in a row that has room for six: two were cut, and arrows left the picture."""
+    picture = ElementTree.parse(script.PICTURE).getroot()
+    width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
+    boxes = []
+    for element in picture:
+        kind = element.tag.rpartition("}")[2]
+        if kind == "rect":
+            x, y, wide, high = (float(element.get(name, 0)) for name in ("x", "y", "width", "height"))
+            assert 0 <= x <= x + wide <= width
+            assert 0 <= y <= y + high <= height
+            if high == script.BOX[1]:
+                boxes.append((x, y, wide))
+        elif kind == "path":
+            numbers = [float(number) for number in re.findall(r"-?[\d.]+", element.attrib["d"])]
+            assert all(0 <= x <= width for x in numbers[::2])
+            assert all(0 <= y <= height for y in numbers[1::2])
+    for (x, y, wide), (other, beside, _) in pairwise(sorted(boxes, key=lambda box: (box[1], box[0]))):
+        assert y != beside or x + wide < other, "two boxes overlap"

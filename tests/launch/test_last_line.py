@@ -309,7 +309,7 @@ def test_a_line_of_ones_own_begins_where_a_bar_stood(monkeypatch: pytest.MonkeyP
     assert not written
     monkeypatch.setenv("TERM", "xterm")
     stack.wipe_line()
-    assert written == [(2, b"\r\x1b[K\x1b[?25h")]
+    assert written == [(2, b"\r\x1b[J\x1b[?25h")]
 
 
 BAR = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -70,15 +71,22 @@ def shortened(error: BaseException, most: int = MOST) -> str:
 
 
 def wipe_line() -> None:
-    """On a terminal, begin at the left, and show the cursor: another rank may have a progress bar on this line.
+    """On a terminal, begin at the left, and show the cursor: another rank may have its bars on this line and below.
 
-    It draws the bar again, if it is still there.
+    It draws them again, if it is still there.
     """
+    begin = wiping()
+    if begin:
+        with contextlib.suppress(OSError):  # it is closed
+            os.write(2, begin.encode())
+
+
+def wiping() -> str:
+    """What :func:`wipe_line` writes; in one write with a text, no bar comes between. "" where stderr is no terminal."""
     try:
-        if os.isatty(2) and os.environ.get("TERM") != "dumb":
-            os.write(2, b"\r\x1b[K\x1b[?25h")
-    except OSError:  # it is closed
-        pass
+        return "\r\x1b[J\x1b[?25h" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
+    except OSError:
+        return ""
 
 
 def _narrow(line: str) -> str:

@@ -31,6 +31,7 @@ from lockstep.supervise.stack import (
     reason_of,
     shortened,
     wipe_line,
+    wiping,
 )
 from lockstep.supervise.trace_memory import offer as offer_trace
 
@@ -384,8 +385,6 @@ class _Hook:
                 _leave_out_lost(error)
                 self.before(kind, error, trace)
         elif _is_first_to("prints") or os.environ.get(WHOLE) == "1":
-            if _rank.rank:  # rank 0 has closed its bar
-                wipe_line()
             self._print(kind, error, trace, MOST)
             leave_note(_rank.address, {"printed": _rank.rank})
         else:
@@ -395,11 +394,14 @@ class _Hook:
         failure = ""
         if _without_torchs(self.before) is not sys.__excepthook__:
             try:
+                if _rank.rank:
+                    wipe_line()
                 self.before(kind, error, trace)
                 return
             except Exception as own:  # Python would print both, whole
                 failure = f"lockstep: sys.excepthook itself has failed: {reason_of(own)}\n"
-        print(failure + shortened(error, most), end="", file=sys.stderr, flush=True)
+        bar = wiping() if _rank.rank else ""  # rank 0 has closed its own
+        print(bar + failure + shortened(error, most), end="", file=sys.stderr, flush=True)
 
 
 def _without_torchs(hook: Callable[..., object]) -> Callable[..., object]:

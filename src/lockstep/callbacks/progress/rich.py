@@ -209,8 +209,7 @@ class RichProgressBar(DrawnProgressBar):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, RankFailed) and self.progress is not None:
-            # the traceback of that rank stands where the bars would be drawn a last time
-            self.progress.live.refresh = lambda: None
+            self.progress.leave()  # the traceback of that rank stands where the bars would be drawn a last time
         super().on_exception(trainer, pl_module, exception)
 
     # -- the screen ----------------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ from lockstep.callbacks.progress.base import Meter, clock, speed
 from lockstep.ground.errors import missing_extra
 
 try:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.control import Control
+    from rich.live_render import LiveRender
     from rich.progress import Progress, ProgressColumn, Task
+    from rich.segment import ControlType, Segment
     from rich.table import Column
     from rich.text import Text
 except ModuleNotFoundError:
@@ -55,6 +58,31 @@ class Speed(ProgressColumn):
         return Text(speed(task.fields["meter"].rate), style=self.style)
 
 
+class FromTop(LiveRender):
+    """Lines that are drawn anew from where the cursor stands, which is left at their beginning.
+
+    rich leaves it at their end, where another rank's traceback would go on with the line, and goes up to draw them
+    again, over the last lines of that traceback.
+
+    Attributes:
+        stays: the cursor is left at the end, for what follows the bars.
+    """
+
+    stays = False
+
+    def position_cursor(self) -> Control:
+        """To the left, with all below taken away."""
+        control = Control()
+        control.segment = Segment("\r\x1b[J", None, [(ControlType.CARRIAGE_RETURN,)])
+        return control
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from super().__rich_console__(console, options)
+        if not self.stays and self._shape is not None and console.is_interactive:
+            up = [(ControlType.CURSOR_UP, self._shape[1] - 1)] if self._shape[1] > 1 else []
+            yield Control(*up, ControlType.CARRIAGE_RETURN)
+
+
 class Bars(Progress):
     """Bars, and one line of metrics below them, which may be longer than fits beside a bar.
 
@@ -72,6 +100,18 @@ class Bars(Progress):
         self.metrics: dict[str, Any] = {}
         self._metrics_text = metrics_text
         super().__init__(*columns, console=Console(**console_kwargs), auto_refresh=False)
+        self._lines = FromTop(self.get_renderable())
+        self.live._live_render = self._lines
+
+    def stop(self) -> None:
+        """Draw a last time, and leave the cursor below."""
+        self._lines.stays = True
+        super().stop()
+
+    def leave(self) -> None:
+        """Stop without a last drawing: what another process has printed stands there."""
+        self._lines._shape = None
+        self.live.refresh = lambda: None
 
     def get_renderables(self) -> Iterator[Any]:
         """The table of bars, then the metrics."""

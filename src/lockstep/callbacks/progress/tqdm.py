@@ -9,7 +9,7 @@ import threading
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, Screen, behind, in_notebook, number
+from lockstep.callbacks.progress.base import DrawnProgressBar, Meter, Screen, behind, in_notebook, is_terminal, number
 from lockstep.ground.errors import MisconfigurationException
 
 if TYPE_CHECKING:
@@ -295,6 +295,14 @@ def _tqdm() -> Any:
             # one thread of one process draws
             monitor_interval = 0
             _lock = threading.RLock()
+
+            def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+                """Leave the cursor at the left: what another rank prints does not go on with the bar's line."""
+                shown = super().display(msg, pos)
+                if is_terminal(self.fp):
+                    self.fp.write("\r")
+                    self.fp.flush()
+                return shown
 
             @staticmethod
             def format_num(n: float) -> str:
