@@ -15,7 +15,7 @@ from lockstep.loop.planning import profile_module
 from lockstep.planner import hardware
 from lockstep.planner.cost import Candidate, predict
 from lockstep.planner.engines import NETS, EngineCost, _solved
-from lockstep.planner.hardware import Hardware, bytes_said, described, hardware_of, measure_links
+from lockstep.planner.hardware import Hardware, bytes_said, described, hardware_of, measure_links, usable_memory
 from lockstep.precision.formats import make_precision
 from tests.loop.pieces import quiet
 from tests.planner.models import made
@@ -112,3 +112,12 @@ def test_a_measured_engine_takes_what_it_took(tmp_path: Path, monkeypatch: pytes
     sent = predict(profile, Candidate("deepspeed", stage=2), measured).sent
     assert sent == 0.25 * len(profile.parameters)
     assert predict(profile, Candidate("fsdp"), replace(measured, nodes=2)).sent != 0.5
+
+
+def test_what_torchs_allocator_keeps_is_there_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card with 75 GiB to have counted as 9.5 after an earlier fit, and a plan sharded for nothing."""
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (10 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 66 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 1 * gib)
+    assert usable_memory(torch.device("cuda", 0)) == pytest.approx(0.95 * 75 * gib)

@@ -15,7 +15,7 @@ from lockstep.ground.rank import rank_zero_info
 from lockstep.hooks import ModuleHooks
 from lockstep.loop.hooks import is_overridden
 from lockstep.parallel.memory import readable
-from lockstep.planner.hardware import free_memory
+from lockstep.planner.hardware import usable_memory
 from lockstep.planner.plan import SavedPlan
 from lockstep.planner.profile import key_of
 
@@ -49,7 +49,7 @@ class PredictionCheck(Callback):
             return
         device = trainer.strategy.root_device
         sharing = trainer.strategy.world.local_size if device.type == "cpu" else 1
-        self.plan.check_machine(free_memory(device) / sharing, self.where)
+        self.plan.check_machine(usable_memory(device) / sharing, self.where)
         if trainer.precision != self.plan.precision:
             raise MisconfigurationException(
                 f'{self.where} was made for precision="{self.plan.precision}", and this Trainer has '

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.ground.free_memory import free_memory
 from lockstep.ground.throughput import CHIPS, TERA, TFLOAT32
 from lockstep.planner.engines import EngineCost, measure_engines
 
@@ -204,11 +205,11 @@ def measure_device(device: torch.device) -> Hardware:
             small.add_(1.0)
 
     found = Hardware(
-        memory=free_memory(device),
+        memory=usable_memory(device),
         products=tuple(products.items()),
         moved=moved,
         call=_median(calls, device) / 200,
-        host_memory=_host_memory(),
+        host_memory=usable_memory(torch.device("cpu")),
         overlaps=not on_cpu,
         kind=device.type,
         name=platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name(device),
@@ -227,20 +228,12 @@ def measure_device(device: torch.device) -> Hardware:
     return replace(found, host_link=host_link, link=link)
 
 
-def free_memory(device: torch.device) -> float:
-    """Bytes that a run can use on a device."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0]) * 0.95
-    return _host_memory()
-
-
-def _host_memory() -> float:
-    """Bytes of this host that can be had now."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-        return float(re.search(r"MemAvailable:\s+(\d+)", text)[1]) * 1024  # type: ignore[index]
-    except (OSError, TypeError):
+def usable_memory(device: torch.device) -> float:
+    """Bytes that a run can use on a device, what torch's allocator keeps for it included."""
+    free = free_memory(device)
+    if free is None:
         return 16 * GB
+    return free * 0.95 if device.type == "cuda" else float(free)
 
 
 def _small_step() -> Callable[[], None]:
@@ -380,7 +373,7 @@ def hardware_of(device: torch.device, devices: int = 1, nodes: int = 1, folder: 
             path.write_text(json.dumps(asdict(found), indent=1))
         except OSError:
             pass
-    memory = free_memory(device)
+    memory = usable_memory(device)
     if device.type == "cpu":
         memory /= devices
     return replace(found, devices=devices, nodes=nodes, memory=memory)
