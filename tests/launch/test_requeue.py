@@ -132,13 +132,17 @@ def test_scontrol_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "No such file" in job(tmp_path).requeue()
 
 
-def test_only_tasks_of_srun_have_a_job(tmp_path: Path) -> None:
-    found = job_here(str(tmp_path), None, TASK)
-    assert found is not None
-    assert found.asks == (signal.SIGUSR1, signal.SIGUSR2)
+def test_tasks_of_srun_have_a_job_and_a_batch_script_of_one_task(tmp_path: Path) -> None:
+    """Without srun SIGUSR1 killed the run, and nothing was saved or requeued."""
     batch = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
-    assert job_here(str(tmp_path), None, batch) is None
-    assert job_here(str(tmp_path), None, {}) is None
+    for environ in (TASK, batch):
+        found = job_here(str(tmp_path), None, environ)
+        assert found is not None
+        assert found.asks == (signal.SIGUSR1, signal.SIGUSR2)
+    for none in ({**batch, "SLURM_NTASKS": "2"}, {**batch, "SLURM_JOB_NAME": "interactive"}, {}):
+        assert job_here(str(tmp_path), None, none) is None
+    typed = {name: value for name, value in batch.items() if name != "SLURM_PROCID"}  # in a shell of salloc
+    assert job_here(str(tmp_path), None, typed) is None
 
 
 def test_the_users_environment_decides(tmp_path: Path) -> None:

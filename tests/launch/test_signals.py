@@ -34,6 +34,24 @@ def test_handlers_of_the_users_stay() -> None:
     assert heard == [signal.SIGUSR2]
 
 
+def test_a_handler_of_the_users_is_called_beside_the_note() -> None:
+    """A script with a handler of SIGTERM of its own lost the graceful end."""
+    heard: list[int] = []
+    noted: list[int] = []
+    users = lambda number, frame: heard.append(number)  # noqa: E731
+    before = signal.signal(signal.SIGTERM, users)
+    try:
+        with handling([signal.SIGTERM], noted.append, beside=[signal.SIGTERM]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is users
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with handling([signal.SIGTERM], noted.append, beside=[signal.SIGTERM]):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == noted == [signal.SIGTERM]
+
+
 def test_a_handler_that_gives_way_is_back_afterwards() -> None:
     """A trial of a search heeds signals outside of its fits, and a fit takes them over."""
     outer: list[int] = []

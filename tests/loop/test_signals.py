@@ -54,6 +54,18 @@ def test_sigterm_ends_the_fit_at_the_next_boundary(tmp_path: Path) -> None:
     assert cut.gradients + resumed.gradients == whole.gradients
 
 
+def test_a_script_with_a_handler_of_its_own_ends_in_order_too(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        trainer = quiet(max_epochs=1, callbacks=[Kill(5)])
+        with pytest.raises(SystemExit) as ended:
+            trainer.fit(Slope(lr=0.1), numbers(12))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ended.value.code, trainer.received_sigterm, heard) == (143, True, [signal.SIGTERM])
+
+
 def cut_on_two(at: int, rank: int) -> tuple[Any, int, bool]:
     kill = Kill(at, rank=rank)
     trainer = on_ranks(max_epochs=1, callbacks=[kill])

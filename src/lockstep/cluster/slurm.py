@@ -42,6 +42,11 @@ def is_batch(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" not in environ and "SLURM_STEPID" not in environ
 
 
+def is_only_task(environ: Mapping[str, str]) -> bool:
+    """Whether this is the process of a batch script of one task, which nobody has to start by srun."""
+    return is_batch(environ) and "SLURM_PROCID" in environ and allocation(environ) is None
+
+
 def given_world(environ: Mapping[str, str]) -> World | None:
     """The world of a task of ``srun``; None in any other process.
 

@@ -250,14 +250,14 @@ class Job(Attempts):
 
 
 def job_here(folder: str, cluster: object = None, environ: Mapping[str, str] = os.environ) -> Job | None:
-    """The job that this process is a task of; None elsewhere.
+    """The job that this process is a task of, or the only process of: a batch script of one task may do without srun.
 
     Args:
         folder: for its file and checkpoints.
         cluster: the user's, a SLURMEnvironment with ``auto_requeue`` and ``requeue_signal`` say; None: as by default.
         environ: the environment.
     """
-    if not slurm.is_task(environ):
+    if not slurm.is_task(environ) and not slurm.is_only_task(environ):
         return None
     asked = getattr(cluster, "requeue_signal", None)
     asks = (signal.SIGUSR1, signal.SIGUSR2) if asked is None or cluster is None else (asked,)

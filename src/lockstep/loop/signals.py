@@ -55,9 +55,9 @@ class Signals:
 
     - SIGTERM ends the fit in order, as Ctrl-C does, and then the process with code 143. After a failure, or the second
       time, it ends the process at once.
-    - In a task of a SLURM job the run is saved first. SIGUSR1 and SIGUSR2 have rank 0 put the job back into the queue
-      (SIGTERM says that SLURM has decided already), and all wait for SLURM to end them. The job's next attempt goes on
-      from there. If SLURM refuses, the fit goes on.
+    - In a task of a SLURM job, or its batch script of one task, the run is saved first. SIGUSR1 and SIGUSR2 have rank 0
+      put the job back into the queue (SIGTERM says that SLURM has decided already), and all wait for SLURM to end them.
+      The job's next attempt goes on from there. If SLURM refuses, the fit goes on.
     - In a run that ``lockstep run`` may start anew, SIGTERM has it saved before it ends. Such a run is also saved when
       the fit has ended, and, where no callback saves it, at the end of every epoch and every ten minutes.
 
@@ -91,7 +91,7 @@ class Signals:
         asks = () if self.job is None else self.job.asks
         numbers = asks if is_under_lockstep() else (*asks, int(signal.SIGTERM))
         try:
-            with handling(numbers, self._note):
+            with handling(numbers, self._note, beside=(signal.SIGTERM,)):  # the script's own handler, to end in order
                 yield
         finally:
             if self._clock is not None:

@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import current_process
 from types import FrameType
+from typing import Any
 
 from lockstep.ground.installed import FORK_WAKEUP, HANDLERS, PASSED_ON, WAKEUP
 from lockstep.launch.parent_death import PARENT
@@ -28,28 +29,41 @@ _giving_way: list[object] = []
 
 
 @contextmanager
-def handling(numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False) -> Iterator[None]:
+def handling(
+    numbers: Iterable[int], note: Callable[[int], None], gives_way: bool = False, beside: Collection[int] = ()
+) -> Iterator[None]:
     """Have ``note`` called for these signals. Outside the main thread nothing is changed.
 
-    A handler that the user has set stays, as does what a parent told this process to ignore. Forked processes, loader
-    workers say, take no notice: a cluster signals them too, and the run could not come to its boundary without them.
+    A handler that the user has set stays, alone or ``beside`` the note, as does what a parent told this process to
+    ignore. Forked processes, loader workers say, take no notice: a cluster signals them too, and the run could not come
+    to its boundary without them.
 
     Args:
         numbers: the signals.
         note: called in the handler, so it must not print: the next signal may strike while it does.
         gives_way: whether a fit that begins inside takes these signals over for its time.
+        beside: signals for which the user's handler is called, and ``note`` after it.
     """
     process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            note(number)
+        users = before.get(number)
+        try:
+            if callable(users) and users not in replaceable:
+                users(number, frame)
+        finally:
+            if os.getpid() == process:
+                note(number)
 
-    before = {}
+    before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
     replaceable = (signal.SIG_DFL, *_giving_way)
-    taken = {number: handler for number, handler in before.items() if handler in replaceable}
+    taken = {
+        number: handler
+        for number, handler in before.items()
+        if handler in replaceable or (number in beside and callable(handler) and handler is not signal.SIG_IGN)
+    }
     for number in taken:
         signal.signal(number, handle)
     if gives_way:
