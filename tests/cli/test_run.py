@@ -391,3 +391,23 @@ def test_a_script_that_keeps_failing_is_given_up_with_its_cause_as_the_last_line
         r"lockstep: rank 1 \(process \d+\) ended with exit code 3; all .* anew, and no restarts left", first
     )
     assert re.fullmatch(r"lockstep: rank 1 \(process \d+\) ended with exit code 3", last)
+
+
+@pytest.mark.slow
+def test_what_fails_before_the_trainer_is_the_last_line(tmp_path: Path) -> None:
+    """It was "ended with exit code 1": no supervisor was there yet that could tell."""
+    script = tmp_path / "early.py"
+    script.write_text("import lockstep\n\nraise FileNotFoundError('labels.csv is not here')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "--devices", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.rstrip("\n").split("\n")[-1]
+    assert re.fullmatch(
+        rf"lockstep: rank [01] failed first, at {re.escape(str(script))}:3: FileNotFoundError: labels.csv is not here",
+        last,
+    )

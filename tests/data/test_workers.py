@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -117,6 +118,26 @@ def test_a_worker_killed_with_the_lock_ends_the_pass_and_the_other_workers(
 
 
 @pytest.mark.timeout(60)
+class Deadly(Dataset[Any]):
+    """Its fourth sample kills whoever fetches it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return torch.zeros(1)
+
+
+def test_of_a_worker_that_died_signal_and_samples_are_told() -> None:
+    """It was told that it "exited unexpectedly", where torch had not heard of its end before."""
+    feed = feed_of(DataLoader(Deadly(), batch_size=2, num_workers=1))
+    told = r"DataLoader worker .*: it was killed by SIGSEGV, and had to fetch the samples .*2, 3"
+    assert re.search(told, fails(feed)[0])
+    feed.close()
+
+
 class Handed:
     """Stands for torch's iterator while a batch is fetched: a connection breaks, and its worker ends a little later."""
 

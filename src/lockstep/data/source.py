@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lockstep.data.cut import Cut, Position, WindowPlan
 from lockstep.data.order import Order, generator, make_key, sequential
 from lockstep.data.randomness import SeededIndex, SeededIndices, capture, draws_nothing, put_back
-from lockstep.data.workers import end_workers, opened
+from lockstep.data.workers import Remembered, end_workers, opened
 from lockstep.ground.comm import all_gather_tensor, as_bytes, rank, world_size
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info
@@ -370,7 +370,9 @@ class Indexed(Source):
         drawn = self.draw(self._stop)
         if self.noted is not None:
             drawn = noting(drawn, self.noted)
-        return drawn if self._quiet or not self._own_process else _seeding(drawn)
+        if not self._own_process:
+            return Remembered(drawn, self._copy.num_workers)
+        return drawn if self._quiet else _seeding(drawn)
 
     def close(self) -> None:
         end_workers(self._copy)

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -73,6 +75,8 @@ def opened(loader: Iterable[Any]) -> Iterator[Any]:
     condition, flag = getattr(event, "_cond", None), getattr(event, "_flag", None)
     if workers and condition is not None and flag is not None:
         iterator._workers_done_event = _Done(condition, flag, workers)  # type: ignore[attr-defined]
+    if workers:
+        _watched.add(iterator)
     fetch = getattr(iterator, "_try_get_data", None)
     if workers and fetch is not None:
         # by a weak reference: an iterator has to go, and with it its workers, as soon as nobody has it
@@ -87,6 +91,9 @@ def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[B
     assert fetch is not None  # the iterator is in this call
     try:
         return fetch(*timeout)
+    except RuntimeError as error:
+        name_death(error)
+        raise
     except (ConnectionError, EOFError, FileNotFoundError) as error:  # of the sockets that memory is handed over by
         until = time.monotonic() + SECONDS_FOR_END
         while all(worker.is_alive() for worker in workers):
@@ -94,7 +101,101 @@ def _fetched(method: weakref.WeakMethod[Callable[..., Any]], workers: Sequence[B
                 raise
             time.sleep(0.01)  # here torch's handler may raise that a worker was killed, and by which signal
         gone = ", ".join(str(worker.pid) for worker in workers if not worker.is_alive())
-        raise RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly") from error
+        told = RuntimeError(f"DataLoader worker (pid(s) {gone}) exited unexpectedly")
+        name_death(told)
+        raise told from error
+
+
+# -- of what a worker died ------------------------------------------------------------------------------------
+
+
+KEPT = 16
+"""Batches that are remembered for each worker; torch hands out `prefetch_factor` of them, mostly 2."""
+
+_DEATH = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: [^.]+\.)"
+)
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+"""torch's iterators with workers."""
+
+
+class Remembered:
+    """A sampler's iterator that knows the indices of the batches that it gave last, by their number.
+
+    Args:
+        inner: the iterator.
+        workers: how many fetch the batches.
+
+    Attributes:
+        given: how many batches it gave.
+    """
+
+    def __init__(self, inner: Iterator[Any], workers: int) -> None:
+        self._inner = inner
+        self._last: deque[Any] = deque(maxlen=KEPT * (1 + workers))
+        self.given = 0
+
+    def __iter__(self) -> Remembered:
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self._inner)
+        self._last.append(found)
+        self.given += 1
+        return found
+
+    def of(self, number: int) -> Any:
+        """The indices of a batch; None where they are not kept, or a stream has none."""
+        place = number - self.given + len(self._last)
+        return self._last[place] if 0 <= place < len(self._last) else None
+
+
+def name_death(error: BaseException) -> None:
+    """Add to torch's error for a worker that has died by which signal it was, and which samples it had to fetch.
+
+    torch raises it anywhere, by a handler of SIGCHLD.
+    """
+    found = _DEATH.match(str(error)) if isinstance(error, RuntimeError) and len(error.args) == 1 else None
+    if found is None or found.end() < len(str(error).rstrip()):
+        return
+    for process in map(int, found[1].split(",")):
+        for iterator in list(_watched):
+            for number, worker in enumerate(getattr(iterator, "_workers", ())):
+                if worker.pid == process:
+                    sentence = str(error).rstrip(". ")
+                    error.args = (f"{sentence}: {_how(worker)}{_while(iterator, number)}",)
+                    return
+
+
+def _how(worker: BaseProcess) -> str:
+    code = worker.exitcode
+    if code is None:
+        return "it is gone"
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    why = ", by the system for want of memory, say, or by hand" if code == -signal.SIGKILL else ""
+    return f"it was killed by {name}{why}"
+
+
+def _while(iterator: Any, worker: int) -> str:
+    """The samples of the batches that the worker was to fetch, and has not handed over; the first may lie in a pipe."""
+    tasks, given = getattr(iterator, "_task_info", {}), getattr(iterator, "_sampler_iter", None)
+    if not isinstance(given, Remembered):
+        return ""
+    waiting = [given.of(number) for number, task in sorted(tasks.items()) if len(task) == 1 and task[0] == worker]
+    batches = [
+        ", ".join(map(repr, indices[:SHOWN])) + (", ..." if len(indices) > SHOWN else "")
+        for indices in (each if isinstance(each, list | tuple) else [each] for each in waiting if each is not None)
+    ]
+    return f", and had to fetch the samples {'; '.join(batches)}" if batches else ""
+
+
+SHOWN = 8
+"""Samples of a batch that are named."""
 
 
 @contextmanager

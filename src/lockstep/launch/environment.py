@@ -21,7 +21,7 @@ from lockstep.ground.installed import FORK_WORKERS
 from lockstep.ground.rank import rank_zero_only
 from lockstep.launch.attempts import TRIAL
 from lockstep.launch.parent_death import PARENT, bind, end_with, prctl
-from lockstep.supervise.status import note_early
+from lockstep.supervise.status import hand_early, note_early
 
 # -- flags of the Trainer ------------------------------------------------------------------------------------
 
@@ -316,6 +316,7 @@ def inherit(environ: Mapping[str, str] = os.environ) -> None:
         from lockstep.ground.seed import hand_down_seed
 
         hand_down_seed(int(environ[SEED]))
+    hand_early(environ)
     if PARENT in environ:
         end_with(int(environ[PARENT]))
         if environ[PARENT] == str(os.getppid()):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 PARENT = "LOCKSTEP_PARENT"
 """The variable with the process that a rank must not outlive."""
+PROCESS = "LOCKSTEP_PROCESS"
+"""The variable with the process that an agent has started as a rank, and not what that starts in turn."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -65,6 +67,7 @@ def become(parent: int, command: list[str]) -> None:
     line of the script, whatever the script imports. On systems other than Linux there is none.
     """
     _end_with_starter(prctl(), parent)
+    os.environ[PROCESS] = str(os.getpid())
     os.execv(command[0], command)
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.base import Callback
 from lockstep.config.run import RunConfig
+from lockstep.data.workers import name_death
 from lockstep.datamodule import LightningDataModule
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.hyperparameters import merged_hyperparameters
@@ -107,6 +108,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
             raise SystemExit(ENDED) from None
     except BaseException as error:
         name_ways_out(error)
+        name_death(error)
         if signals is not None:
             signals.failing = True
         told = explained(session, error)

@@ -16,8 +16,10 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import IO, Any
 
+from lockstep.cluster.torchelastic import CAUSE, hand_cause
 from lockstep.ground.errors import RankFailed
 from lockstep.ground.installed import EXCEPTHOOK
+from lockstep.launch.parent_death import PROCESS
 from lockstep.supervise import stack
 from lockstep.supervise.causes import Cause, Stand, cause_of
 from lockstep.supervise.signals import by_default, hear
@@ -181,6 +183,7 @@ class _Rank:
         self.location = ""  # of the call, while it is in it
         self.raised: tuple[BaseException, Cause] | None = None
         self.limits: dict[str, Any] = {}
+        self.hands = False  # an agent wants to know what ends the script, and no supervisor tells it
 
 
 _rank = _Rank()
@@ -244,6 +247,13 @@ def note_early(environ: Mapping[str, str] = os.environ) -> None:
     """In a rank that lockstep has started: note what ends the script before its first call."""
     if RANK in environ and MAILBOX in environ and not _rank.address:
         _rank.rank, _rank.address = int(environ[RANK]), environ[MAILBOX]
+        watch_uncaught()
+
+
+def hand_early(environ: Mapping[str, str] = os.environ) -> None:
+    """In a rank of `lockstep run`: hand its agent what ends the script before a supervisor is there to tell."""
+    if environ.get(CAUSE) and environ.get("RANK", "").isdigit() and environ.get(PROCESS) == str(os.getpid()):
+        _rank.rank, _rank.hands = int(environ["RANK"]), True
         watch_uncaught()
 
 
@@ -368,6 +378,8 @@ class _Hook:
     def _tell(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed(error)
         if not _rank.address:
+            if _rank.hands and not isinstance(error, KeyboardInterrupt):
+                hand_cause(str(cause_of(_rank.rank, error)))
             if is_through_lockstep(error):
                 self._print(kind, error, trace, MOST_ALONE)
             else:
