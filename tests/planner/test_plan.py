@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,24 @@ BATCH = (torch.ones(8, 16), torch.ones(8, 16))
 
 def test_the_table_has_each_way_its_choice_and_its_reason() -> None:
     plan = make_plan([transformer(1.5)], described(4, 1, 24 * GB), packages=["deepspeed"])
-    text = str(plan)
+    text = "\n".join(plan.lines(everything=True))
     assert text.count("\n* ") == 1
     for row in plan.rows:
         assert row.prediction.candidate.name in text
         assert row.prediction.fits or f"too much: {row.prediction.why}" in text
     assert text.endswith(plan.reason)
+
+
+def test_nine_pipelines_were_shown_for_a_small_model() -> None:
+    """What is not worth choosing is counted in one line; what gains memory, or fits where others do not, is shown."""
+    small = make_plan([transformer(0.01, kept=0.01 * GB)], described(2, 1, 24 * GB), packages=["deepspeed"])
+    text = str(small)
+    assert "pipeline" not in text
+    assert "buckets of" not in text
+    assert re.search(r"^  and \d+ more that gain nothing: lockstep plan --all", text, re.MULTILINE)
+    large = str(make_plan([transformer(7, kept=400 * GB, blocks=2)], described(2, 1, 24 * GB)))
+    assert large.count("pipeline, ") == 1
+    assert "recomputation" in large
 
 
 def test_a_plan_is_a_function_of_what_it_is_given() -> None:

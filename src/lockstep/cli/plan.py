@@ -76,7 +76,7 @@ def plan(words: Sequence[str]) -> int:
     if given.plot is not None:
         check_picture("lockstep plan --plot", given.plot)
     found = _plan_of(given, script)
-    print(found)
+    print("\n".join(found.lines(everything=given.all)))
     if given.save is not None and found.choice is not None:
         found.save(given.save)
         nodes = "" if found.hardware.nodes == 1 else f", num_nodes={found.hardware.nodes}"
@@ -105,6 +105,7 @@ def _parser() -> CommandParser:
     add("--chip", metavar="NAME", help="GPU for whose arithmetic the seconds are: H100, A100, RTX 3090")
     add("--goal", default="speed", choices=("speed", "memory"), help="what the choice is to be best in; default: speed")
     add("--blocks", metavar="NAMES", help="submodules that are blocks, with commas between them; default: found")
+    add("--all", action="store_true", help="also show pipelines, and variants of a way, that gain nothing")
     add("--save", metavar="FILE", help="write the choice, for Trainer(strategy=FILE); a name that ends with .yaml")
     add("--plot", metavar="FILE", help="draw memory and step time of each way, and the stages of a pipeline, as PNG")
     return parser

@@ -125,8 +125,12 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def lines(self) -> Iterator[str]:
-        """The table, the choice, its reason."""
+    def lines(self, everything: bool = False) -> Iterator[str]:
+        """The table, the choice, its reason.
+
+        Args:
+            everything: also ways that are not worth choosing: pipelines and variants of a way that gain nothing.
+        """
         model, there = self.profile, self.hardware
         yield (
             f"{model.name}: {_count(model.elements)} parameters, {len(model.blocks)} blocks, {model.samples:g} samples "
@@ -135,9 +139,10 @@ class Plan:
         nodes = f"{there.nodes} nodes of " if there.nodes > 1 else ""
         yield f"{nodes}{there.devices} x {there.name}, {readable(there.memory)} each for the run"
         yield ""
-        width = max(len(self._name(row)) for row in self.rows)
+        rows = [row for row in self.rows if everything or self._is_worth(row)]
+        width = max(len(self._name(row)) for row in rows)
         yield f"  {'way':<{width}}  {'memory':>10}  {'step':>9}  {'samples/s':>9}"
-        for row in sorted(self.rows, key=lambda row: (not row.eligible, bool(row.other), -row.prediction.rate)):
+        for row in sorted(rows, key=lambda row: (not row.eligible, bool(row.other), -row.prediction.rate)):
             found = row.prediction
             if found.fits:
                 numbers = f"{readable(found.memory):>10}  {_time(found.seconds):>9}  {found.rate:>9.4g}"
@@ -147,8 +152,24 @@ class Plan:
                 numbers, note = f"{memory:>10}  {'-':>9}  {'-':>9}", f"{readable(found.missing)} too much: {found.why}"
             chosen = "*" if found is self.choice else " "
             yield f"{chosen} {self._name(row):<{width}}  {numbers}  {note}".rstrip()
+        if len(rows) < len(self.rows):
+            left_out = len(self.rows) - len(rows)
+            yield f"  and {left_out} more that gain nothing: lockstep plan --all, Plan.lines(everything=True)"
         yield ""
         yield self.reason
+
+    def _is_worth(self, row: Row) -> bool:
+        """Whether somebody might choose it: a variant that gains something, a pipeline that beats the choice."""
+        found, one = row.prediction, row.prediction.candidate
+        alike = [each.prediction for each in self.rows if each.prediction.candidate.precision == one.precision]
+        if one.kind == "pipeline":
+            pipelines = [each for each in alike if each.candidate.kind == "pipeline"]
+            best = max(pipelines, key=lambda each: (each.fits, each.rate, -each.missing))
+            return found is best and (self.choice is None or found.rate > self.choice.rate * (1 + NEAR))
+        plain = replace(one, bucket_mb=25.0, hook="", offload=False, recomputed=False)
+        base = next((each for each in alike if each.candidate == plain), found)
+        gains = found.rate > base.rate * (1 + NEAR) or found.memory < base.memory * (1 - NEAR_COMPUTED)
+        return found in (self.choice, base) or not base.fits or gains
 
     def _name(self, row: Row) -> str:
         candidate = row.prediction.candidate
