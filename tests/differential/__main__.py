@@ -1,6 +1,6 @@
 """Run random programs on Lightning and on lockstep, and print where they differ.
 
-python -m tests.differential [--cases N] [--seed S] [--only SEED ...]
+python -m tests.differential [--cases N] [--seed S] [--only SEED ...] [--forms]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 
 from tests.differential.compare import compare
+from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 
 
@@ -19,11 +20,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="that of the first program; the others follow it")
     parser.add_argument("--only", type=int, nargs="*", help="the seeds to run")
+    parser.add_argument("--forms", action="store_true", help="programs in the forms that users write")
     given = parser.parse_args()
+    draw = program_in_forms if given.forms else program_of
     outcomes: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     for seed in given.only or range(given.seed, given.seed + given.cases):
-        verdict = compare(program_of(seed))
+        verdict = compare(draw(seed))
         rows.update({row.sentence for _, row in verdict.explained})
         ended = f", ended by {verdict.ended}" if verdict.ended else ""
         outcomes[("different" if verdict.unexplained else "explained" if verdict.explained else "equal")] += 1

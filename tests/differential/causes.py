@@ -596,3 +596,11 @@ def raised_in_sanity(program: Program, d: Difference, theirs: Record, ours: Reco
     """What a resumed fit does whose sanity check raises in Lightning."""
     raised = [call for call, facts in theirs.ends if "`on_validation" in str(facts.get("message"))]
     return any("resume" in call for call in raised) and ("resume" in d.call or d.kind in ("rows", "files"))
+
+
+def without_empty_hyperparameters(program: Program, theirs: Record, ours: Record) -> str:
+    """Files of hyperparameters that have none."""
+    more = [name for name in ours.files.keys() - theirs.files.keys() if name.endswith("/hparams.yaml")]
+    for name in more if not program.hyperparameters else ():
+        del ours.files[name]
+    return "hparams.yaml" if more and not program.hyperparameters else ""

@@ -58,6 +58,7 @@ from tests.differential.causes import (
     waits_for_metric,
     warned,
     without_early_configure_model,
+    without_empty_hyperparameters,
     without_loader_of_nothing,
     without_repeated,
     without_restored_metrics,
@@ -140,6 +141,13 @@ TAKEN_OUT = [
         replace(PLAIN, calls=("fit", "resume"), logs=(LOSS, Log("on_train_epoch_end", "a", "module", {}))),
         named_by_known,
         take=without_restored_metrics,
+    ),
+    Row(
+        "CSVLogger writes hparams.yaml, an empty one, where there are no hyperparameters, too; Lightning's "
+        "TensorBoardLogger alone.",
+        PAGE,
+        replace(PLAIN, loggers=("csv",)),
+        take=without_empty_hyperparameters,
     ),
 ]
 

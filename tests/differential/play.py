@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.differential import parts
+from tests.differential import forms, parts
+from tests.differential.by_hand import ByHand
 from tests.differential.made_of import (
     Batches,
     ClosureNever,
@@ -102,7 +103,8 @@ class Player:
         self.trainer: Any = None
         self.module: Any = None
         self.counts: Counter[str] = Counter()
-        self.mid: Path | None = None
+        self.copied: dict[str, str] = {}
+        self.metrics: forms.Metrics | None = None
 
     def part(self, name: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{name}")
@@ -176,6 +178,8 @@ class Player:
                     raise KeyboardInterrupt
                 if act.kind == "stop":
                     self.trainer.should_stop = True
+                if act.kind == "copy":
+                    self.copied |= forms.copied(self)
                 if act.kind == "write row":
                     self.trainer.logger.log_metrics({"mine": 1.5})
                 return act.kind
@@ -216,6 +220,8 @@ class Player:
                     self.act(f"callback.{name}")
                 if owner != "data":
                     self.logs(owner, name, this, batch=given.get("batch_idx"))
+                if self.metrics is not None:
+                    self.metrics.end(owner, name, this)
                 return original(this, *args, **kwargs)
 
             call.__name__ = name
@@ -260,6 +266,8 @@ class Player:
         size, kind = self.batch_size, program.train
         if kind == "iterable":
             return DataLoader(Stream(first), batch_size=size)
+        if kind.startswith("with state"):
+            return forms.with_state(self, first, second)
         if kind == "some None":
             return DataLoader(first, batch_size=size, collate_fn=none_where_negative)
         if kind == "batches":
@@ -288,6 +296,7 @@ class Player:
                 self.lr, self.batch_size = 0.05, program.batch_size
                 if not program.late:
                     self.layers()
+                player.metrics = forms.Metrics(player, self) if program.metrics else None
                 self.automatic_optimization = not program.manual
 
             def layers(self) -> None:
@@ -312,6 +321,8 @@ class Player:
                 loss = self.loss(batch)
                 if name != "predict_step":
                     player.logs("module", name, self, loss, batch_idx)
+                if player.metrics is not None:
+                    player.metrics.step(self, name.removesuffix("_step"), loss)
                 return loss
 
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -328,8 +339,10 @@ class Player:
                 act = player.act("training_step")
                 loss = self.loss(batch)
                 player.logs("module", "training_step", self, loss, indices["batch_idx"])
+                if player.metrics is not None:
+                    player.metrics.step(self, "train", loss)
                 if program.manual:
-                    player.step_by_hand(self, batch)
+                    ByHand(player, self, batch, indices["batch_idx"]).play()
                     return None
                 if act == "skip":
                     return None
@@ -361,7 +374,9 @@ class Player:
         if program.data == "module":
             methods |= self.loader_methods("module")
         torch.manual_seed(program.seed)
-        return type("Module", (Module,), methods)()
+        names = [name for name in methods if name in MODULE_HOOKS]
+        made = type("Module", (Module,), forms.in_form(self, methods))()
+        return forms.put_on_instance(self, made, names)
 
     def configure(self, module: Any) -> Any:
         """What ``configure_optimizers`` returns."""
@@ -374,6 +389,7 @@ class Player:
             self.optimizer(kind, parameters[place::count] if count > 1 else parameters, module.lr)
             for place, kind in enumerate(program.optimizers)
         ]
+        module.own_optimizers = made if program.by_hand == "kept" else ()
         if not program.schedulers:
             return made if count > 1 else made[0]
         found = []
@@ -411,35 +427,17 @@ class Player:
         optimizer.register_step_post_hook(lambda *_: player.note("optimizer.updated"))
         return optimizer  # type: ignore[no-any-return]
 
-    def step_by_hand(self, module: Any, batch: Any) -> None:
-        optimizers = module.optimizers()
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        for optimizer in optimizers:
-            module.toggle_optimizer(optimizer) if len(optimizers) > 1 else None
-            module.manual_backward(module.loss(batch))
-            if self.program.seed % 3 == 0:
-                module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
-            module.untoggle_optimizer(optimizer) if len(optimizers) > 1 else None
-        if self.program.manual_steps and self.program.schedulers:
-            schedulers = module.lr_schedulers()
-            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-                loss = module.trainer.callback_metrics.get("loss")
-                plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                scheduler.step(float(loss) if loss is not None else 1.0) if plateau else scheduler.step()
-
     def make_callbacks(self) -> list[Any]:
         recording = type(
             "Recording",
             (self.pl.Callback,),
             {
-                **self.overridden(self.pl.Callback, "callback", CALLBACK_HOOKS),
+                **forms.in_form(self, self.overridden(self.pl.Callback, "callback", CALLBACK_HOOKS)),
                 "state_dict": lambda _: {"calls": 1},
                 "load_state_dict": lambda _, state: self.note("callback.load_state_dict", {"state": state}),
             },
         )
-        made = [recording()]
+        made = [forms.put_on_instance(self, recording(), CALLBACK_HOOKS)]
         for kind, settings in self.program.callbacks:
             given = dict(settings)
             if "dirpath" in given:
@@ -572,7 +570,7 @@ class Player:
         for callback in self.trainer.callbacks if self.trainer is not None else ():
             end[type(callback).__name__] = self.callback_facts(callback)
         if self.program.pickles and self.trainer is not None:
-            end["pickled"] = parts.pickled(self.trainer)
+            end["pickled"] = parts.pickled(self.trainer) | self.copied
         self.record.ends.append((label, end))
 
     def callback_facts(self, callback: Any) -> dict[str, Any]:

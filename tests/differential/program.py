@@ -67,7 +67,8 @@ class Log:
 class Act:
     """What user code does when ``hook`` of the module (of a callback: "callback.x") is called for the ``nth`` time."""
 
-    kind: str  # "raise", "interrupt", "stop" (should_stop), "skip" (step returns None), "end epoch" (-1), "write row"
+    # "raise", "interrupt", "stop" (should_stop), "skip" (step returns None), "end epoch" (-1), "write row", "copy"
+    kind: str
     hook: str
     nth: int
 
@@ -113,6 +114,9 @@ class Program:
     backbone: bool = False  # the first layer has another name, and the optimizer is given what is trainable alone
     search: dict[str, Any] | None = None  # the arguments of a search by the Tuner, which is one of the calls
     returns: bool | None = None  # ``return_predictions``
+    form: str = "method"  # how hooks are written: one of ``forms.HOOKS``, or "keyword"
+    by_hand: str = "wrapped"  # how a manual module steps: one of ``forms.BY_HAND``
+    metrics: str = ""  # where a metric object lies: one of ``forms.METRICS``
 
 
 LOSS = Log("training_step", "loss", "module", {"on_step": True, "on_epoch": True})
