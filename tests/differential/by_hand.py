@@ -25,7 +25,7 @@ class ByHand:
     def play(self) -> None:
         several = len(self.optimizers) > 1
         for optimizer in self.optimizers:
-            toggled = several and self.way not in ("raw", "kept")
+            toggled = several and self.way not in ("raw", "kept", "toggled")
             self.module.toggle_optimizer(optimizer) if toggled else None
             self.step(optimizer)
             self.module.untoggle_optimizer(optimizer) if toggled else None

@@ -159,6 +159,8 @@ def without_loader_of_nothing(program: Program, theirs: Record, ours: Record) ->
 def monitor_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     if not program.manual or d.kind == "checkpoint" or d.name != "schedulers" or len(d.theirs) != len(d.ours):
         return False
+    if "-" in (d.theirs, d.ours):
+        return False
     return all(
         [*mine[:3], mine[4]] == [*other[:3], other[4]] and mine[3] is None
         for mine, other in zip(d.theirs, d.ours, strict=True)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tests.differential.further import program_of
 from tests.differential.program import VAL, Act, Program, some
-from tests.golden.recorder import CALLBACK_HOOKS, WORKING_HOOKS
+from tests.golden.recorder import CALLBACK_HOOKS, MODULE_HOOKS
 
 if TYPE_CHECKING:
     from tests.differential.play import Player
@@ -90,7 +90,8 @@ def in_form(player: Player, methods: dict[str, Any]) -> dict[str, Any]:
         "rank_zero_only": player.part("utilities").rank_zero_only,
         "wraps": with_wraps,
     }.get(form, lambda hook: hook)
-    made = {name: hook if name in WORKING_HOOKS else decorate(hook) for name, hook in methods.items()}
+    hooks = (*MODULE_HOOKS, *CALLBACK_HOOKS)
+    made = {name: decorate(hook) if name in hooks else hook for name, hook in methods.items()}
     return {name: by_keyword(hook, name) for name, hook in made.items()} if form == "keyword" else made
 
 
@@ -170,25 +171,26 @@ class Metrics:
 
 
 class WithState:
-    """Batches that are there, in a loader that knows where it is, as those of torchdata and of streams do."""
+    """Batches that are there, in a loader that knows where it is: as in torchdata, a pass goes on from a state that was
+    loaded, and begins anew else."""
 
     def __init__(self, batches: list[Tensor]) -> None:
-        self.batches, self.place = batches, 0
+        self.batches, self.place, self.loaded = batches, 0, 0
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Tensor]:
-        while self.place < len(self.batches):
-            self.place += 1
-            yield self.batches[self.place - 1]
-        self.place = 0
+        first, self.loaded = self.loaded, 0
+        for place in range(first, len(self.batches)):
+            self.place = place + 1
+            yield self.batches[place]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place % len(self.batches)}
+        return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = int(state["place"])
+        self.loaded = int(state["place"])
 
 
 def with_state(player: Player, first: list[Tensor], second: list[Tensor]) -> Any:
@@ -206,7 +208,7 @@ def with_state(player: Player, first: list[Tensor], second: list[Tensor]) -> Any
 def copied(player: Player) -> dict[str, str]:
     """What comes of copies of the parts of a Trainer within a hook."""
     trainer = player.trainer
-    things = {f"optimizer {place}": optimizer for place, optimizer in enumerate(trainer.optimizers)}
+    things: dict[str, Any] = {"optimizers": list(trainer.optimizers)}
     things |= {type(callback).__name__: callback for callback in trainer.callbacks}
     things |= {"metrics": trainer.callback_metrics, "state": trainer.state, "trainer": trainer}
     if player.module is not None:
@@ -217,7 +219,8 @@ def copied(player: Player) -> dict[str, str]:
         ways = {"deepcopy": copy.deepcopy} if local else {"deepcopy": copy.deepcopy, "pickle": by_pickle}
         for way, take in ways.items():
             try:
-                found[f"{way} {name}"] = type(take(thing)).__name__
+                take(thing)
+                found[f"{way} {name}"] = "made"
             except Exception as error:
                 found[f"{way} {name}"] = f"raises {type(error).__name__}"
     return found

@@ -69,6 +69,7 @@ from tests.differential.further import program_of
 from tests.differential.known_warnings import WARNINGS
 from tests.differential.more import widen
 from tests.differential.of_callbacks import OF_CALLBACKS
+from tests.differential.of_forms import OF_FORMS
 from tests.differential.of_searches import OF_SEARCHES, SEARCH
 from tests.differential.program import COMBINED, LOSS, PLAIN, VAL, Act, Log, Program, Scheduler, draw
 from tests.differential.record import same
@@ -156,6 +157,7 @@ ROWS = [
     *TAKEN_OUT,
     *OF_SEARCHES,
     *OF_CALLBACKS,
+    *OF_FORMS,
     Row(
         "A fit that goes on trains what was thawed; Lightning's finetuning freezes it again, for good.",
         PAGE,

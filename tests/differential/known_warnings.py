@@ -117,6 +117,10 @@ FEWER: dict[str, tuple[str, Program]] = {
     ),
 }
 MORE: dict[str, tuple[str, Program]] = {
+    "nothing was stepped": (
+        "An epoch of manual optimization in which no optimizer was stepped is told of once.",
+        replace(PLAIN, manual=True, by_hand="accumulated", train_samples=(2, 4)),
+    ),
     "nothing left to train": (
         "A resumed fit that has nothing left to train says so.",
         replace(PLAIN, flags={**PLAIN.flags, "max_steps": 2}, calls=("fit", "resume")),

@@ -27,6 +27,8 @@ TOPICS = {
     "a batch that is None": r"yielded None|gave None for a batch",
     "scheduler without a metric": r"ReduceLROnPlateau conditioned|lr scheduler.s metric",
     "monitor of a manual scheduler": r"scheduler dict contains the key.*monitor",
+    "nothing was stepped": r"in this epoch no optimizer was stepped",
+    "earlier weights": r"the weights of step \d+ are ranked by",
     "no optimizer": r"configure_optimizers.*None|`?None`?.*configure_optimizers|no optimizer",
     "early stopping without its metric": r"[Ee]arly ?stopping conditioned|EarlyStopping.*(not available|is not logged)",
     "checkpoint without its metric": r"could not find the monitored key|no such metric was logged",

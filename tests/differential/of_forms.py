@@ -1,0 +1,86 @@
+"""The rows of the table for the forms in which programs are written, and what they look at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tests.differential.causes import PAGE, Row, refused, warned
+from tests.differential.forms import PAST_WRAPPER
+from tests.differential.program import LOSS, PLAIN, VAL, Program
+
+if TYPE_CHECKING:
+    from tests.differential.compare import Difference
+    from tests.differential.record import Record
+
+
+def stepped_past(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Steps of an optimizer that Lightning does not see, and so does not count."""
+    return (
+        program.by_hand in PAST_WRAPPER
+        and d.name == "global_step"
+        and "-" not in (d.theirs, d.ours)
+        and d.theirs < d.ours
+    )
+
+
+def ranked_behind(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """What is kept of saves by steps or time where a validation of other weights has given the value."""
+    told = any("are ranked by" in text for _, text in ours.warned)
+    kept = d.name == "ModelCheckpoint" or d.where == "names" or "on_save_checkpoint" in str([d.theirs, d.ours])
+    return warned(d, "earlier weights") or (told and (kept or d.call.endswith("best")))
+
+
+def in_no_attribute(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Metric objects that Lightning does not find in the module."""
+    return program.metrics == "hidden" and refused(theirs, "Could not find the `LightningModule` attribute")
+
+
+def of_whole_epoch(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Means of an epoch that was gone on with."""
+    logged = d.kind in ("rows", "files") or d.name.endswith("_metrics")
+    return program.train.startswith("with state") and "resume" in d.call + str(program.calls) and logged
+
+
+OF_FORMS = [
+    Row(
+        "Steps of a plain optimizer in manual optimization are counted; Lightning's global_step stays.",
+        PAGE,
+        replace(PLAIN, manual=True, by_hand="raw"),
+        stepped_past,
+        then="all",
+    ),
+    Row(
+        "A save by steps or time that no validation precedes says of which step its value is, and is ranked behind those "
+        "whose value is their own.",
+        PAGE,
+        replace(
+            PLAIN,
+            logs=(LOSS, VAL),
+            callbacks=(("ModelCheckpoint", {"monitor": "val", "every_n_train_steps": 2, "filename": "{step}"}),),
+        ),
+        ranked_behind,
+        then="all",
+    ),
+    Row(
+        "A metric object is logged wherever it is kept, in a list, too; Lightning wants an attribute of the module.",
+        PAGE,
+        replace(PLAIN, metrics="hidden"),
+        in_no_attribute,
+        then="all",
+    ),
+    Row(
+        "A loader with a state: the means of an epoch that is gone on with are of all its batches; Lightning's of those "
+        "that were to come.",
+        PAGE,
+        replace(
+            PLAIN,
+            train="with state",
+            train_samples=(8, 4),
+            calls=("fit", "resume mid"),
+            callbacks=(("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1}),),
+        ),
+        of_whole_epoch,
+        then="numbers",
+    ),
+]
