@@ -139,6 +139,12 @@ def without_saves_of_weights(program: Program, theirs: Record, ours: Record) -> 
         for label, facts in ours.events
         if label != "callback.on_save_checkpoint" or whole in facts["arguments"]["checkpoint"]
     ]
+    if len(kept) < len(ours.events) and any(
+        "on_save_checkpoint" in part.get("hooks", ()) for _, part in program.callbacks
+    ):
+        for record, events in ((theirs, theirs.events), (ours, kept)):
+            record.events = [event for event in events if event[0] != "lambda.on_save_checkpoint"]
+        return "callbacks' on_save_checkpoint"
     fewer = len(kept) < len(ours.events)
     ours.events = kept
     return "callback.on_save_checkpoint" if fewer else ""

@@ -263,6 +263,7 @@ def _by_hand(p: Program, r: random.Random) -> Program:
     way = r.choice(BY_HAND)
     optimizers = tuple(r.choice(("sgd", "adam")) for _ in range(r.choice((1, 1, 2))))
     kinds = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder")
+    kinds += ("BackboneFinetuning", "Unfreezing")
     callbacks = tuple(part for part in p.callbacks if part[0] not in kinds)
     schedulers = p.schedulers[:1] if len(optimizers) == 1 else ()
     calls = ("fit",) if p.search is not None or "barebones" in flags else p.calls

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.differential.causes import PAGE, Row, refused, warned
 from tests.differential.forms import PAST_WRAPPER
-from tests.differential.program import LOSS, PLAIN, VAL, Program
+from tests.differential.program import LOSS, PLAIN, VAL, Program, Scheduler
 
 if TYPE_CHECKING:
     from tests.differential.compare import Difference
@@ -42,7 +42,39 @@ def of_whole_epoch(program: Program, d: Difference, theirs: Record, ours: Record
     return program.train.startswith("with state") and "resume" in d.call + str(program.calls) and logged
 
 
+def of_each_loader(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """A metric object that is logged for several loaders."""
+    logged = d.kind in ("rows", "files") or d.name.endswith("_metrics")
+    return program.metrics == "in validation" and len(program.val_loaders) > 1 and logged
+
+
+def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Rates of schedulers by step where some batches are None."""
+    by_step = any(each.settings.get("interval") == "step" for each in program.schedulers)
+    return program.train == "some None" and by_step and d.name in ("rates", "schedulers", "LearningRateMonitor")
+
+
 OF_FORMS = [
+    Row(
+        "A metric object that is logged for several loaders has a value of each; Lightning's second value holds the "
+        "first loader's samples, too.",
+        PAGE,
+        replace(PLAIN, metrics="in validation", val_loaders=(3, 5)),
+        of_each_loader,
+        then="numbers",
+    ),
+    Row(
+        "Schedulers by step advance where an optimizer steps; Lightning's on a batch that is None, too.",
+        PAGE,
+        replace(
+            PLAIN,
+            train="some None",
+            train_samples=(9, 4),
+            schedulers=(Scheduler("exponential", {"interval": "step"}),),
+        ),
+        by_updates,
+        then="numbers",
+    ),
     Row(
         "Steps of a plain optimizer in manual optimization are counted; Lightning's global_step stays.",
         PAGE,
@@ -51,8 +83,8 @@ OF_FORMS = [
         then="all",
     ),
     Row(
-        "A save by steps or time that no validation precedes says of which step its value is, and is ranked behind those "
-        "whose value is their own.",
+        "A save by steps or time that no validation precedes says of which step its value is, and is ranked behind "
+        "those whose value is their own.",
         PAGE,
         replace(
             PLAIN,
@@ -70,8 +102,8 @@ OF_FORMS = [
         then="all",
     ),
     Row(
-        "A loader with a state: the means of an epoch that is gone on with are of all its batches; Lightning's of those "
-        "that were to come.",
+        "A loader with a state: the means of an epoch that is gone on with are of all its batches; Lightning's of "
+        "those that were to come.",
         PAGE,
         replace(
             PLAIN,

@@ -1,6 +1,6 @@
 """Compare random user programs on one to three ranks with one process.
 
-python -m tests.fuzz [--cases N] [--seed S] [--only SEED ...]
+python -m tests.fuzz [--engines] [--cases N] [--seed S] [--only SEED ...]
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from lockstep.testing import RankPool
-from tests.fuzz.compare import compare
-from tests.fuzz.program import draw
+from tests.fuzz import compare, engines, program
 
 
 def main() -> int:
@@ -20,13 +21,17 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="that of the first program; the others follow it")
     parser.add_argument("--only", type=int, nargs="*", help="the seeds to run")
+    parser.add_argument("--engines", action="store_true", help="small programs on every engine")
     given = parser.parse_args()
+    run: Callable[[RankPool, int], Any] = lambda pool, seed: (  # noqa: E731
+        engines.compare(pool, engines.draw(seed)) if given.engines else compare.compare(pool, program.draw(seed))
+    )
     seeds = given.only or range(given.seed, given.seed + given.cases)
     outcomes: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     with RankPool(3) as pool:
         for seed in seeds:
-            verdict = compare(pool, draw(seed))
+            verdict = run(pool, seed)
             outcomes[verdict.outcome] += 1
             if verdict.outcome == "different" or given.only:
                 print(f"{verdict.outcome}: {verdict.program}")

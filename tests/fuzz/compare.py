@@ -62,7 +62,10 @@ def differences(expected: Shown, ranks: list[Shown]) -> list[str]:
     found = []
     places = sorted({place for shown in [expected, *ranks] for place in shown.seen})
     for place in places:
-        mine, theirs = Counter(expected.seen[place]), Counter(i for shown in ranks for i in shown.seen[place])
+        mine, theirs = (
+            Counter(expected.seen.get(place, ())),
+            Counter(i for shown in ranks for i in shown.seen.get(place, ())),
+        )
         if mine != theirs:
             found.append(
                 f"{place}: samples lost {sorted((mine - theirs).elements())}, "
