@@ -25,7 +25,7 @@ from lockstep.strategies import BalancedStrategy
 from lockstep.testing import EquivalenceReport, RankPool, check_equivalence
 from tests.equivalence.models import Plain, rows
 from tests.loop.balanced import Clock, made_up_clock
-from tests.loop.pieces import quiet
+from tests.loop.pieces import Validated, numbers, quiet
 from tests.strategies import test_balanced as of_ranks
 from tests.strategies import test_resplit as of_moves
 from tests.strategies.devices import CPU, MadeUpDevices, made_up
@@ -648,3 +648,42 @@ def test_two_gpus_of_one_process_train_as_one_device(schedule: str) -> None:
         flags: dict[str, Any] = {"accelerator": "gpu", "devices": 2, "gradient_clip_val": 0.1, "accumulate": 2}
         report = check_equivalence(Untied, rows(40), strategy=strategy, **flags)
         assert report, report
+
+
+class InStages(Validated):
+    """A chain of layers, whose windows an engine plays in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.chain(batch[:, None]).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_validation_start(self) -> None:
+        self.validated.append(len(self.batches))
+
+
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        ({}, [10, 20, 30]),
+        ({"val_check_interval": 4}, [6, 9, 16, 19, 26, 29]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [6, 9, 13, 16, 20, 26, 29]),
+    ],
+)
+def test_a_window_that_is_played_in_one_piece_is_validated_once(flags: dict[str, Any], times: list[int]) -> None:
+    """It was validated behind each of its micro-batches, or not at all where it stepped over the one at which it was
+    due."""
+    module = InStages()
+    strategy = one_process(split="equal")
+    trainer = quiet(
+        max_epochs=3, num_sanity_val_steps=0, accumulate_grad_batches=3, devices=2, strategy=strategy, **flags
+    )
+    trainer.fit(module, numbers(10), numbers(1))
+    assert module.validated == times

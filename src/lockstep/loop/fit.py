@@ -78,17 +78,16 @@ class ValidationTiming:
         every = self._session.config.check_val_every_n_epoch
         return self._session.enable_validation and (every is None or (epoch + 1) % every == 0)
 
-    def due(self, progress: Progress, at_window_end: bool) -> bool:
-        """Whether the interval is over after a training batch."""
+    def due(self, progress: Progress, at_window_end: bool, batches: int = 1) -> bool:
+        """Whether the interval is over after a training batch, or within the last ones, which were played at once."""
         every = self.every
         if every is None:
             return at_window_end and self._time_is_up()
         if every == math.inf:
             return progress.last
         earlier = progress.earlier if self._session.config.check_val_every_n_epoch is None else 0
-        if self._counted is None:
-            return (earlier + progress.batch) % every == 0
-        before, after = (earlier + self._counted(number) for number in (progress.batch - 1, progress.batch))
+        counted = self._counted or int
+        before, after = (earlier + counted(number) for number in (progress.batch - batches, progress.batch))
         return before // every < after // every  # a batch of ours may step over the one at which it is due
 
     def _time_is_up(self) -> bool:
@@ -493,6 +492,7 @@ class FitLoop:
         progress, feed = self.session.fit.progress, self.session.fit.loaded
         progress.last = progress.last or progress.batch >= feed.num_batches
         at_end = progress.last or feed.begun(progress.batch, accumulate) == 0
+        self.step.go_on_after(progress.batch, accumulate)
         if progress.phase == BATCH_END and self._validates and self._validation_due(at_end):
             self._validate(at_end)
         if at_end and progress.phase != WINDOW_END:
@@ -649,8 +649,10 @@ class FitLoop:
         return self._validates and self._validation_due(True)
 
     def _validation_due(self, at_window_end: bool) -> bool:
-        session = self.session
-        if self.timing.due(session.fit.progress, at_window_end):
+        session, at_once = self.session, self.step.at_once
+        if at_once > 1 and not at_window_end:
+            return False  # the window was played in one piece
+        if self.timing.due(session.fit.progress, at_window_end, at_once):
             return True
         return at_window_end and session.stop_asked and not session.interrupted and self._can_stop_early()
 

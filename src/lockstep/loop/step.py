@@ -81,6 +81,7 @@ class Step:
         self.ended_by_user = False  # on_train_batch_start returned -1
         self.wrapped: list[LightningOptimizer] = []
         self.watch: StepWatch | None = None  # of the optimizers' own steps
+        self.at_once = 1  # micro-batches that are played before anybody looks whether a validation is due
 
     def setup(self) -> None:
         """Bind what the windows of this fit use; called once, when strategy, module and optimizers are ready."""
@@ -307,6 +308,7 @@ class Step:
         Hooks of the batches run before and after the window; ``on_after_backward`` runs once.
         """
         results, progress, last = self.results, self.progress, window.size - 1
+        self.at_once = window.size
         begun: list[tuple[Any, float, int, tuple[int, ...]]] = []  # batch, weight, number, ranks without samples
         micro_batches: list[MicroBatch] = []
         losses: dict[int, Tensor] = {}  # by number, as backward begins from them
@@ -350,6 +352,11 @@ class Step:
                 shown["loss"] = losses[number]
             self._end(shown, batch, batch_idx + i, counts=i == 0)
             yield
+
+    def go_on_after(self, batch: int, accumulate: int) -> None:
+        """A resumed run begins after this micro-batch."""
+        if self.window == self._by_engine:
+            self.at_once = (batch - 1) % accumulate + 1
 
     def _enter_part(self, weight: float, number: int, part: float = 1.0) -> None:
         self._parts.keep()
