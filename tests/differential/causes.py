@@ -267,8 +267,8 @@ def before_average(program: Program, d: Difference, theirs: Record, ours: Record
     """Validations before the first update of the average, which comes late or is not of the type of the weights."""
     late = any("update_starting_at_step" in part for kind, part in program.callbacks if kind == "EMAWeightAveraging")
     averages = has(program, "EMAWeightAveraging") or has(program, "WeightAveraging")
+    of_type = (late or program.flags.get("precision", "32-true") != "32-true") and d.where.endswith("on_train_end")
     late = late or accumulates(program) or program.flags.get("precision", "32-true") != "32-true"
-    of_type = program.flags.get("precision", "32-true") != "32-true" and d.where.endswith("on_train_end")
     return averages and late and d.name == "weights" and ("validation" in d.where or of_type)
 
 

@@ -187,7 +187,7 @@ class WithState:
             yield self.batches[place]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return {"place": self.place % len(self.batches)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = int(state["place"])
@@ -253,7 +253,9 @@ def _with_state(p: Program, r: random.Random) -> Program:
     calls = r.choice((("fit",), ("fit", "resume mid"), ("fit", "resume mid"), ("fit", "resume")))
     train = r.choice(("with state", "with state", "with state beside max_size", "with state beside min_size"))
     data = "module" if p.data == "arguments" else p.data
-    return replace(p, train=train, calls=calls, callbacks=callbacks, data=data, train_samples=(r.randint(5, 11), 6))
+    acts = tuple(act for act in p.acts if act.kind != "end epoch")
+    p = replace(p, train=train, calls=calls, callbacks=callbacks, data=data, acts=acts)
+    return replace(p, train_samples=(r.randint(5, 11), 6))
 
 
 def _by_hand(p: Program, r: random.Random) -> Program:

@@ -26,6 +26,10 @@ def _ours(topic: str, program: Program, d: Difference, theirs: Record, ours: Rec
 SAVED_MID_EPOCH = ("ModelCheckpoint", {"every_n_train_steps": 1, "save_top_k": -1})
 AVERAGED = replace(PLAIN, late=True, callbacks=(("EMAWeightAveraging", {"decay": 0.5}),))
 FEWER: dict[str, tuple[str, Program]] = {
+    "summary's precision": (
+        "The summary of a model knows the bytes of every precision.",
+        replace(PLAIN, flags={**PLAIN.flags, "precision": "bf16-mixed"}, callbacks=(("ModelSummary", {}),)),
+    ),
     "batch size": (
         "Batches weigh by the samples that our loader drew, so that no size is guessed from tensors, or warned of.",
         replace(PLAIN, train="list min_size", train_samples=(3, 5)),
@@ -117,6 +121,10 @@ FEWER: dict[str, tuple[str, Program]] = {
     ),
 }
 MORE: dict[str, tuple[str, Program]] = {
+    "without effect": (
+        "What has no effect beside another argument is said.",
+        replace(PLAIN, callbacks=(("ModelCheckpoint", {"mode": "max"}),)),
+    ),
     "nothing was stepped": (
         "An epoch of manual optimization in which no optimizer was stepped is told of once.",
         replace(PLAIN, manual=True, by_hand="accumulated", train_samples=(2, 4)),

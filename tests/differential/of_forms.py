@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.differential.causes import PAGE, Row, refused, warned
+from tests.differential.causes import PAGE, Row, acts, begins, refused, warned
 from tests.differential.forms import PAST_WRAPPER
 from tests.differential.program import LOSS, PLAIN, VAL, Program, Scheduler
 
@@ -49,9 +49,12 @@ def of_each_loader(program: Program, d: Difference, theirs: Record, ours: Record
 
 
 def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
-    """Rates of schedulers by step where some batches are None."""
+    """Schedulers by step where a batch is None, or ended by its first hook."""
     by_step = any(each.settings.get("interval") == "step" for each in program.schedulers)
-    return program.train == "some None" and by_step and d.name in ("rates", "schedulers", "LearningRateMonitor")
+    if not by_step or not (program.train == "some None" or acts(program, "end epoch")):
+        return False
+    told = warned(d, "order of schedulers and optimizers")
+    return told or d.name in ("rates", "schedulers", "LearningRateMonitor") or begins(d.theirs, "lr_scheduler_step")
 
 
 OF_FORMS = [
@@ -64,7 +67,8 @@ OF_FORMS = [
         then="numbers",
     ),
     Row(
-        "Schedulers by step advance where an optimizer steps; Lightning's on a batch that is None, too.",
+        "Schedulers by step advance where an optimizer steps; Lightning's on a batch that is None, or that "
+        "on_train_batch_start has ended, too.",
         PAGE,
         replace(
             PLAIN,
@@ -73,7 +77,7 @@ OF_FORMS = [
             schedulers=(Scheduler("exponential", {"interval": "step"}),),
         ),
         by_updates,
-        then="numbers",
+        then="all",
     ),
     Row(
         "Steps of a plain optimizer in manual optimization are counted; Lightning's global_step stays.",

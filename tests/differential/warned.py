@@ -67,6 +67,12 @@ TOPICS = {
     "uneven loaders": r"loaders side by side are cut unevenly",
     "loaders that stay": r"reload_dataloaders_every_n_epochs=\d+\): fit\(\) got",
     "NaN": r"the loss was NaN there or before",
+    "without effect": (
+        r"every_n_(epochs|train_steps)=\d+\) with Trainer|the fit ends before its (first validation|average begins)|"
+        r"is about epochs, and this one saves|ranks nothing without `monitor`|the former sets the latter|"
+        r"clips nothing without|saves nothing: leave it out|has no effect: values are|of one metric less is better"
+    ),
+    "summary's precision": r"Precision .* is not supported by the model summary",
     "few rates": r"too few to suggest a learning rate",
 }
 """What a warning is about, and the words by which either says it; others are compared by their first words."""

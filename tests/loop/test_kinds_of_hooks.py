@@ -225,3 +225,19 @@ def test_setup_is_given_its_stage_by_name_and_as_lightnings_word() -> None:
     quiet(max_epochs=1, callbacks=[Callbacks(), other]).fit(ByName(), datamodule=Data())
     assert seen == ["fit"] * 6
     assert all(stage is TrainerFn.FITTING and stage.value == "fit" for stage in seen)
+
+
+def test_a_wrapper_on_the_instance_may_show_the_functions_own_signature() -> None:
+    """`self` was counted among what the loop gives, so that the batch's number was missing."""
+
+    class Plain(Slope):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    module = Plain()
+    for name in ("training_step", "validation_step", "on_validation_batch_start"):
+        wrapper = functools.partial(lambda bound, *given: bound(*given), getattr(module, name))
+        setattr(module, name, functools.wraps(getattr(Plain, name))(lambda *given, call=wrapper: call(*given)))
+    quiet(max_epochs=1).fit(module, numbers(2), [numbers(1), numbers(1)])
+    assert len(module.batches) == 2

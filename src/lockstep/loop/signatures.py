@@ -26,14 +26,14 @@ def takes_idx(training_step: Callable[..., Any]) -> bool:
     Raises:
         MisconfigurationException: it wants more than that.
     """
-    arguments = inspect.signature(training_step).parameters
+    arguments = _parameters(training_step)
     more = _required(training_step)[2:]
     if more:
         way_out = GONE.get(more[0], "give it a default, or take it from `self`")
         raise MisconfigurationException(
             f"`training_step` wants {more[0]!r}, and is called with (batch, batch_idx): {way_out}."
         )
-    return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments.values())
+    return len(arguments) > 1 or any(p.kind is p.VAR_POSITIONAL for p in arguments)
 
 
 def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
@@ -47,7 +47,7 @@ def arguments_of(step: Callable[..., Any], several: bool, name: str) -> int:
     Raises:
         MisconfigurationException: it wants what it is not given, or lacks what tells loaders apart.
     """
-    parameters = inspect.signature(step).parameters.values()
+    parameters = _parameters(step)
     wanted = 3 if several else 2
     refuse_more(step, wanted, name)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -83,6 +83,12 @@ def refuse_more(method: Callable[..., Any], given: int, name: str) -> None:
 
 def _required(method: Callable[..., Any]) -> list[str]:
     """Names of the parameters without a default, in the order in which arguments fill them."""
-    parameters = inspect.signature(method).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in _parameters(method) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [p.name for p in positional if p.default is p.empty]
+
+
+def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that a caller fills; a wrapper on the instance may show those of the class' function."""
+    found = list(inspect.signature(method).parameters.values())
+    wraps = not inspect.ismethod(method) and (hasattr(method, "__wrapped__") or hasattr(method, "__signature__"))
+    return found[1:] if wraps and found and found[0].name == "self" else found
