@@ -47,17 +47,21 @@ class _Buffer:
     key: str
     source: Tensor
     version: int | None
+    """None: it may have changed at any time."""
     value: Tensor
 
     def unchanged(self) -> bool:
         """Whether it is certain that it is still what it was."""
-        if self.version is None or self.layer.get(self.key) is not self.source:
-            return False
-        return self.value.numel() > SMALL and _version(self.source) == self.version
+        now = self.layer.get(self.key)
+        return now is self.source and self.version is not None and _version(now) == self.version
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.numel() <= SMALL or tensor.is_inference() else tensor._version
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 class WindowStart:
@@ -77,7 +81,7 @@ class WindowStart:
         self._entries: list[tuple[Entry, tuple[Any, ...]]] = []
         self._shown: dict[str, Tensor] = {}
         self._metrics: dict[str, MetricState] = {}
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers: dict[tuple[str, str], _Buffer] = {}
         self._parts: list[tuple[str, nn.Module]] = []
 
     def __reduce__(self) -> tuple[type[WindowStart], tuple[()]]:
@@ -94,34 +98,39 @@ class WindowStart:
         self._results, self._published = results, published
         self._parts = [(name, part) for name, part in module.named_modules() if part._buffers or is_metric(part)]
 
+    @torch.no_grad()
     def note(self, batch: int) -> None:
         """A window begins after so many micro-batches of the epoch."""
         self._batch, self._read = batch, None
         assert self._results is not None
         self._entries = self._results.snapshot()
         self._shown = dict(self._published)
+        changed: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name, part in self._parts:
             if is_metric(part):
                 kept = self._metrics.get(name)
                 if kept is None or kept["count"] != part._update_count:
                     self._metrics[name] = metric_state(part)
-            elif part._buffers:
-                self._keep_buffers(name, part)
+                continue
+            for before, now in self._changed_of(name, part):
+                targets, sources = changed.setdefault((now.device, now.dtype), ([], []))
+                targets.append(before)
+                sources.append(now)
+        for targets, sources in changed.values():
+            torch._foreach_copy_(targets, sources)  # one kernel on a GPU
 
-    def _keep_buffers(self, prefix: str, part: nn.Module) -> None:
+    def _changed_of(self, prefix: str, part: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is kept of a layer's buffers that may have changed, and what they are now; a new one is kept at once."""
         for key, buffer in part._buffers.items():
-            if buffer is None or is_lazy(buffer) or key in part._non_persistent_buffers_set:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            kept = self._buffers.get(name)
-            if kept is not None and kept.unchanged():
-                continue
-            version, value = _version(buffer), buffer.detach()
-            if kept is not None and kept.value.shape == value.shape and kept.value.dtype == value.dtype:
-                kept.value.copy_(value)
-                kept.source, kept.version = buffer, version
-            else:
-                self._buffers[name] = _Buffer(part._buffers, key, buffer, version, value.clone())
+            kept = self._buffers.get((prefix, key))
+            if kept is not None and buffer is kept.source and kept.version is None:
+                yield kept.value, buffer  # the usual one, as cheap as can be
+            elif buffer is not None and key not in part._non_persistent_buffers_set and not is_lazy(buffer):
+                if kept is None or kept.value.shape != buffer.shape or kept.value.dtype != buffer.dtype:
+                    self._buffers[prefix, key] = _Buffer(part._buffers, key, buffer, _version(buffer), _copy(buffer))
+                elif not kept.unchanged():
+                    kept.source, kept.version = buffer, _version(buffer)
+                    yield kept.value, buffer
 
     def take(self, state: dict[str, Any] | None) -> None:
         """A run goes on within a window whose beginning :meth:`state` of an earlier life told."""
@@ -150,10 +159,10 @@ class WindowStart:
         }
 
     def _changed(self) -> Iterator[tuple[str, Tensor]]:
-        for name, kept in self._buffers.items():
+        for (prefix, key), kept in self._buffers.items():
             now = kept.layer.get(kept.key)
             if not kept.unchanged() and (now is None or not torch.equal(now, kept.value)):
-                yield name, kept.value.detach().cpu().clone()
+                yield f"{prefix}.{key}" if prefix else key, kept.value.cpu().clone()
 
 
 @torch.no_grad()
