@@ -457,10 +457,11 @@ def on_engine(strategy: str, raw: bool) -> tuple[torch.Tensor, int, float]:
     return whole, result.global_step, trainer.scaler.get_scale()
 
 
+@pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "sharded", "fsdp"])
-def test_ranks_are_one_process(ranks: RankPool, strategy: str) -> None:
+def test_ranks_are_one_process(ranks: RankPool, strategy: str, raw: bool) -> None:
     """Their two backwards are added up and clipped; where one rank overflows, all leave the step out."""
     alone, steps, scale = on_engine("auto", False)
-    for found in ranks(2).run(on_engine, strategy, strategy == "ddp"):
+    for found in ranks(2).run(on_engine, strategy, raw):
         torch.testing.assert_close(found[0], alone, rtol=1e-3, atol=1e-4)
         assert found[1:] == (steps, scale) == (5, 32768.0)

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep import LightningModule
 from lockstep.callbacks import ModelCheckpoint
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.strategies.base import SingleDeviceStrategy
 from lockstep.testing.pool import RankPool
 from tests.loop.pieces import numbers, on_ranks, quiet
 
@@ -132,6 +133,23 @@ def halves() -> tuple[list[int], list[float]]:
 
 def test_accumulated() -> None:
     assert scheduled(False, accumulate_grad_batches=2) == ([0, 0, 0, 0, 0, 1], [1.0] * 5 + [0.5])
+
+
+class Leaves(SingleDeviceStrategy):
+    """An engine with a loss scale of its own, as DeepSpeed's: it leaves its first two steps out."""
+
+    made = 0
+
+    def step(self, optimizer: Any, closure: Any = None, **options: Any) -> Any:
+        self.made += 1
+        self.left_out = self.made < 3
+        return None if self.left_out else super().step(optimizer, closure, **options)
+
+
+def test_an_engine_that_leaves_steps_out_itself() -> None:
+    module = Overflows(())
+    quiet(strategy=Leaves(), max_epochs=1).fit(module, numbers(8, 2))
+    assert (module.counted, module.rates) == ([0, 0, 1, 2], [1.0, 1.0, 0.5, 0.25])
 
 
 def test_a_loss_that_is_never_finite_ends_the_fit() -> None:

@@ -706,6 +706,7 @@ class Step:
 
     def _end_window(self, batch_idx: int, updated: bool) -> None:
         """Count the update and step the schedulers, unless there was nothing to step for, or gradients overflowed."""
+        updated = updated and not self.strategy.left_out
         updated = updated and (self.scaler is None or not self.watch.left_out)  # type: ignore[union-attr]
         if updated:
             self.progress.global_step += 1

@@ -492,6 +492,7 @@ class DeepSpeedStrategy(ShardedStrategy):
                 'there already: use an optimizer without a closure, or strategy="ddp".'
             )
         self._zero.step()
+        self.left_out = bool(getattr(self._zero.zero, "overflow", False))
 
     def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         """This rank's parts of the gradients."""

@@ -137,6 +137,7 @@ class Engine:
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.sync_gradients = True
+        self.left_out = False  # by the engine itself: the last step, whose gradients overflowed
         self.context: Callable[[], AbstractContextManager[Any]] | None = None
         self._own_backward: Callable[..., Any] | None = None
         self._recomputation = Recomputation(type(self).__name__)
