@@ -157,6 +157,10 @@ MORE: dict[str, tuple[str, Program]] = {
         "A save by steps whose metric is never logged is told of; Lightning's waits for it in silence.",
         program_of(1091),
     ),
+    "no effect": (
+        "What has no effect beside another flag is said, and two callbacks to which a metric means two things.",
+        replace(PLAIN, flags={**PLAIN.flags, "check_val_every_n_epoch": 5}),
+    ),
     "few rates": (
         "A search for a learning rate with too few results to suggest one says so by a warning, not in the log.",
         replace(PLAIN, calls=("lr_find",), search={"num_training": 5}),
