@@ -399,5 +399,5 @@ def test_an_error_of_rank_0_is_one_on_every_rank(ranks: RankPool, tmp_path: Path
     said = "OSError: no room for epoch=0-step=2.ckpt"
     assert ranks(2).run(failing_on_ranks, tmp_path, timeout=40) == [
         said,
-        f"RuntimeError: rank 0 could not write a checkpoint: {said}",
+        f"RankFailed: rank 0 could not write a checkpoint: {said}",
     ]

@@ -223,14 +223,14 @@ def said_by(plugin: Any, folder: Path) -> str:
 def test_an_error_of_rank_0_is_one_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks(2).run(partial(said_by, Refuses()), tmp_path, timeout=40)
     assert first == "OSError: no room, interrupted"
-    assert second.startswith("RuntimeError: rank 0 could not write the checkpoint")
+    assert second.startswith("RankFailed: rank 0 could not write the checkpoint")
     assert "OSError: no room, interrupted" in second
 
 
 def test_an_error_at_the_end_is_one_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks(2).run(partial(said_by, EndsBadly(0)), tmp_path, timeout=40)
     assert first == "OSError: lost the line, interrupted"
-    assert second == "RuntimeError: rank 0 could not write a checkpoint: OSError: lost the line, interrupted"
+    assert second == "RankFailed: rank 0 could not write a checkpoint: OSError: lost the line, interrupted"
 
 
 def fit_on_ranks(folder: Path) -> list[Any]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from lockstep.ground import plain_yaml
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.hyperparameters import AttributeDict
 from lockstep.ground.rank import rank_zero_warn
@@ -349,26 +350,36 @@ def _check_complete(cls: type, parameters: list[inspect.Parameter], found: dict[
 def _read_file(path: str | PathLike[str]) -> dict[str, Any]:
     kind = fspath(path).rpartition(".")[2].lower()
     if kind == "csv":
-        with open(path, newline="", encoding="utf-8") as file:
-            return {row[0]: _word(row[1]) for row in list(csv.reader(file))[1:] if row}
+        try:
+            with open(path, newline="", encoding="utf-8") as file:
+                return {row[0]: _word(row[1]) for row in list(csv.reader(file))[1:] if row}
+        except (UnicodeDecodeError, IndexError, csv.Error) as error:
+            raise MisconfigurationException(
+                f"load_from_checkpoint(hparams_file={fspath(path)!r}): it is no table of names and values ({error})."
+            ) from None
     if kind not in ("yml", "yaml"):
         raise MisconfigurationException(
             f"load_from_checkpoint(hparams_file={fspath(path)!r}): its name does not say what it is; it ends in .yaml, "
             ".yml or .csv."
         )
     try:
-        import yaml  # type: ignore[import-untyped]
+        found = plain_yaml.read(path)
     except ModuleNotFoundError:
         raise missing_extra("yaml", "yaml", "load_from_checkpoint(hparams_file=...)") from None
-    with open(path, encoding="utf-8") as file:
-        return dict(yaml.safe_load(file) or {})
+    except ValueError as error:
+        raise MisconfigurationException(f"load_from_checkpoint(hparams_file={fspath(path)!r}): {error}.") from None
+    if not isinstance(found or {}, dict):
+        raise MisconfigurationException(
+            f"load_from_checkpoint(hparams_file={fspath(path)!r}): it holds no names with values."
+        )
+    return dict(found or {})
 
 
 def _word(text: str) -> Any:
     """A cell of a CSV file: a literal of Python's, else text."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import errno
 import hashlib
 import json
 import pickle
@@ -23,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.checkpoint import storage
+from lockstep.checkpoint.damage import check_archive_size
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
 from lockstep.ground.hyperparameters import AttributeDict
 from lockstep.ground.installed import LIGHTNING
@@ -147,9 +149,14 @@ def load(
         raise FileNotFoundError(error.errno, f"there is no checkpoint {name!r}") from None
     except IsADirectoryError as error:
         raise IsADirectoryError(error.errno, f"the checkpoint {name!r} is a folder, not a file") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise CorruptCheckpoint(f"There is no checkpoint at {name!r}: {error.strerror}: {_WAY_OUT}.") from None
 
 
 def _load(file: IO[bytes], name: str, map_location: MAP_LOCATION, weights_only: bool) -> dict[str, Any]:
+    check_archive_size(file, name)
     sealed = _check_seal(file, name)
     if not sealed:
         _check_archive(file, name)

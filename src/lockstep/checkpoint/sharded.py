@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import deepspeed, format, storage
+from lockstep.checkpoint import damage, deepspeed, format, storage
 from lockstep.checkpoint.storage import INDEX, PathLike
 from lockstep.ground import comm
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException, RankFailed
@@ -228,7 +228,7 @@ class Index:
             said = content.pop("sha256")
         except FileNotFoundError:
             raise CorruptCheckpoint(f"The checkpoint {os.fspath(folder)!r} has lost its {INDEX}: {WAY_OUT}.") from None
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CorruptCheckpoint(f"{name!r} is damaged ({format.first_line(error)}): {WAY_OUT}.") from error
         if said != _hash_of(content):
             raise CorruptCheckpoint(
@@ -239,6 +239,10 @@ class Index:
                 f"{name!r} has version {content.get('version')!r}, and this lockstep reads version {VERSION}: read it "
                 "with the lockstep that wrote it."
             )
+        try:
+            damage.check_index(content)
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{name!r} is malformed: {error}: {WAY_OUT}.") from None
         return cls(content["files"], content["tensors"], content["about"])
 
     def within(self, folder: PathLike) -> str:
@@ -532,7 +536,12 @@ def load(
     """
     if not is_sharded(path):
         return format.load(path, map_location, weights_only)
-    folder = cast("PathLike", path)
+    with damage.named(path):
+        return _load(cast("PathLike", path), map_location, weights_only)
+
+
+def _load(folder: PathLike, map_location: MAP_LOCATION, weights_only: bool | None) -> dict[str, Any]:
+    """A folder of parts, whole."""
     index = _checked(folder)
     if deepspeed.is_engines(folder):
         return deepspeed.read(folder, None, weights_only)
@@ -589,12 +598,12 @@ def outline(path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
     """A checkpoint whose tensors need no values, after checking that it is whole; arguments and errors as of `load`."""
     if not is_sharded(path):
         return format.load(path, "meta")
-    index = _checked(path)
-    if deepspeed.is_engines(path):
-        return deepspeed.read(path, None, weights_only)
-    made = _Reading(_within(path, index), None, "cpu")
-    tensors = made.shapes()
-    return made.whole(tensors, range(made.ranks))
+    with damage.named(path):
+        index = _checked(path)
+        if deepspeed.is_engines(path):
+            return deepspeed.read(path, None, weights_only)
+        made = _Reading(_within(path, index), None, "cpu")
+        return made.whole(made.shapes(), range(made.ranks))
 
 
 Needs: TypeAlias = Callable[[Sequence[int], bool], Sequence[int]]
@@ -626,17 +635,19 @@ def load_parts(path: PathLike, place: Place, needs: Needs, weights_only: bool | 
         nonlocal within
         index = _index(path)
         if index is not None:
-            check_files(path, index, _share(index.files, rank, world))
+            with damage.named(path):
+                check_files(path, index, _share(index.files, rank, world))
             within = index.within(path)
 
     try:
         together(check, lambda given: [None] * len(given), None)
     except OnRank as error:
         raise CorruptCheckpoint(str(error)) from None
-    if deepspeed.is_engines(path):
-        return deepspeed.read(path, place, weights_only)
-    made = _Reading(within, weights_only, "cpu")
-    return made.whole(made.tensors(place), needs(made.of_rank, made.held) if made.ranks else ())
+    with damage.named(path):
+        if deepspeed.is_engines(path):
+            return deepspeed.read(path, place, weights_only)
+        made = _Reading(within, weights_only, "cpu")
+        return made.whole(made.tensors(place), needs(made.of_rank, made.held) if made.ranks else ())
 
 
 def _index(folder: PathLike) -> Index | None:

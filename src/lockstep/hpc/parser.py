@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.ground import plain_yaml
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.hpc.grid import (
     STRATEGIES,
@@ -583,24 +584,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         ModuleNotFoundError: it is a YAML file, and PyYAML is not installed.
         OSError: it cannot be read.
     """
-    text = path.read_text()
     try:
-        if path.suffix in (".yaml", ".yml"):
-            found = _yaml().safe_load(text)
-        else:
-            found = json.loads(text)
-    except Exception as error:  # PyYAML's own, or a ValueError
-        if isinstance(error, ModuleNotFoundError):
-            raise
+        found = plain_yaml.read(path) if path.suffix in (".yaml", ".yml") else json.loads(path.read_text())
+    except ModuleNotFoundError:
+        raise missing_extra("yaml", "yaml", "a hyperparameter file in YAML") from None
+    except (ValueError, RecursionError) as error:
         raise MisconfigurationException(f"{str(path)!r} cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise MisconfigurationException(f'{str(path)!r} holds no names with values: write {{"lr": 0.1}}, say')
     return {str(name): value for name, value in found.items()}
-
-
-def _yaml() -> Any:
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        raise missing_extra("yaml", "yaml", "a hyperparameter file in YAML") from None
-    return yaml

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.memory import readable
@@ -301,6 +302,10 @@ def _nothing_fits(profile: ModelProfile, rows: Sequence[Row], hardware: Hardware
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
+LARGEST = 2**20
+"""Bytes of a plan's file that are looked at."""
+
+
 @dataclass(frozen=True)
 class SavedPlan:
     """The choice of a plan, as a file has it: lines ``name: value`` whose values are JSON, which is YAML, too.
@@ -376,7 +381,8 @@ class SavedPlan:
             MisconfigurationException: there is no such file, or it is no plan.
         """
         try:
-            text = Path(path).read_text()
+            with open(path, "rb") as file:
+                text = file.read(LARGEST).decode(errors="replace")  # what is no text is no plan
         except OSError as error:
             raise MisconfigurationException(
                 f'Trainer(strategy="{path}"): {error.strerror or error}: make it by `lockstep plan script.py --save '
@@ -384,11 +390,27 @@ class SavedPlan:
             ) from None
         found = {m[1]: m[2] for line in text.splitlines() if (m := re.fullmatch(r"(\w+): (.+)", line.strip()))}
         try:
-            return cls(**{name: json.loads(value) for name, value in found.items()})
-        except (TypeError, ValueError):
+            saved = cls(**{name: json.loads(value) for name, value in found.items()})
+            saved._check()
+            return saved
+        except (TypeError, ValueError, RecursionError):
             raise MisconfigurationException(
                 f'Trainer(strategy="{path}"): the file is no plan of this release: make it anew by `lockstep plan`.'
             ) from None
+
+    def _check(self) -> None:
+        """Compare the values with what they are to be.
+
+        Raises:
+            ValueError: one is of another type, or no number that there is.
+        """
+        for name, wanted in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            is_number = wanted is float and type(value) is int
+            if type(value) is not wanted and not is_number:
+                raise ValueError(f"{name} is {value!r}")
+            if wanted in (int, float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}")
 
     def check_machine(self, available: float, where: str) -> None:
         """Refuse a machine whose devices have less memory than the plan needs.
