@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import format, sharded
+from lockstep.checkpoint import format, sharded, storage
 from lockstep.checkpoint.sharded import INDEX, Index, load, outline
 from lockstep.ground import plain_yaml
 from lockstep.ground.errors import CorruptCheckpoint, MisconfigurationException
@@ -304,3 +304,32 @@ def test_a_plan_that_is_damaged_in_any_way_is_one_kind_of_error(tmp_path: Path) 
         with pytest.raises(MisconfigurationException, match=r"plan\.yaml"):
             SavedPlan.read(path)
         path.rmdir() if path.is_dir() else path.unlink()
+
+
+# -- a full disk
+
+
+class NoRoom(io.FileIO):
+    """A file on a disk that has room for some bytes."""
+
+    room = 1000
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.room:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_under_parts_is_told_as_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was torch's "unexpected pos 704 vs 598", a position in its own source."""
+    monkeypatch.setattr(storage, "create", lambda path: NoRoom(path, "w"))
+    parts = sharded.split(load(folder))
+    with pytest.raises(OSError, match="there is no room"):
+        sharded.write(parts, sharded.plan(parts, 0), folder.with_name("other"))
+
+
+def test_a_full_disk_under_files_that_torch_writes_by_itself_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="could not write"), storage.written_by_torch(tmp_path):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    with pytest.raises(RuntimeError, match="of the user"), storage.written_by_torch(tmp_path):
+        raise RuntimeError("of the user")

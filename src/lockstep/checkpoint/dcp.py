@@ -53,6 +53,9 @@ class HashedFile(io.RawIOBase):
 
     Args:
         path: of the file, which may be a URL.
+
+    Attributes:
+        error: what the system said where a piece could not be written.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -62,11 +65,19 @@ class HashedFile(io.RawIOBase):
         self._threads = ThreadPoolExecutor(2, "lockstep-write")
         self._length = self._synced = 0
         self._sync: Future[None] | None = None
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        try:
+            return self._write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def _write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._length += len(view)
         if len(view) < PIECE // 4:
@@ -123,8 +134,19 @@ class _Files(FileSystem):
             with storage.opened(path) as stream:
                 yield stream
             return
-        with HashedFile(path) as file:
-            yield file
+        error: OSError | None = None
+        try:
+            with HashedFile(path) as file:
+                try:
+                    yield file
+                except RuntimeError:  # torch reports a failed write by a position in its own source
+                    if file.error is None:
+                        raise
+            error = file.error
+        except OSError as failed:
+            error = failed
+        if error is not None:
+            raise storage.explained(error, storage.local("" if storage.is_remote(path) else path)) from error
         self.digests[os.path.basename(path)] = file.digest()
 
     def concat_path(self, path: PathLike, suffix: str) -> str:

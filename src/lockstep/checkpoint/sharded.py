@@ -411,7 +411,12 @@ def write_by(save: Callable[[Path], None], about: dict[str, Any], path: PathLike
 
     try:
         folder = Path(together(lambda: _local_only(path), begin, group))
-        together(lambda: save(folder), lambda given: [None] * world, group)
+
+        def put() -> None:
+            with storage.written_by_torch(folder):
+                save(folder)
+
+        together(put, lambda given: [None] * world, group)
         together(lambda: digests(folder), finish, group)
     except OnRank as error:
         raise OnRank(f"the checkpoint {os.fspath(path)!r} could not be written: {error}") from None

@@ -103,7 +103,7 @@ def replacing(path: PathLike) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             beside.unlink()
         if isinstance(error, OSError):
-            raise _explained(error, target) from error
+            raise explained(error, target) from error
         raise
     _remove_leftovers(target)
 
@@ -155,7 +155,7 @@ class NewFolder:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
         except OSError as error:
-            raise _explained(error, self._target) from error
+            raise explained(error, self._target) from error
         self._descriptor = os.open(self.path, os.O_RDONLY)
         _lock(self._descriptor)
 
@@ -168,7 +168,7 @@ class NewFolder:
             _take_place(self.path, self._target)
             _sync_folder(self._target.parent)
         except OSError as error:
-            raise _explained(error, self._target) from error
+            raise explained(error, self._target) from error
         self._unlock()
         _remove_leftovers(self._target)
 
@@ -350,7 +350,24 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _explained(error: OSError, target: Path) -> OSError:
+@contextlib.contextmanager
+def written_by_torch(folder: Path) -> Iterator[None]:
+    """While torch writes files by itself: it reports a full disk by a position in its own source.
+
+    Raises:
+        OSError: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        words = ("inline_container", "PytorchStreamWriter", "iostream")
+        if not any(word in str(error) for word in words):
+            raise
+        number = errno.ENOSPC if shutil.disk_usage(folder).free < 2**20 else errno.EIO
+        raise explained(OSError(number, os.strerror(number)), folder / INDEX) from error
+
+
+def explained(error: OSError, target: Path) -> OSError:
     """`error` as one sentence about the file that was not written."""
     standing = "the earlier file under this name is whole" if target.is_file() else "no file has this name"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
