@@ -441,7 +441,7 @@ def test_what_cannot_be_written_is_an_error_on_all_ranks_and_leaves_nothing(rank
     for said in found:
         assert "is a folder that is no checkpoint" in said[0]
     assert "rank 1: OSError" in found[0][1]
-    assert "no space left" in found[1][1]
+    assert "No space left on device" in found[1][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results"]
     assert (tmp_path / "results" / "thesis.txt").read_text() == "mine"
 
