@@ -81,6 +81,9 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(RankTimeout, match=r"no answer after 0\.5 s from rank 1\n(.|\n)*in stay"):
         run_threads(2, stay, timeout=0.5)
     wake.set()
+    for thread in threading.enumerate():  # it goes on as a daemon, and takes its group down
+        if thread.name == "rank-1":
+            thread.join(30)
 
 
 def test_impossible_sizes_are_refused() -> None:

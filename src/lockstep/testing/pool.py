@@ -555,6 +555,9 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 _one_at_a_time = threading.Lock()
 
+MEETING = 60.0
+"""Seconds that ranks as threads get to meet, on a machine that has much else to do."""
+
 
 def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: float = 30) -> list[Any]:
     """Calls ``fn(*args)`` on ``world`` threads, each a rank of one gloo group, and returns results by rank.
@@ -576,7 +579,7 @@ def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: floa
         world: how many ranks.
         fn: what to call on each.
         *args: its arguments, the same objects on every rank.
-        timeout: seconds, for a collective and for the whole call.
+        timeout: seconds, for a collective and for the whole call, from when the ranks have met.
 
     Raises:
         RankFailure: a rank raised; the first one to do so is named and is the cause. The others' collectives
@@ -588,16 +591,20 @@ def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: floa
     store = dist.HashStore()
     results: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}  # in the order of time
+    met, meeting = threading.Semaphore(0), max(MEETING, timeout)
 
     def rank_main(rank: int) -> None:
         try:
-            limit = datetime.timedelta(seconds=timeout)
+            limit = datetime.timedelta(seconds=meeting)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             dist.barrier()  # who leaves at once must not be gone while another still connects to it
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout))
+            met.release()
             results[rank] = fn(*args)
         except BaseException as error:
             failures[rank] = error
         finally:
+            met.release()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -607,6 +614,9 @@ def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: floa
         ]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + meeting
+        for _ in threads:
+            met.acquire(timeout=max(0.0, deadline - time.monotonic()))
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
