@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from lockstep.ground.device import is_oom_error
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.loop.session import Session
 from lockstep.parallel.fully_shard import find_blocks
-from lockstep.parallel.memory import Activations, MemoryUse, readable
+from lockstep.parallel.memory import Activations, MemoryUse, parts_of, readable
 
 ASKED = (
     (re.compile(r"you tried to allocate (\d+) bytes"), 1),
@@ -201,12 +202,49 @@ def _message(session: Session, error: BaseException) -> str:
     wanted = "" if asked is None else f" {readable(asked)} more were asked for."
     where = f"rank {strategy.world.rank} of {strategy.world.size}"
     lines = [f"{where} has no memory left on its device ({used.device}).{wanted}", str(used)]
-    ways = ways_out(session, used)
+    elsewhere = held_elsewhere(strategy.held(), used)
+    if elsewhere:
+        lines.append(
+            f"  and in tensors held elsewhere, by data, lists or attributes of the script: {readable(elsewhere)}"
+        )
+    least = (used.total + elsewhere) / HELPS if elsewhere > used.total else 1
+    ways = [way for way in ways_out(session, used) if way.saves >= least]
     if ways:
         width = max(len(way.text) for way in ways)
         lines.append("what would need less, on each rank:")
         lines += [f"  {way.text:<{width}}  {readable(way.saves):>10}" for way in ways]
+    if elsewhere > used.total:
+        lines.append(
+            "most of it is no part of the training: let go of what is kept over steps (`del`, `.item()`, `.detach()`)"
+        )
     return "\n".join(lines)
+
+
+HELPS = 20
+"""A way that saves less than this part of what is in use is no way out."""
+
+
+def held_elsewhere(held: Mapping[str, Iterable[Tensor]], used: MemoryUse) -> int:
+    """Bytes of a device that tensors hold which are neither the model's nor counted otherwise; 0: nothing to speak of.
+
+    Args:
+        held: the tensors of the model and its training, by kind.
+        used: what is known to be in use.
+    """
+    known, found = set(), dict[int, int]()
+    with suppress(RuntimeError, NotImplementedError):
+        known = {_storage(part) for tensors in held.values() for tensor in tensors for part in parts_of(tensor)}
+    gc.collect()  # what is garbage is held by nobody
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == used.device:
+            with suppress(RuntimeError, NotImplementedError):  # one without memory of its own
+                found[_storage(thing)] = thing.untyped_storage().nbytes()
+    elsewhere = sum(size for storage, size in found.items() if storage not in known) - used.activations
+    return elsewhere if elsewhere * HELPS >= used.total and elsewhere >= 2**16 else 0
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def keep(session: Session) -> None:
