@@ -577,13 +577,11 @@ def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: floa
 
     Args:
         world: how many ranks.
-        fn: what to call on each.
-        *args: its arguments, the same objects on every rank.
+        fn, *args: what to call on each, and its arguments, the same objects on every rank.
         timeout: seconds, for a collective and for the whole call, from when the ranks have met.
 
     Raises:
-        RankFailure: a rank raised; the first one to do so is named and is the cause. The others' collectives
-            fail when it leaves.
+        RankFailure: a rank raised; the first to do so is the cause. The others' collectives fail when it leaves.
         RankTimeout: ranks did not come back; their threads cannot be ended, and go on as daemons.
     """
     if world < 1:
@@ -614,18 +612,23 @@ def run_threads(world: int, fn: Callable[..., Any], *args: object, timeout: floa
         ]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + meeting
-        for _ in threads:
-            met.acquire(timeout=max(0.0, deadline - time.monotonic()))
-        deadline = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        _await(threads, met, meeting, timeout)
         late = {rank: _stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
     if failures:
         raise _first_failure(fn, world, failures, late)
     if late:
         raise rank_timeout(fn, world, timeout, late)
     return [results[rank] for rank in range(world)]
+
+
+def _await(threads: list[threading.Thread], met: threading.Semaphore, meeting: float, timeout: float) -> None:
+    """Wait until all have met, and then for so long until they have come back."""
+    deadline = time.monotonic() + meeting
+    for _ in threads:
+        met.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _first_failure(
