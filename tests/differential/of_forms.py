@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tests.differential.causes import PAGE, Row, acts, begins, refused, warned
-from tests.differential.forms import PAST_WRAPPER
+from tests.differential.forms import PAST_WRAPPER, program_in_forms
 from tests.differential.program import LOSS, PLAIN, VAL, Program, Scheduler
 
 if TYPE_CHECKING:
@@ -57,7 +57,48 @@ def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) ->
     return told or d.name in ("rates", "schedulers", "LearningRateMonitor") or begins(d.theirs, "lr_scheduler_step")
 
 
+def logged_at(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Steps at which an epoch was logged that an exception had ended."""
+    if d.kind not in ("rows", "files") or not isinstance(d.theirs, list) or len(program.calls) < 2:
+        return False
+    return "raised" in theirs.ends[0][1] and [row[1:] for row in d.theirs] == [row[1:] for row in d.ours]
+
+
+def gradients_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Gradients that a module with manual optimization has where it goes on."""
+    if not program.manual or "resume" not in d.call or d.name != "gradients" or "-" in (d.theirs, d.ours):
+        return False
+    return all(here or not there for there, here in zip(d.theirs, d.ours, strict=True))
+
+
+def beside(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
+    """Batches of a resumed run whose loaders go side by side."""
+    return program.train.startswith("with state beside") and "resume" in d.call and d.name == "arguments"
+
+
 OF_FORMS = [
+    Row(
+        "A run that goes on in manual optimization has the gradients of its checkpoint.",
+        PAGE,
+        program_in_forms(3189),
+        gradients_kept,
+        then="numbers",
+    ),
+    Row(
+        "Loaders side by side go on where they were, whether they have a state or not; Lightning's begin anew where "
+        "they have none.",
+        PAGE,
+        program_in_forms(3207),
+        beside,
+        then="all",
+    ),
+    Row(
+        "A fit that goes on after an exception logs an epoch at the last step that was taken; Lightning's count may be "
+        "one ahead.",
+        PAGE,
+        program_in_forms(3081),
+        logged_at,
+    ),
     Row(
         "A metric object that is logged for several loaders has a value of each; Lightning's second value holds the "
         "first loader's samples, too.",

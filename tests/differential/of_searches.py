@@ -63,7 +63,8 @@ def left_by_search(program: Program, d: Difference, theirs: Record, ours: Record
     loaders = any(has(program, kind) for kind in FINDERS) and d.name.endswith(("_dataloader", "_dataloaders"))
     if d.name.endswith("_metrics") and "-" not in (d.theirs, d.ours):
         return d.ours.keys() < d.theirs.keys()
-    gradients = d.name == "gradients" and True in d.theirs and True not in d.ours
+    there = "-" not in (d.theirs, d.ours)
+    gradients = there and d.name == "gradients" and True in d.theirs and True not in d.ours
     if d.name == "mode" and has(program, "BatchSizeFinder"):  # of an evaluation
         return not d.call.endswith("fit")
     return own or loaders or gradients or warned(d, "log_every_n_steps", "scheduler without a metric")

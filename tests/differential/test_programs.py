@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.differential import alike
 from tests.differential.compare import Verdict, compare, differences
+from tests.differential.forms import program_in_forms
 from tests.differential.further import program_of
 from tests.differential.known import PAGE, ROWS, Row
 from tests.differential.program import LOSS, PLAIN, VAL, Act, Log, Scheduler
@@ -19,6 +21,8 @@ if lightning.__version__ != "2.6.6":
 
 EVERY_DAY = 40
 ALL = 400
+IN_FORMS = 305
+ALIKE = 123
 
 
 def different(seeds: range) -> list[str]:
@@ -37,6 +41,32 @@ def test_programs_are_lightnings(first: int) -> None:
 @pytest.mark.parametrize("first", range(EVERY_DAY, ALL, 50))
 def test_many_programs_are_lightnings(first: int) -> None:
     assert not different(range(first, min(first + 50, ALL)))
+
+
+def different_in_forms(seeds: range) -> list[str]:
+    verdicts = [compare(program_in_forms(seed)) for seed in seeds]
+    return [f"seed {each.program.seed}: {difference}" for each in verdicts for difference in each.unexplained[:3]]
+
+
+def test_programs_in_other_forms_are_lightnings() -> None:
+    assert not different_in_forms(range(3))
+
+
+def test_programs_show_the_same_in_two_forms() -> None:
+    assert not [difference for seed in range(2) for difference in alike.unlike(alike.drawn(seed))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(3, IN_FORMS, 50))
+def test_many_programs_in_other_forms_are_lightnings(first: int) -> None:
+    assert not different_in_forms(range(first, min(first + 50, IN_FORMS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(2, ALIKE, 40))
+def test_many_programs_show_the_same_in_two_forms(first: int) -> None:
+    found = {seed: alike.unlike(alike.drawn(seed)) for seed in range(first, min(first + 40, ALIKE))}
+    assert not {seed: differences[:3] for seed, differences in found.items() if differences}
 
 
 FOUND = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.testing import RankPool
+from tests.fuzz import engines
 from tests.fuzz.compare import Verdict, compare, differences
 from tests.fuzz.program import Event, Shown, draw
 
@@ -30,6 +31,21 @@ def test_user_programs_are_the_same_on_ranks(ranks: RankPool, first: int) -> Non
 @pytest.mark.parametrize("first", range(EVERY_DAY, ALL, 28))
 def test_many_user_programs_are_the_same_on_ranks(ranks: RankPool, first: int) -> None:
     assert not failures(ranks(3).pool, range(first, min(first + 28, ALL)))
+
+
+def unlike_on_engines(pool: RankPool, seeds: range) -> list[engines.Verdict]:
+    verdicts = [engines.compare(pool, engines.draw(seed)) for seed in seeds]
+    return [verdict for verdict in verdicts if verdict.outcome == "different"]
+
+
+def test_programs_are_the_same_on_engines(ranks: RankPool) -> None:
+    assert not unlike_on_engines(ranks(2).pool, range(100, 103))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(103, 203, 25))
+def test_many_programs_are_the_same_on_engines(ranks: RankPool, first: int) -> None:
+    assert not unlike_on_engines(ranks(2).pool, range(first, first + 25))
 
 
 PLAIN = replace(
