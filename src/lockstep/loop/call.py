@@ -239,7 +239,8 @@ def configured_optimizers(session: Session) -> tuple[list[Optimizer], list[LRSch
     """What the module's ``configure_optimizers`` returns, as lists."""
     module = session.module
     own_step = is_overridden("lr_scheduler_step", module, LightningModule)
-    returned = session.hooks.own("configure_optimizers")
+    with session.strategy.configuring():
+        returned = session.hooks.own("configure_optimizers")
     return parse(returned, automatic=module.automatic_optimization, custom_scheduler_step=own_step)
 
 

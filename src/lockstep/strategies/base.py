@@ -103,6 +103,10 @@ class Strategy(Engine):
         """Around the module's ``configure_model``. Collective."""
         return nullcontext() if self.init_device is None else self.init_device
 
+    def configuring(self) -> AbstractContextManager[object]:
+        """Around ``configure_optimizers``, which may choose parameters by their shapes."""
+        return nullcontext()
+
     def change_optimizers(self) -> None:
         """Others have taken the place of the optimizers in the middle of a fit."""
         self._offload_states()

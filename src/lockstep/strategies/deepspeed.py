@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,7 @@ from lockstep.module import LightningModule
 from lockstep.parallel.consistency import broadcast_buffers, check_same_module
 from lockstep.parallel.deepspeed import package
 from lockstep.parallel.deepspeed.flat_part import FlatPart
-from lockstep.parallel.deepspeed.partition import is_partitioned, partition, put, span
+from lockstep.parallel.deepspeed.partition import is_partitioned, partition, put, shapes_shown, span
 from lockstep.parallel.fully_shard import Policy
 from lockstep.parallel.recompute import Layers, Save
 from lockstep.precision.base import Precision
@@ -313,6 +313,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         settings.fill_in(made, self.root_device.type, numel)
         return made
 
+    def configuring(self) -> AbstractContextManager[object]:
+        """Show whole shapes in stage 3, where parameters are empty between forwards."""
+        return shapes_shown(self.module)
+
     @does("starting DeepSpeed's engine")
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Give the module and its optimizer to DeepSpeed's engine."""
@@ -371,9 +375,25 @@ class DeepSpeedStrategy(ShardedStrategy):
                     f"{kind}: parameter {parameter_name!r} is {parameter.dtype}: DeepSpeed keeps weights in float32: "
                     'convert it by module.float(), or use strategy="fsdp".'
                 )
+        self._check_dtypes(optimizer)
         self._check_tested(optimizer)
         self._check_callbacks()
         return optimizer
+
+    def _check_dtypes(self, optimizer: Optimizer) -> None:
+        """Refuse trained parameters of several types, which the engine would lay end to end in one of them."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        of_dtype: dict[torch.dtype, str] = {}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in trained:
+                of_dtype.setdefault(parameter.dtype, name)
+        if len(of_dtype) > 1 and self._dtype is None:
+            some = " and ".join(f"{name!r} is {dtype}" for dtype, name in of_dtype.items())
+            raise MisconfigurationException(
+                f"{type(self.module).__name__}: parameter {some}, and DeepSpeed lays those that are trained end to end "
+                "in one type: freeze those of the others (`requires_grad_(False)`), convert them by "
+                'module.float(), or use strategy="fsdp".'
+            )
 
     def _check_callbacks(self) -> None:
         """Refuse callbacks that change the module's parameters where those are not what is trained."""

@@ -20,6 +20,7 @@ from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
 from lockstep.parallel.deepspeed.flat_part import FlatPart
+from lockstep.parallel.deepspeed.left_alone import LeftAlone
 from lockstep.parallel.deepspeed.partition import align_numbers, is_partitioned, lean_linear, span
 
 DIFFERENT = (
@@ -104,12 +105,11 @@ class ZeroEngine:
 
         self.module, self.optimizer = module, optimizer
         self._inner, self._groups = _copy_of(optimizer)
-        self._stepping = self._inner  # DeepSpeed makes an Adagrad anew
         door = Door(module)
         rounds = any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16"))
         before = {id(p): p.data for p in module.parameters() if rounds and not is_partitioned(p)}
         align_numbers()
-        with _values_alike():
+        with _values_alike(), _adagrad_as_it_is():
             self.engine: Any = deepspeed.initialize(model=door, optimizer=self._inner, config=dict(config))[0]
         self.zero: Any = self.engine.optimizer
         self._stepping = self.zero.optimizer
@@ -130,13 +130,23 @@ class ZeroEngine:
         self._offloads = bool(getattr(self.zero, "offload_optimizer", getattr(self.zero, "cpu_offload", False)))
         self._rounds = rounds
         self._versions = self._versions_now()
+        known = {id(p): name for name, p in self.parameters.items()}
+        swaps = bool(getattr(self.zero, "swap_optimizer", False))
+        self._left_alone = LeftAlone(self._stepping, self._flats, self._trained_groups, self.pieces, known, swaps)
         self._take_exact(before, exact)
+        self._used: set[int] = set()  # ids of parameters with a gradient in the window
         self._order: list[int] = []  # of a window's gradients, as they came into the engine's buckets
         self._note_order()
+        if optimizer.state:  # an Adagrad's from the beginning, or those that the user has loaded
+            self.load_optimizer_state(optimizer.state_dict())
+
+    @property
+    def _trained_groups(self) -> list[list[Parameter]]:
+        groups: list[list[Parameter]] = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
+        return groups
 
     def _trained(self) -> dict[int, Parameter]:
-        groups = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
-        return {id(p): p for group in groups for p in group}
+        return {id(p): p for group in self._trained_groups for p in group}
 
     @property
     def _flats(self) -> list[Tensor]:
@@ -187,6 +197,8 @@ class ZeroEngine:
             MisconfigurationException: with the first parameters that differ.
         """
         order, self._order = self._order, []
+        parameters = list(self.parameters.values())
+        self._used = {id(parameters[number]) for number in order}
         if comm.world_size() == 1:
             return
         found = hash(tuple(order))
@@ -244,7 +256,11 @@ class ZeroEngine:
         self._take_settings()
         self.take_changes()
         try:
-            self.engine.step()
+            if len(self._used) == len(self.parameters):
+                self.engine.step()
+            else:
+                self._left_alone.step(self._used, self.engine.step)
+                self._versions = self._versions_now()
         finally:
             self.zero.clip_grad = self._clips_by
         self.has_gradients = False
@@ -512,6 +528,17 @@ def _values_alike() -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._broadcast_model = own
+
+
+@contextmanager
+def _adagrad_as_it_is() -> Iterator[None]:
+    """Inside, the engine makes no Adagrad of its own, which would have one parameter group."""
+    own = torch.optim.Adagrad
+    torch.optim.Adagrad = type("Adagrad", (), {})  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.optim.Adagrad = own  # type: ignore[misc]
 
 
 def evaluation(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -1,0 +1,130 @@
+"""Parameters without a gradient in a window: the optimizer leaves them, as on one process, and what it has of them.
+
+DeepSpeed lays the parameters of a group end to end and steps all of them; weight decay and momentum would move those
+that are frozen, or that no step has used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+from lockstep.ground.errors import MisconfigurationException
+
+COUNTED = (
+    "DeepSpeed: parameter {name!r} has a gradient again, after steps without one. {kind} counts the steps of all "
+    "parameters of a group together, and its update would not be that of one process. Give what is not trained in "
+    'each step a parameter group of its own in `configure_optimizers`; or use strategy="fsdp".'
+)
+SWAPPED = (
+    "DeepSpeed: parameter {name!r} has no gradient in this step (it is frozen, or nothing used it), and the states of "
+    "{kind} are on a disk, where it would be updated all the same: offload to the CPU, or leave the parameter out of "
+    "the optimizer."
+)
+
+
+class LeftAlone:
+    """What the engine's step must not change.
+
+    Args:
+        optimizer: that steps; its parameters are the engine's float32 tensors.
+        flats: those tensors.
+        groups: by such a tensor, the parameters of which it has this rank's parts.
+        pieces: by a parameter's id, where this rank's part of it lies.
+        names: of all trained parameters, by id.
+        swaps: the optimizer's states are on a disk between steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        flats: Sequence[Tensor],
+        groups: Sequence[Sequence[Parameter]],
+        pieces: Mapping[int, Any],
+        names: Mapping[int, str],
+        swaps: bool,
+    ) -> None:
+        self._optimizer, self._flats, self._pieces = optimizer, flats, pieces
+        self._groups, self._names, self._swaps = groups, names, swaps
+        self._kind = type(optimizer).__name__
+        self._missed: set[int] = set()  # that have missed a step which others of their group took
+
+    def step(self, used: set[int], step: Callable[[], object]) -> None:
+        """Call ``step``, by which parameters without a gradient stay as they are.
+
+        Args:
+            used: the ids of those with a gradient, the same parameters on all ranks.
+            step: the engine's.
+
+        Raises:
+            MisconfigurationException: it cannot be as on one process; on all ranks.
+        """
+        again = [key for key in self._names if key in self._missed and key in used]
+        if again:
+            raise MisconfigurationException(COUNTED.format(name=self._names[again[0]], kind=self._kind))
+        idle: list[tuple[Tensor, dict[str, Any]]] = []
+        parts: list[tuple[Parameter, Tensor, Any]] = []
+        for flat, group in zip(self._flats, self._groups, strict=True):
+            unused = [parameter for parameter in group if id(parameter) not in used]
+            if unused and self._swaps:
+                raise MisconfigurationException(SWAPPED.format(name=self._names[id(unused[0])], kind=self._kind))
+            parts += [(parameter, flat, self._kept(parameter, flat)) for parameter in unused]
+            if len(unused) == len(group):  # nor does what is counted for all of them go on
+                idle.append((flat, self._copied(flat)))
+        step()
+        with torch.no_grad():
+            for parameter, flat, kept in parts:
+                self._put_back(parameter, flat, kept)
+        for flat, state in idle:
+            self._optimizer.state[flat] = state
+        alone = {id(flat) for flat, _ in idle}
+        for parameter, flat, _ in parts:
+            counts = len(self._flat_states(flat)) < len(self._optimizer.state.get(flat, {}))
+            if counts and id(flat) not in alone:
+                self._missed.add(id(parameter))
+
+    def _copied(self, flat: Tensor) -> dict[str, Any]:
+        state = self._optimizer.state.get(flat, {})
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    def _flat_states(self, flat: Tensor) -> dict[str, Tensor]:
+        state = self._optimizer.state.get(flat, {})
+        return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape and v.dim() == 1}
+
+    def _kept(self, parameter: Any, flat: Tensor) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor]]:
+        """The module's own values, and this rank's float32 part with the optimizer's states of its elements."""
+        piece = self._pieces.get(id(parameter))
+        module = [values.clone() for values in _values(parameter)]
+        if piece is None:
+            return module, None, {}
+        state = {key: piece.of(value).clone() for key, value in self._flat_states(flat).items()}
+        return module, piece.of(flat).detach().clone(), state
+
+    def _put_back(
+        self, parameter: Any, flat: Tensor, kept: tuple[list[Tensor], Tensor | None, dict[str, Tensor]]
+    ) -> None:
+        module, part, states = kept
+        now = _values(parameter)
+        for values, before in zip(now, module, strict=False):
+            values.copy_(before)
+        if len(now) > len(module):  # it was gathered behind the update; the next forward gathers it anew
+            parameter.partition()
+        piece = self._pieces.get(id(parameter))
+        if piece is None or part is None:
+            return
+        piece.of(flat).copy_(part)
+        for key, value in self._flat_states(flat).items():
+            mine = piece.of(value)
+            mine.copy_(states.get(key, torch.zeros_like(mine)))
+
+
+def _values(parameter: Any) -> list[Tensor]:
+    """What of a parameter the module has on this rank: in stage 3 its part, and the whole where that is gathered."""
+    part = getattr(parameter, "ds_tensor", None)
+    whole = [parameter.detach()] if parameter.numel() else []
+    return whole if part is None else [part.detach(), *whole]
