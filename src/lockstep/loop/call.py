@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from lockstep.loop.logging import LogCollector, LoggedMetrics
 from lockstep.loop.memory import explained, keep, of_setup
 from lockstep.loop.metrics import lists_made_alike
 from lockstep.loop.optimizers import parse
+from lockstep.loop.raw_errors import in_words
 from lockstep.loop.session import Session
 from lockstep.loop.signals import TERMINATED, Signals, undisturbed
 from lockstep.module import LightningModule
@@ -107,7 +107,7 @@ def _call(session: Session, asked: Asked) -> Iterator[None]:
         if session.interruption == TERMINATED:
             raise SystemExit(ENDED) from None
     except BaseException as error:
-        name_ways_out(error)
+        in_words(session.module if session.has("module") else None, type(session.strategy).__name__, error)
         name_death(error)
         if signals is not None:
             signals.failing = True
@@ -147,30 +147,6 @@ def _whereabouts(session: Session) -> tuple[str, int]:
     """The hook that runs, and the training batch; -1: none."""
     in_training = session.state.stage is RunningStage.TRAINING and session.fit.results is session.results
     return session.results.hook[0], session.fit.progress.batch if in_training else -1
-
-
-def name_ways_out(error: BaseException) -> None:
-    """Add to torch's complaint about a BatchNorm that sees one sample what to do about it, and to Python's about a
-    StopIteration where it comes from."""
-    ended = error.__cause__
-    if isinstance(error, RuntimeError) and isinstance(ended, StopIteration) and len(error.args) == 1:
-        if str(error) == "generator raised StopIteration":  # Python's words, from one of ours that a hook ran in
-            frame = traceback.extract_tb(ended.__traceback__)[-1]
-            error.args = (
-                f"{frame.name} raised StopIteration, {frame.filename}:{frame.lineno}: a `next()` whose iterator has "
-                "ended, say. Give it a default, `next(iterator, None)`, or begin the iterator anew.",
-            )
-        return
-    if not isinstance(error, ValueError) or len(error.args) != 1:
-        return
-    text = str(error)
-    if text.startswith("Expected more than 1 value per channel when training") and "drop_last" not in text:
-        # in place: the error is still the one that the user's line raised
-        error.args = (
-            f"{text}. A batch of one sample, the last one of an epoch say, has no statistics: leave it out by "
-            "DataLoader(drop_last=True); or, where there are several ranks, take the statistics over the samples of "
-            "all by Trainer(sync_batchnorm=True).",
-        )
 
 
 @does("setting up")

@@ -310,6 +310,11 @@ class DeepSpeedStrategy(ShardedStrategy):
         made["gradient_accumulation_steps"] = 1
         made["gradient_clipping"] = 0.0
         numel = sum(whole_shape(parameter).numel() for parameter in self.module.parameters())
+        if not numel:
+            raise MisconfigurationException(
+                f"{type(self.module).__name__} has no parameters for DeepSpeed to cut. Layers in a plain list or dict "
+                "are not the module's: use nn.ModuleList or nn.ModuleDict."
+            )
         settings.fill_in(made, self.root_device.type, numel)
         return made
 

@@ -1,0 +1,239 @@
+"""Mistakes that show within the first step: each ends in a sentence with the name, the cause and the way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep import LightningModule
+from lockstep.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lockstep.testing import RankPool
+from tests.loop.pieces import quiet
+
+pytestmark = pytest.mark.timeout(240)
+LONGEST = 520
+"""Characters of a sentence that can be read at a glance."""
+
+
+class Good(LightningModule):
+    """Trains, unless a part is replaced."""
+
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(10, 4, sparse=self.sparse), nn.Linear(4, 1)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.head(self.words(batch)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Sparse(Good):
+    sparse = True
+
+
+class Resized(Good):
+    def on_train_start(self) -> None:
+        self.words.weight.data = torch.randn(20, 4)
+
+
+class ResizedLater(Good):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.words.weight.data = torch.randn(20, 4)
+
+
+class Doubled(Good):
+    def on_train_start(self) -> None:
+        self.double()
+
+
+class Halved(Good):
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.half()
+
+
+class ToMeta(Good):
+    def on_train_start(self) -> None:
+        self.to("meta")
+
+
+class MetaLeft(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.head = nn.Linear(4, 1)
+
+
+class Replaced(Good):
+    def on_train_start(self) -> None:
+        self.words = nn.Embedding(20, 4)
+
+
+class Detached(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch).detach()
+
+
+class WithoutGraph(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            return self.loss(batch)
+
+
+class NoMean(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.words(batch)).square()
+
+
+class Text(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return "loss"
+
+
+class Misspelled(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"losss": self.loss(batch)}
+
+
+class WholeNumber(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.tensor(3)
+
+
+class OwnBackward(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward()
+        return loss
+
+
+class HoldsOn(Good):
+    before: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) + self.before
+        self.before = loss
+        return loss
+
+
+class InPlace(Good):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        with torch.no_grad():
+            self.head.weight.add_(1)
+        return loss
+
+
+class GivenTwice(Good):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.parameters()], 0.1)
+
+
+class GivenNone(Good):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([], 0.1)
+
+
+class Others(Good):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(Good().parameters(), 0.1)
+
+
+class AllFrozen(Good):
+    def on_train_start(self) -> None:
+        self.requires_grad_(False)
+
+
+class NoOptimizer(Good):
+    def configure_optimizers(self) -> Any:
+        return "SGD"
+
+
+class NoScheduler(Good):
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.SGD(self.parameters(), 0.1), "lr_scheduler": "step"}
+
+
+class InList(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.words, self.head
+        self.layers = [nn.Embedding(10, 4), nn.Linear(4, 1)]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](batch)).square().mean()
+
+
+ENGINES: dict[str, tuple[Callable[[], Any], int]] = {
+    "auto": (lambda: "auto", 1),
+    "ddp": (DDPStrategy, 2),
+    "ddp, sharded optimizer": (lambda: DDPStrategy(shard_optimizer=True), 2),
+    "fsdp": (FSDPStrategy, 2),
+    "deepspeed 2": (lambda: DeepSpeedStrategy(stage=2), 2),
+    "deepspeed 3": (lambda: DeepSpeedStrategy(stage=3), 2),
+}
+MISTAKES: list[type[Good]] = [
+    *(Sparse, Resized, ResizedLater, Doubled, Halved, ToMeta, MetaLeft, Replaced, Detached, WithoutGraph, NoMean, Text),
+    *(Misspelled, WholeNumber, OwnBackward, HoldsOn, InPlace, GivenTwice, GivenNone, Others, AllFrozen, NoOptimizer),
+    *(NoScheduler, InList),
+]
+WORDS_OF_TORCH = ("assign a", "Could not run", "_apply()", "Function ", "optimizer got", "vars()")
+
+
+def ends(kind: type[Good], engine: str) -> str | None:
+    """What a fit ends with; None: it trains."""
+    make, world = ENGINES[engine]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        torch.manual_seed(0)
+        trainer = quiet(strategy=make(), devices=world, max_epochs=1)
+        trainer.fit(kind(), DataLoader(torch.randint(0, 10, (16, 3)), 4 // world))  # type: ignore[arg-type]
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def check(ranks: RankPool, kind: type[Good], engine: str) -> None:
+    world = ENGINES[engine][1]
+    for said in ranks(world).run(ends, kind, engine, timeout=60, group=world > 1):
+        if said is None:  # an engine may be able to
+            continue
+        assert len(said) <= LONGEST, said
+        assert not said.startswith(WORDS_OF_TORCH), said
+        assert any(word in said for word in (kind.__name__, "Trainer(", "Strategy(", "`")), said
+
+
+EVERY_DAY = [(Resized, "ddp"), (Doubled, "fsdp"), (Sparse, "fsdp"), (OwnBackward, "auto")]
+
+
+@pytest.mark.parametrize(("kind", "engine"), EVERY_DAY)
+def test_a_mistake_is_told_in_a_sentence(ranks: RankPool, kind: type[Good], engine: str) -> None:
+    """They ended in torch's words: of gradients that do not fit, or 6,353 characters about a backend."""
+    (said, *_) = ranks(ENGINES[engine][1]).run(ends, kind, engine, timeout=60, group=ENGINES[engine][1] > 1)
+    assert said is not None
+    assert kind.__name__ in said
+    check(ranks, kind, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MISTAKES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_mistake_under_each_engine(ranks: RankPool, kind: type[Good], engine: str) -> None:
+    if engine.startswith("deepspeed") and find_spec("deepspeed") is None:
+        pytest.skip("needs the package deepspeed")
+    check(ranks, kind, engine)
