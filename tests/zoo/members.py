@@ -390,6 +390,18 @@ class Target(Pet):
                 slow.lerp_(fast, 0.1)
 
 
+class TargetInStep(Target):
+    """The same, moved between forward and backward: under fsdp what was written there was lost."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        super().on_train_batch_end(None, None, 0)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        super().on_train_batch_end(None, None, 0)
+
+
 class Experts(Pet):
     """Each sample goes to one expert, so that some have nothing to learn from a batch."""
 
@@ -671,6 +683,7 @@ MEMBERS: dict[str, Member] = {
     "frozen later": Member(FrozenLater),
     "thawed later": Member(ThawedLater),
     "a target net": Member(Target),
+    "a target net in a step": Member(TargetInStep),
     "experts": Member(Experts),
     "an unused layer": Member(Unused),
     "complex weights": Member(Waves),

@@ -100,6 +100,12 @@ def test_ranks_show_what_one_process_shows(ranks: RankPool, name: str, engine: s
     check_ranks(ranks, name, engine)
 
 
+def test_what_hooks_write_between_forward_and_backward_stays(ranks: RankPool) -> None:
+    """Under fsdp, in `on_before_zero_grad` and `on_before_backward`, parameters were those gathered for the backward,
+    which are freed behind it, and with them what a hook had written."""
+    check_ranks(ranks, "a target net in a step", "fsdp")
+
+
 @pytest.mark.parametrize("name", TODAY)
 def test_a_run_that_goes_on_in_mid_epoch_has_the_same_bits(tmp_path: Path, name: str) -> None:
     check_resume(tmp_path, name)

@@ -645,6 +645,7 @@ class Step:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if hooks.on_before_backward is not None and not self.session.is_padding:
+            self.strategy.steps_end()
             if self._absent:
                 with self._without_absent():
                     hooks.call("on_before_backward", loss)
@@ -662,6 +663,7 @@ class Step:
 
     def _zero_grad(self, batch_idx: int) -> None:
         if self.hooks.on_before_zero_grad is not None:
+            self.strategy.steps_end()  # what the hook writes in parameters stays
             self.hooks.call("on_before_zero_grad", self.optimizer)
         optimizer = self.optimizer
         assert optimizer is not None

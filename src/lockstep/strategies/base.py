@@ -151,7 +151,7 @@ class Strategy(Engine):
         yield
 
     def steps_end(self) -> None:
-        """The steps of an evaluation are over, and hooks that may look at the module come next."""
+        """Steps of an evaluation, or a forward, are over, and hooks that may look at the module come next."""
 
     def end_training(self) -> None:
         """No step follows in this fit: leave every rank with the model that a checkpoint holds. Collective."""

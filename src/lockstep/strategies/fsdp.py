@@ -355,7 +355,7 @@ class FSDPStrategy(ShardedStrategy):
         self.steps_end()
 
     def steps_end(self) -> None:
-        """Free what forwards of an evaluation leave whole, so that hooks read and write shards."""
+        """Free what forwards leave whole, so that hooks read and write shards."""
         if self._sharded is not None:
             self._sharded.free()
 
