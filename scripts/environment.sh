@@ -31,31 +31,41 @@ install_deepspeed() {
     esac
     local tools="setuptools wheel ninja py-cpuinfo packaging psutil hjson einops msgpack tqdm pydantic numpy"
     # shellcheck disable=SC2086 # a list of words
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $tools &&
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+    "$2/bin/python" -m pip install --quiet --disable-pip-version-check -c "$3" $tools &&
+        "$2/bin/python" -m pip install --quiet --disable-pip-version-check -c "$3" \
             --no-build-isolation --no-deps deepspeed
 }
 
+# enter_environment EXTRAS [oldest|newest [MORE]]: with the second, .venv-oldest or .venv-newest is the environment, in
+# which packages have the versions that scripts/versions.py names, and the requirements MORE (words) are installed, too.
 enter_environment() {
-    local extras=$1 stamp wanted python
-    stamp=.venv/installed-$extras
+    local extras=$1 versions=${2:-} more=${3:-} home=.venv constraints=constraints.txt stamp wanted python
+    if [ -n "$versions" ]; then
+        home=.venv-$versions
+        constraints=$home/constraints.txt
+    fi
+    stamp=$home/installed-$extras
     # The folder is part of the stamp: an environment holds absolute paths and does not survive a move.
-    wanted=$({ pwd -P; cat pyproject.toml constraints.txt; } | cksum)
-    export PATH="$PWD/.venv/bin:$PATH"
+    wanted=$({ pwd -P; echo "$more"; cat pyproject.toml constraints.txt; } | cksum)
+    export PATH="$PWD/$home/bin:$PATH"
     unset PYTHONHOME
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$home/bin/python" -c '' 2>/dev/null; then
         return
     fi
-    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    if ! "$home/bin/python" -m pip --version >/dev/null 2>&1; then
         python=$(find_python) || return 1
-        echo "Making .venv with $("$python" --version) ..."
-        "$python" -m venv --clear .venv || return 1
+        echo "Making $home with $("$python" --version) ..."
+        "$python" -m venv --clear "$home" || return 1
     fi
     rm -f "$stamp"
-    echo "Installing lockstep[$extras] into .venv (some minutes the first time) ..."
+    if [ -n "$versions" ]; then
+        "$home/bin/python" scripts/versions.py "$versions" >"$constraints" || return 1
+    fi
+    echo "Installing lockstep[$extras] into $home (some minutes the first time) ..."
     # torch goes first and by its exact version: a bare "torch" would take the newest build, with gigabytes of CUDA.
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
-        install_deepspeed "$extras" &&
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" &&
+    # shellcheck disable=SC2086 # a list of words
+    "$home/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
+        install_deepspeed "$extras" "$home" "$constraints" &&
+        "$home/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".[$extras]" $more &&
         printf '%s\n' "$wanted" >"$stamp"
 }
