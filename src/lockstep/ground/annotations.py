@@ -54,13 +54,18 @@ def _is_ours(found: type | FunctionType) -> bool:
 
 def _evaluate_in(annotations: dict[str, Any], module: str) -> None:
     """Put objects in the place of texts; one that cannot be evaluated stays."""
-    names = vars(sys.modules[module])
     for name, text in annotations.items():
         if isinstance(text, str):
-            try:
-                annotations[name] = eval(text, names, _ForTypeCheckers(module))
-            except (NameError, TypeError, AttributeError, ImportError):
-                continue
+            annotations[name] = _value(text, module)
+
+
+@functools.cache
+def _value(text: str, module: str) -> Any:
+    """What a text stands for in a module; most of them stand there many times."""
+    try:
+        return eval(text, vars(sys.modules[module]), _ForTypeCheckers(module))
+    except (NameError, TypeError, AttributeError, ImportError):
+        return text
 
 
 class _ForTypeCheckers(dict[str, Any]):
