@@ -69,7 +69,7 @@ REAL = re.compile(r"(?<=[=/-])\d+\.\d+")  # in the name of a file
 
 def begins(events: list[str], *hooks: str) -> bool:
     """Whether the first of some events is one of these hooks."""
-    return isinstance(events, list) and bool(events) and events[0].endswith(hooks)
+    return isinstance(events, list) and bool(events) and str(events[0]).endswith(hooks)
 
 
 BATCH = re.compile(r"train_batch|training_step|backward|optimizer\.|optimizer_step|zero_grad|clip")
