@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import os
+import typing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,10 @@ def test_when_validation_comes_is_told() -> None:
 def test_every_flag_that_is_read_as_it_is_has_a_type() -> None:
     """Type checkers see no `__getattr__`, so a flag without a type would be a misspelt one to them."""
     own = {name for name, value in vars(Attributes).items() if isinstance(value, property)}
-    flags = {each.name: each.type for each in dataclasses.fields(RunConfig)}
-    written = {name: text for name, text in Attributes.__annotations__.items() if name in flags}
-    assert written == {name: text for name, text in flags.items() if name not in own}
+    hints = typing.get_type_hints(RunConfig)
+    flags = {each.name: hints[each.name] for each in dataclasses.fields(RunConfig)}
+    written = {name: kind for name, kind in typing.get_type_hints(Attributes).items() if name in flags}
+    assert written == {name: kind for name, kind in flags.items() if name not in own}
 
 
 @pytest.mark.parametrize("name", ["from_argparse_args", "add_argparse_args", "parse_argparser"])

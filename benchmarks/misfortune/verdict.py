@@ -143,9 +143,8 @@ def of_failure(seen: Seen, rank: int, place: str, says: str, by_torchrun: bool =
         printed = max((piece.at for screen in seen.screens for piece in screen), default=seen.event)
         seconds = max(seen.gone, printed) - seen.event
     left = [*seen.left, *([] if seen.ended else ["it did not end by itself"])]
-    codes = (
-        seen.codes if len(seen.codes) == 1 else [code for code in seen.codes if code != 0]
-    )  # of `os._exit(0)` itself
+    # where the rank was alone on its node, that node's command ends as the rank did
+    codes = [code for code in seen.codes if code or says != "exit code 0"]
     return OfFailure(seconds, max(map(len, screens)), last, all(told), min(codes or [0], key=abs), left)
 
 
