@@ -59,9 +59,9 @@ def by_updates(program: Program, d: Difference, theirs: Record, ours: Record) ->
 
 def logged_at(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
     """Steps at which an epoch was logged that an exception had ended."""
-    if d.kind not in ("rows", "files") or not isinstance(d.theirs, list) or len(program.calls) < 2:
+    if d.kind != "rows" or not isinstance(d.theirs, list) or len(program.calls) < 2:
         return False
-    return "raised" in theirs.ends[0][1] and [row[1:] for row in d.theirs] == [row[1:] for row in d.ours]
+    return "raised" in theirs.ends[0][1] and [list(row)[1:] for row in d.theirs] == [list(row)[1:] for row in d.ours]
 
 
 def gradients_kept(program: Program, d: Difference, theirs: Record, ours: Record) -> bool:
