@@ -121,10 +121,6 @@ FEWER: dict[str, tuple[str, Program]] = {
     ),
 }
 MORE: dict[str, tuple[str, Program]] = {
-    "without effect": (
-        "What has no effect beside another argument is said.",
-        replace(PLAIN, callbacks=(("ModelCheckpoint", {"mode": "max"}),)),
-    ),
     "nothing was stepped": (
         "An epoch of manual optimization in which no optimizer was stepped is told of once.",
         replace(PLAIN, manual=True, by_hand="accumulated", train_samples=(2, 4)),

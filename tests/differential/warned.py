@@ -24,6 +24,7 @@ TOPICS = {
     "no effect": (
         r"clips nothing without|before its first validation|is about epochs, and this one|ranks nothing without|"
         r"no (epoch|step) is saved|saves nothing: leave|the former sets the latter|before its average begins|"
+        r"every_n_(epochs|train_steps)=\d+\) with Trainer|has no effect: values are|"
         r"of one metric less is better|has nowhere to write: the Trainer|and there is no logger: give"
     ),
     "log_every_n_steps": r"log_every_n_steps|logging interval",
@@ -72,11 +73,6 @@ TOPICS = {
     "uneven loaders": r"loaders side by side are cut unevenly",
     "loaders that stay": r"reload_dataloaders_every_n_epochs=\d+\): fit\(\) got",
     "NaN": r"the loss was NaN there or before",
-    "without effect": (
-        r"every_n_(epochs|train_steps)=\d+\) with Trainer|the fit ends before its (first validation|average begins)|"
-        r"is about epochs, and this one saves|ranks nothing without `monitor`|the former sets the latter|"
-        r"clips nothing without|saves nothing: leave it out|has no effect: values are|of one metric less is better"
-    ),
     "summary's precision": r"Precision .* is not supported by the model summary",
     "few rates": r"too few to suggest a learning rate",
 }
