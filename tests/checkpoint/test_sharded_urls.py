@@ -97,7 +97,7 @@ def test_the_earlier_one_stays_until_the_next_is_whole(ranks: RankPool, tmp_path
     path = f"{url}/two.ckpt"
     said = ranks(2).run(on_rank, kind, str(tmp_path), fails, timeout=60)
     assert "rank 1: OSError" in said[0]
-    assert "no space left" in said[1]
+    assert "no space left" in said[1].lower()
     assert sharded.load(path)["global_step"] == 2
     assert len(storage.names(path)) == 2  # the index, and one folder
     left = f"{path}/parts-dead/__0_0.distcp"  # by a writer that was killed

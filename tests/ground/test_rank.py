@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.ground.rank import (
+    LIGHTNINGS,
     rank_prefixed_message,
     rank_zero_deprecation,
     rank_zero_info,
@@ -105,6 +106,8 @@ def test_messages_reach_the_screen_until_logging_is_configured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
+    for name in LIGHTNINGS:  # whose levels another test may have set
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
     rank_zero_info("on the screen")
     monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])
     rank_zero_info("the user's handlers have it")

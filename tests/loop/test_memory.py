@@ -361,6 +361,12 @@ class Hungry(Net):
         torch.empty(2**46)
 
 
+@pytest.fixture
+def nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process hold is not told of."""
+    monkeypatch.setattr("lockstep.loop.memory.held_elsewhere", lambda held, used: 0)
+
+
 def told(module: LightningModule, **flags: Any) -> OutOfMemory:
     with pytest.raises(OutOfMemory) as caught:
         quiet(max_steps=3, **flags).fit(module, rows(32)(8))
@@ -380,6 +386,7 @@ def test_an_error_is_caught_as_what_it_was(error: Exception, when: str) -> None:
     assert is_oom_error(found)
 
 
+@pytest.mark.usefixtures("nothing_elsewhere")
 def test_the_error_says_what_memory_was_used_for_and_what_would_need_less() -> None:
     text = str(told(Hungry()))
     assert "rank 0 of 1 has no memory left on its device (cpu). 256.0 TiB more were asked for." in text
@@ -421,6 +428,7 @@ def test_what_the_scripts_own_lists_hold_has_a_row_and_no_advice_that_cannot_hel
     assert "half the batch" not in text
 
 
+@pytest.mark.usefixtures("nothing_elsewhere")
 def test_what_is_in_use_is_no_way_out() -> None:
     text = str(told(Hungry(), strategy=SingleDeviceStrategy(activation_checkpointing=True), precision="bf16-mixed"))
     assert "activation_checkpointing" not in text
@@ -443,6 +451,7 @@ def test_ways_out_on_several_ranks(ranks: RankPool) -> None:
     assert 'strategy="fsdp"' not in fsdp
 
 
+@pytest.mark.usefixtures("nothing_elsewhere")
 def test_what_recomputation_saves_is_what_was_told() -> None:
     text = str(told(Hungry()))
     (line,) = [line for line in text.splitlines() if "activation_checkpointing" in line]

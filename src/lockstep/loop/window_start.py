@@ -123,6 +123,8 @@ class WindowStart:
         """What is kept of a layer's buffers that may have changed, and what they are now; a new one is kept at once."""
         for key, buffer in part._buffers.items():
             kept = self._buffers.get((prefix, key))
+            if kept is not None and buffer is not None and kept.value.device != buffer.device:
+                kept = None  # a block has moved
             if kept is not None and buffer is kept.source and kept.version is None:
                 yield kept.value, buffer  # the usual one, as cheap as can be
             elif buffer is not None and key not in part._non_persistent_buffers_set and not is_lazy(buffer):
