@@ -23,7 +23,7 @@ from lockstep.supervise import client, status
 from lockstep.supervise.causes import Cause, Stand, early_cause, final_cause, judgement
 from lockstep.supervise.channel import Channel
 from lockstep.supervise.stack import shortened
-from lockstep.supervise.status import Mailbox
+from lockstep.supervise.status import Mailbox, leave_note
 from tests.launch.sessions import members
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -430,3 +430,24 @@ def test_a_line_carries_messages_both_ways() -> None:
     assert there.receive() == {"a": 1}
     here.close()
     there.close()
+
+
+def test_no_note_is_lost_where_ranks_leave_them_at_once() -> None:
+    """A file in memory has no guard for the position that processes share: notes of the same moment took one place."""
+    mailbox, ranks, notes = Mailbox(), 6, 300
+    try:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if not child:
+                for number in range(notes):
+                    leave_note(mailbox.address, {"told": rank, "number": number})
+                os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+        mailbox.read()
+        found = [(note["told"], note["number"]) for note in mailbox.others("told")]
+    finally:
+        mailbox.close()
+    assert sorted(found) == [(rank, number) for rank in range(ranks) for number in range(notes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import os
@@ -149,10 +150,16 @@ class Mailbox:
 
 
 def _file_without_a_name() -> IO[bytes]:
-    """In memory where the system can do that: on a disk that is full, nobody could leave a note on it."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("lockstep-mailbox"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(prefix="lockstep-")
+    """In memory where the system can do that: on a disk that is full, nobody could leave a note on it.
+
+    Each note goes to the end: processes share the file's position, which Linux does not guard for a file in memory, so
+    that two that write at once would write to one place.
+    """
+    if not hasattr(os, "memfd_create"):
+        return tempfile.TemporaryFile(prefix="lockstep-")
+    descriptor = os.memfd_create("lockstep-mailbox")
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+    return open(descriptor, "w+b", buffering=0)
 
 
 def leave_note(address: str, note: Cause | Stand | dict[str, Any]) -> None:
