@@ -241,3 +241,36 @@ def test_objects_travel_by_the_models_gpu(ranks: RankPool) -> None:
     for rank, (used, carrier) in enumerate(ranks(2).run(_by_way_of_gpus)):
         assert used == [f"cuda:{rank}"] * 2
         assert carrier == torch.device("cuda", rank)
+
+
+@pytest.mark.parametrize(
+    ("backends", "preferred", "by"),
+    [
+        ("cpu:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+        ("xpu:xccl", "cpu", "xpu:3"),
+        ("xpu:xccl", "xpu:2", "xpu:2"),
+        ("cpu:gloo,cuda:gloo", "xpu:1", "cpu"),  # by the CPU, where the group has nothing for the device
+    ],
+)
+def test_a_group_of_any_device_has_a_carrier(
+    backends: str, preferred: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group without CUDA said that it carries CPU tensors, and no ddp ran on a device that is neither."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(comm, "_found", lambda group: monkeypatch)
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 3)
+    assert comm.carrier(None, torch.device(preferred)) == torch.device(by)
+
+
+def test_an_accelerator_of_any_kind_is_what_cpu_tensors_travel_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Process()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "xpu:xccl")
+    monkeypatch.setattr(comm, "_found", lambda _: group)
+    comm.travel_by(torch.device("xpu", 1))
+    assert comm.carrier(None, torch.device("cpu")) == torch.device("xpu", 1)
+
+
+class Process:
+    """In the place of a process group."""

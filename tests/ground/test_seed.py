@@ -202,3 +202,20 @@ def test_states_of_earlier_checkpoints_go_by_number(monkeypatch: pytest.MonkeyPa
     states = {**random_states(), "cuda": [generator.get_state() for generator in before.generators]}
     heard(monkeypatch, after, states, [1])
     assert torch.equal(before.mask(1), after.mask(1))
+
+
+def test_states_of_an_accelerator_that_is_not_cuda_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume with dropout went on with other numbers, and said nothing."""
+    one = Process(2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    for name, answer in (("is_initialized", True), ("is_available", True), ("device_count", 2)):
+        monkeypatch.setattr(torch.xpu, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.xpu, "get_rng_state", one.get_rng_state)
+    monkeypatch.setattr(torch.xpu, "set_rng_state", one.set_rng_state)
+    with isolate_rng():
+        drawn = [one.mask(0), one.mask(1)]
+    assert torch.equal(one.mask(0), drawn[0])
+    assert torch.equal(one.mask(1), drawn[1])
+    with isolate_rng(include_cuda=False):
+        drawn = [one.mask(1)]
+    assert not torch.equal(one.mask(1), drawn[0])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.ground.device import current_device, current_of
 from lockstep.ground.rank import waits
 
 Group: TypeAlias = dist.ProcessGroup | None
@@ -60,38 +61,42 @@ def ranks_of(group: Group = None) -> list[int]:
 
 
 def carrier(group: Group, preferred: torch.device) -> torch.device:
-    """The device on which ``group`` can carry a tensor: ``preferred`` if it can, else this process's GPU or
-    CPU.
+    """The device on which ``group`` can carry a tensor: ``preferred`` if it can, else the CPU, else this process's
+    accelerator.
 
     NCCL carries GPU tensors only, so what lives on the CPU takes a detour over a GPU: see `travel_by`.
     """
-    backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl", "cuda:nccl", ...
-    if f"{preferred.type}:" in backends or "cuda:" not in backends:
+    entries = dist.get_backend_config(group).split(",")  # "cpu:gloo", "cuda:nccl", ...
+    kinds = [entry.partition(":")[0] for entry in entries]
+    if preferred.type in kinds:
         return preferred
-    return _gpus.get(_found(group)) or torch.device("cuda", torch.cuda.current_device())
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return _accelerators.get(_found(group)) or current_of(kinds[0])
 
 
 def travel_by(device: torch.device, group: Group = None) -> None:
-    """Let what lives on the CPU travel over ``group`` by way of ``device``, if that is a GPU, not the current one.
+    """Let what lives on the CPU travel over ``group`` by way of ``device``, if that is an accelerator, not the current
+    one.
 
     The current one is GPU 0 on all ranks of a host whose program places its model by hand and leaves it at that; NCCL
     refuses two ranks on one GPU.
     """
-    if device.type == "cuda":
-        _gpus[_found(group)] = device
+    if device.type != "cpu":
+        _accelerators[_found(group)] = device
 
 
-_gpus: WeakKeyDictionary[Any, torch.device] = WeakKeyDictionary()
+_accelerators: WeakKeyDictionary[Any, torch.device] = WeakKeyDictionary()
 
 
 def _found(group: Group) -> Any:
     return dist.group.WORLD if group is None else group
 
 
-def _on_gpu(group: Group) -> AbstractContextManager[Any]:
-    """Where torch takes the current GPU for a collective of ``group``."""
-    gpu = _gpus.get(_found(group))
-    return nullcontext() if gpu is None else torch.cuda.device(gpu)
+def _on_accelerator(group: Group) -> AbstractContextManager[Any]:
+    """Where torch takes the current accelerator for a collective of ``group``."""
+    found = _accelerators.get(_found(group))
+    return nullcontext() if found is None else current_device(found)
 
 
 # -- collectives
@@ -292,7 +297,7 @@ def all_gather_object(obj: object, group: Group = None) -> list[Any]:
     if world == 1:
         return [obj]
     objects: list[Any] = [None] * world
-    with _on_gpu(group):
+    with _on_accelerator(group):
         dist.all_gather_object(objects, obj, group)
     return objects
 
@@ -303,7 +308,7 @@ def broadcast_object(obj: object, src: int = 0, group: Group = None) -> Any:
     if world_size(group) == 1:
         return obj
     box = [obj if rank(group) == src else None]
-    with _on_gpu(group):
+    with _on_accelerator(group):
         dist.broadcast_object_list(box, src=_global_rank(src, group), group=group)
     return box[0]
 
@@ -315,7 +320,7 @@ def gather_objects(obj: object, group: Group = None) -> list[Any]:
     if world == 1:
         return [obj]
     objects: list[Any] | None = [None] * world if rank(group) == 0 else None
-    with _on_gpu(group):
+    with _on_accelerator(group):
         dist.gather_object(obj, objects, _global_rank(0, group), group)
     return objects or []
 
@@ -326,7 +331,7 @@ def scatter_objects(objects: list[Any], group: Group = None) -> Any:
     if world_size(group) == 1:
         return objects[0]
     box: list[Any] = [None]
-    with _on_gpu(group):
+    with _on_accelerator(group):
         dist.scatter_object_list(box, objects if rank(group) == 0 else None, _global_rank(0, group), group)
     return box[0]
 

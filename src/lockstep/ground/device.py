@@ -10,6 +10,7 @@ import multiprocessing
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +60,73 @@ def refuse_older_torch(what: str, instead: str, version: str = torch.__version__
         raise MisconfigurationException(
             f"{what} needs torch {tried}, and this is torch {version}: `pip install 'torch=={tried}.*'`, or {instead}."
         )
+
+
+# -- what a device has ---------------------------------------------------------------------------------------
+
+
+def device_module(device: torch.device | str) -> Any:
+    """torch's module for a kind of device: ``torch.cuda``, ``torch.mps``, ``torch.cpu``.
+
+    Raises:
+        RuntimeError: this torch has none of that name.
+    """
+    return torch.get_device_module(torch.device(device).type)
+
+
+def make_current(device: torch.device) -> None:
+    """Let ``device`` be the one that its kind's name stands for in this process, where the kind can have several."""
+    choose = getattr(device_module(device), "set_device", None)
+    if device.type != "cpu" and choose is not None:
+        choose(device)
+
+
+def current_of(kind: str) -> torch.device:
+    """The device that the name of a kind stands for in this process."""
+    asks = getattr(device_module(kind), "current_device", None)
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0 if asks is None else int(asks()))
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, an accelerator is the current one, for kernels and events that do not ask where their tensors are."""
+    made = None if device.type == "cpu" else getattr(device_module(device), "device", None)
+    return nullcontext() if made is None else made(device)
+
+
+def accelerator_kinds() -> list[str]:
+    """The kinds of accelerators that this torch knows of, whether one is here or not; asking starts none."""
+    found = torch.accelerator.current_accelerator()
+    return list(dict.fromkeys(["cuda"] if found is None else ["cuda", found.type]))
+
+
+def devices_of(kind: str, started: bool = False) -> list[torch.device]:
+    """All devices of a kind, by their numbers.
+
+    Args:
+        kind: "cuda", "mps".
+        started: none where this process has not begun to use them; asking then does not, either.
+    """
+    module = device_module(kind)
+    there = getattr(module, "is_initialized", module.is_available) if started else module.is_available
+    return [torch.device(kind, index) for index in range(module.device_count())] if there() else []
+
+
+@cache
+def has_pinned_memory(kind: str) -> bool:
+    """Whether the host's memory can be pinned for a kind of device, which then reads it while the host goes on."""
+    if kind in ("cpu", "meta", "mps"):  # mps: its copies race with the host (pytorch issue 83015)
+        return False
+    if kind in ("cuda", "xpu"):  # known, so that nothing is started in a process that only asks
+        return True
+    try:
+        return bool(torch.empty(1).pin_memory().is_pinned())
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU in memory that ``device`` reads while the host goes on, where there is such memory."""
+    return tensor.pin_memory() if has_pinned_memory(device.type) else tensor
 
 
 # -- accelerators --------------------------------------------------------------------------------------------
@@ -304,11 +372,6 @@ def resolve_accelerator(
     """
     found = find_accelerator(accelerator)
     return found.device_type, found.get_parallel_devices(devices)
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, a GPU is the current one, for kernels and events that do not ask where their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def forked_random_numbers(devices: Iterable[torch.device]) -> AbstractContextManager[None]:

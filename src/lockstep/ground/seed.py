@@ -9,6 +9,7 @@ from typing import Any, SupportsInt
 
 import torch
 
+from lockstep.ground.device import accelerator_kinds, device_module, devices_of
 from lockstep.ground.rank import log, rank_prefixed_message, rank_zero_only, rank_zero_warn
 
 LARGEST_SEED = 2**32 - 1
@@ -66,11 +67,15 @@ def hand_down_seed(seed: int | None) -> None:
 
 
 def random_states(include_cuda: bool = True) -> dict[str, Any]:
-    """The states of torch's, CUDA's, numpy's and Python's global generators.
+    """The states of torch's, the accelerator's, numpy's and Python's global generators.
 
     Made of dicts, tensors, numbers and None only, so that ``torch.load(weights_only=True)`` reads them back;
-    `set_random_states` restores them bit for bit. CUDA's are there if this process has used CUDA, by the numbers that
-    its devices have in this process: what goes to another process, or into a checkpoint, takes `random_states_of`.
+    `set_random_states` restores them bit for bit. An accelerator's are there if this process has used it, under its
+    name ("cuda"), by the numbers that its devices have in this process: what goes to another process, or into a
+    checkpoint, takes `random_states_of`.
+
+    Args:
+        include_cuda: the accelerator's, too, whichever it is.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -86,15 +91,18 @@ def random_states(include_cuda: bool = True) -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached_gauss": float(cached_gauss),
         }
-    if include_cuda and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    if include_cuda:
+        for kind in accelerator_kinds():
+            devices = devices_of(kind, started=True)
+            if devices:
+                states[kind] = [device_module(kind).get_rng_state(device) for device in devices]
     return states
 
 
 def set_random_states(states: dict[str, Any]) -> None:
     """Put back what `random_states` returned.
 
-    A generator that is missing in ``states``, or here, is left as it is; CUDA's are put back as far as there
+    A generator that is missing in ``states``, or here, is left as it is; an accelerator's are put back as far as there
     are devices.
     """
     torch.set_rng_state(states["torch"].cpu())
@@ -105,9 +113,10 @@ def set_random_states(states: dict[str, Any]) -> None:
         saved = states["numpy"]
         words = saved["words"].cpu().numpy().astype("uint32")
         numpy.random.set_state(("MT19937", words, saved["position"], saved["has_gauss"], saved["cached_gauss"]))
-    if "cuda" in states and torch.cuda.is_available():
-        for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state.cpu(), index)
+    for kind in accelerator_kinds():
+        if kind in states:
+            for device, state in zip(devices_of(kind), states[kind], strict=False):
+                device_module(kind).set_rng_state(state.cpu(), device)
 
 
 def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
@@ -119,7 +128,7 @@ def random_states_of(devices: Sequence[torch.device]) -> dict[str, Any]:
     states = random_states(include_cuda=False)
     own = [device for device in devices if device.type != "cpu"]
     if own:
-        states["devices"] = [torch.get_device_module(device).get_rng_state(device) for device in own]
+        states["devices"] = [device_module(device).get_rng_state(device) for device in own]
     return states
 
 
@@ -140,7 +149,7 @@ def set_random_states_of(states: dict[str, Any], devices: Sequence[torch.device]
         by_number = states.get("cuda", [])
         saved = {device: by_number[device.index or 0] for device in own if (device.index or 0) < len(by_number)}
     for device, state in saved.items():
-        torch.get_device_module(device).set_rng_state(state.cpu(), device)
+        device_module(device).set_rng_state(state.cpu(), device)
 
 
 @contextmanager
@@ -148,7 +157,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     """Random states are on leaving what they were on entering, also after an exception.
 
     Args:
-        include_cuda: CUDA's too. False in a forked process, which may not touch CUDA.
+        include_cuda: the accelerator's, too. False in a forked process, which may not touch CUDA.
     """
     states = random_states(include_cuda)
     try:

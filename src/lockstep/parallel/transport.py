@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ground import comm
+from lockstep.ground.device import pinned
 from lockstep.parallel.bucket import ALIGNMENT, Bucket
 
 Size = tuple[int, torch.dtype, torch.device]
@@ -129,9 +130,11 @@ class UsedParameters:
         self.nbytes = 0
         self.work: Any = None
         if comm.world_size(group) > 1:
-            if comm.carrier(group, self._flags.device).type == "cuda":
+            by = comm.carrier(group, self._flags.device)
+            if by.type != "cpu":
                 # from pinned memory, so that this process does not wait for the kernels of the backward
-                self._flags = self._flags.pin_memory().to(buckets[0].device, non_blocking=True)
+                by = buckets[0].device if buckets[0].device.type == by.type else by
+                self._flags = pinned(self._flags, by).to(by, non_blocking=True)
             self.nbytes = self._flags.nbytes
             self.work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group, async_op=True)
 

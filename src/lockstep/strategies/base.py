@@ -14,6 +14,7 @@ from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
+from lockstep.ground.device import make_current
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule
@@ -96,8 +97,7 @@ class Strategy(Engine):
 
     def setup_environment(self) -> None:
         """Join the other ranks; afterwards collectives work."""
-        if self.root_device.type == "cuda":
-            torch.cuda.set_device(self.root_device)
+        make_current(self.root_device)
 
     def building(self, module: LightningModule) -> AbstractContextManager[object]:
         """Around the module's ``configure_model``. Collective."""

@@ -42,7 +42,8 @@ class RankedStrategy(Strategy):
 
     Args:
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        process_group_backend: "gloo" or "nccl"; default: torch's own for the kind of device, nccl
+            for CUDA, gloo for the CPU; that of another kind is the one that its package has registered.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).
@@ -111,8 +112,8 @@ class RankedStrategy(Strategy):
 
     @property
     def process_group_backend(self) -> str:
-        """What carries messages: as asked, else nccl on CUDA devices and gloo elsewhere."""
-        return self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        """What carries messages: as asked, else torch's own for the devices, "nccl" for CUDA; else gloo."""
+        return self._backend or dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
 
     @does("joining the other ranks")
     def _make_group(self) -> None:
