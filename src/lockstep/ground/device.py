@@ -295,7 +295,10 @@ def _indices(devices: Devices, present: int, kind: str) -> list[int]:
             f"devices={devices!r}: give a number, a list such as [0, 2], a string such as '0,2', -1 for all, or 'auto'"
         )
     if len(set(indices)) < len(indices):
-        raise MisconfigurationException(f"devices={devices!r} names a device twice: give each one once")
+        raise MisconfigurationException(
+            f"devices={devices!r} names a device twice: give each one once, one rank works on each. Tests of several "
+            "ranks on one card take Trainer(accelerator=lockstep.testing.SharedCard(), devices=2)"
+        )
     if max(indices) >= present:
         raise MisconfigurationException(
             f"devices={devices!r}, but this machine has {present} {kind} device(s), numbered from 0: "

@@ -112,7 +112,12 @@ class RankedStrategy(Strategy):
 
     @property
     def process_group_backend(self) -> str:
-        """What carries messages: as asked, else torch's own for the devices, "nccl" for CUDA; else gloo."""
+        """What carries messages: as asked, else torch's own for the devices, "nccl" for CUDA; else gloo.
+
+        Ranks that share a device have gloo: NCCL wants one for each.
+        """
+        if self._backend is None and len(set(self.devices)) < len(self.devices):
+            return "gloo"
         return self._backend or dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
 
     @does("joining the other ranks")

@@ -1,4 +1,4 @@
-"""What tests of distributed code lean on: rank pool, ranks as threads, leak checks, equivalence, boring models."""
+"""What tests of distributed code lean on: rank pool, ranks as threads or on one card, leak checks, models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.testing.pool import RankPool as RankPool
     from lockstep.testing.pool import RankTimeout as RankTimeout
     from lockstep.testing.pool import run_threads as run_threads
+    from lockstep.testing.shared_card import SharedCard as SharedCard
 
 # Name -> the file that it lives in: imported when it is first asked for.
 _WHERE = {
@@ -36,6 +37,7 @@ _WHERE = {
     "RankFailure": "pool",
     "RankPool": "pool",
     "RankTimeout": "pool",
+    "SharedCard": "shared_card",
     "check_equivalence": "equivalence",
     "run_threads": "pool",
 }
