@@ -25,6 +25,14 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
     return max(0, min(found)) if found else None
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give the memory that torch keeps for later tensors on ``device`` back to it; the CPU's has none."""
+    if device.type != "cpu":
+        empty = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty is not None:
+            empty()
+
+
 def _of_host(ranks: int) -> int | None:
     free = _kilobytes("/proc/meminfo", "MemAvailable")
     return None if free is None else free // ranks

@@ -28,6 +28,7 @@ from lockstep.loggers.base import FolderLogger
 from lockstep.loop import state
 from lockstep.loop.choice import reconsider
 from lockstep.loop.contradictions import check_contradictions
+from lockstep.loop.device_left import leave_device
 from lockstep.loop.fit_messages import say_start
 from lockstep.loop.hooks import Hooks, check_removed_hooks, check_uncalled, is_overridden, is_replaced
 from lockstep.loop.loaders import Loaders
@@ -381,6 +382,7 @@ def _tear_down(session: Session, release: Callable[[], None]) -> None:
     release()
     state.finish_alone(session)
     session.strategy.teardown()
+    leave_device(session)
     if session.has("results"):
         session.results.enter("")  # nothing can be logged any more
     if session.has("agreement"):

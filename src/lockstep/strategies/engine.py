@@ -22,7 +22,8 @@ from lockstep.module import LightningModule
 from lockstep.parallel.deepspeed.partition import is_partitioned
 from lockstep.parallel.fully_shard import Policy, is_split
 from lockstep.parallel.late_parameters import beside
-from lockstep.parallel.offload import OffloadedStates
+from lockstep.parallel.offload import SMALL, OffloadedStates
+from lockstep.parallel.optimizer_states import states_to_parameters
 from lockstep.parallel.pipeline.weights import is_freed
 from lockstep.parallel.recompute import Layers, Recomputation, Save
 from lockstep.precision.base import Precision
@@ -111,6 +112,7 @@ class Engine:
         balances: its ranks can take unequal shares, which change while a fit runs.
         takes_closure: :meth:`step` may be given a closure; else it is only where the optimizer cannot do without.
         takes_lazy: lazy layers may get their shapes in the first step; else they have them when the module is placed.
+        leaves_device: module and optimizer states go back to the CPU when a call is over; else they stay.
         can_be_copied: by deepcopy and pickle, once a call has set it up.
         init_device: where ``configure_model`` makes its layers ("meta", say); None: where the module is.
         step_device: where steps run while parameters are on several devices; None: where the parameters are.
@@ -126,6 +128,7 @@ class Engine:
     balances: bool = False
     takes_closure: bool = True
     takes_lazy: bool = True
+    leaves_device: bool = True
     can_be_copied: bool = True
     init_device: torch.device | None = None
     step_device: torch.device | None = None
@@ -214,6 +217,8 @@ class Engine:
     def setup_optimizers(self, optimizers: list[Optimizer], configs: list[LRSchedulerConfig]) -> None:
         """Take over what ``configure_optimizers`` made; training begins after this."""
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
+        for optimizer in optimizers:
+            states_to_parameters(optimizer, SMALL if self._offloads_optimizer else float("inf"))
         self._offload_states()
 
     def _offload_optimizer(self, offload_optimizer: object) -> None:

@@ -67,6 +67,7 @@ class ShardedStrategy(RankedStrategy):
 
     runs_padding = True
     places_first = True
+    leaves_device = False  # later calls go on with the parts
     can_be_copied = False
     engine: str = ""
 
