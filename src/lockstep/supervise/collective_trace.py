@@ -24,8 +24,10 @@ from torch.distributed.distributed_c10d import GroupMember
 from lockstep.ground import comm
 from lockstep.ground.installed import FORK_TRACE, TORCH_COLLECTIVES
 from lockstep.ground.rank import waits
+from lockstep.supervise.device_marks import DeviceMarks
 from lockstep.supervise.stack import FOREIGN, LOCKSTEP, answer_by, calling
-from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own, passed
+from lockstep.supervise.trace_memory import ASIDE, MESSAGE, WHOLE, TraceMemory, own
+from lockstep.supervise.traced_groups import TracedGroup, kind_of_device, kinds_by_backend, resolved, sequence_of
 
 # -- what is noted -------------------------------------------------------------------------------------------
 
@@ -112,31 +114,6 @@ _OTHERS, _USERS, _OUTERMOST = 0, 1, 2
 _PENDING = 4096
 
 
-class _Group:
-    """A process group as this rank has used it.
-
-    Every group counts its collectives and messages by itself, those too that do not come by the gate: torch's FSDP and
-    checkpoints call some from C++. Numbers of ranks may be compared where the same has passed by the gate at the same
-    places on both: the notes say what has.
-    """
-
-    __slots__ = ("counts", "number", "passed", "sequence", "whole", "word")
-
-    def __init__(self, word: int, sequence: int | None, whole: bool) -> None:
-        self.word = word
-        self.number = 0
-        self.passed = 0
-        self.counts = sequence is not None
-        self.sequence = sequence
-        self.whole = self.counts
-        if sequence and not whole:
-            self.passes(sequence)
-
-    def passes(self, count: int) -> None:
-        """So many have not come by the gate, since the last one that has."""
-        self.passed = passed(self.passed, self.number, count)
-
-
 class CollectiveTrace:
     """Makes functions of torch's write what they do into this process' trace.
 
@@ -150,7 +127,7 @@ class CollectiveTrace:
         self.where: Callable[[], tuple[str, int]] | None = None
         self.on_group: Callable[[], None] | None = None
         self._busy: set[int] = set()  # threads inside a collective: what that calls in turn is not noted
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, TracedGroup] = {}
         self._watched: list[Any] = []
         self._generations: dict[str, int] = {}
         self._payloads: dict[Any, int] = {}
@@ -159,6 +136,8 @@ class CollectiveTrace:
         self._files: dict[str, int] = {}
         self._phases: dict[str, int] = {"": 0}
         self._pending: dict[int, int] = {}  # works that nobody has waited for, and their notes
+        self._queues: dict[int, str] = {}  # those of them that are in a device's queue when they have been waited for
+        self._marks = DeviceMarks(self.memory)
         self._reductions = {id(value): f" {name}" for name, value in _REDUCTIONS.items()} | {id(None): ""}
         default = GroupMember.WORLD
         if default is not None:
@@ -195,14 +174,14 @@ class CollectiveTrace:
 
     def waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """``Work.wait``, which notes that what was waited for is complete."""
-        pending, complete = self._pending, self.memory.complete
+        pending, complete, queues, mark = self._pending, self.memory.complete, self._queues, self._marks.put
 
         @waits()
         def waited(work: dist.Work, timeout: timedelta | None = None) -> Any:
             result = wait(work) if timeout is None else wait(work, timeout)
             if pending:
                 index = pending.pop(id(work), 0)
-                if index:
+                if index and not (queues and (queue := queues.pop(index, "")) and mark(index, queue)):
                     complete(index)
             return result
 
@@ -220,8 +199,10 @@ class CollectiveTrace:
     ) -> Callable[..., Any]:
         at = names.index("group") if "group" in names else len(names)
         nests = name not in _SIMPLE if nests is None else nests
+        uncounted = nests or not numbered  # how many it makes is seen behind it; backends count messages apart, or not
         begin = self._begun(_SAME.get(name, name), names, payload, numbered)
         busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.memory.leave
+        queues, mark = self._queues, self._marks.put
 
         def noted(*args: object, **kwargs: object) -> Any:
             if is_compiling() or (busy and get_ident() in busy):
@@ -234,6 +215,8 @@ class CollectiveTrace:
                 group, known = find(group)
                 if known is None:  # this rank is no member, or there is no group: the call itself says so
                     return function(*args, **kwargs)
+            if known.parts:
+                known = known.parts.get(kind_of_device(name, args, kwargs, group)) or known
             index = begin(args, kwargs, group, known)
             call = function
             if strided is not None:
@@ -248,16 +231,19 @@ class CollectiveTrace:
             finally:
                 if nests:
                     busy.discard(get_ident())
-                    if known.counts:
-                        known.sequence = group._get_sequence_number_for_group()
+                if uncounted and known.counts:
+                    known.sequence = known.sequence_of(group)
                 complete = work is None or work.__class__ is int  # a received message's source
                 if work is call:
                     complete, known.whole = True, False  # nobody knows whether it has been begun
-                leave(index, complete)
+                leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
                 if not complete:
                     pending[id(work)] = index
+                    if known.queue:
+                        queues[index] = known.queue
                     if not index & 1023 and len(pending) > _PENDING:
                         pending.clear()
+                        queues.clear()
             return work
 
         return functools.update_wrapper(noted, function)
@@ -272,9 +258,9 @@ class CollectiveTrace:
         location_of, phase_of = self._location, self._phase
         main, threads = threading.main_thread().ident, threading._active  # type: ignore[attr-defined]
 
-        def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: _Group) -> int:
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, known: TracedGroup) -> int:
             if known.counts:
-                sequence = group._get_sequence_number_for_group()
+                sequence = group._get_sequence_number_for_group() if known.device is None else known.sequence_of(group)
                 if sequence != known.sequence:
                     known.passes(sequence - known.sequence)
                 known.sequence = sequence + 1
@@ -359,32 +345,41 @@ class CollectiveTrace:
 
     # -- groups
 
-    def _find(self, group: object) -> tuple[Any, _Group | None]:
+    def _find(self, group: object) -> tuple[Any, TracedGroup | None]:
         """A group that is new here, or that is named in another way."""
         if not isinstance(group, dist.ProcessGroup):
             try:
-                group = _resolved(group)
+                group = resolved(group)
             except Exception:  # of whatever kind it is, the call itself says it better
                 group = None
             if group is None:
                 return None, None
         return group, self._groups.get(id(group)) or self._meet(group, whole=False)
 
-    def _meet(self, group: Any, whole: bool) -> _Group | None:
+    def _meet(self, group: Any, whole: bool) -> TracedGroup | None:
         try:
             members = dist.get_process_group_ranks(group)
         except (KeyError, RuntimeError, ValueError):  # one that torch does not know
             return None
-        try:
-            sequence: int | None = group._get_sequence_number_for_group()
-        except RuntimeError:  # its backend does not count
-            sequence = None
         name = group.group_name
         generation = self._generations[name] = self._generations.get(name, -1) + 1
         if self.on_group is not None:
             self.on_group()
-        word = self.memory.word("group", f"{name}{chr(39) * generation}", members)
-        known = self._groups[id(group)] = _Group(word, sequence, whole or sequence == 0)
+        name = f"{name}{chr(39) * generation}"
+        kinds = kinds_by_backend(group)
+        queue = "" if len(kinds) != 1 or "cpu" in kinds[0] else kinds[0][0]
+
+        def known_as(name: str, queue: str, device: torch.device | None = None) -> TracedGroup:
+            sequence = sequence_of(group, device)
+            return TracedGroup(
+                self.memory.word("group", name, members), sequence, whole or sequence == 0, queue, device
+            )
+
+        known = self._groups[id(group)] = known_as(name, queue)
+        for alike in kinds if len(kinds) > 1 else ():
+            first = "cpu" if "cpu" in alike else alike[0]
+            part = known_as(f"{name} on {first}", "" if first == "cpu" else first, torch.device(first))
+            known.parts.update(dict.fromkeys(alike, part))
         key = id(group)
 
         def gone(_: object) -> None:
@@ -398,18 +393,6 @@ def _kind(file: str) -> int:
     if file.startswith(FOREIGN):
         return _OUTERMOST if file in _LOOPS else _OTHERS
     return _USERS
-
-
-def _resolved(group: object) -> Any:
-    """The group that a functional collective was given by name, mesh, or mesh and dimension; None where that is not
-    told."""
-    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[1], int):
-        return group[0].get_group(group[1])
-    if hasattr(group, "get_group"):
-        return group.get_group()
-    if isinstance(group, str):
-        return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return None
 
 
 # -- the gate before collectives -----------------------------------------------------------------------------

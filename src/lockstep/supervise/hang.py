@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.supervise.causes import RULE, Divergence, Stand, alike, named, odd_first
 from lockstep.supervise.stack import LOCKSTEP, TORCH, Frame, Stack
-from lockstep.supervise.trace_memory import Members, Note, shared
+from lockstep.supervise.trace_memory import LAG, Members, Note, shared
 
 _BESIDE = (f"{LOCKSTEP}launch/", f"{TORCH}distributed/c10d_logger.py")
 RUNS, SLEEPS, STOPPED, TRACED, GONE = "runs", "sleeps", "is stopped", "is traced", "is gone"
@@ -70,11 +70,29 @@ class RankSnapshot:
         return None
 
     @property
+    def queued(self) -> Note | None:
+        """The oldest collective that its device is not done with. The call has returned, and the rank may have gone on
+        until it asked for a value that lies behind."""
+        found = None
+        for note in self.notes:
+            if note.queued and note.left is not None:
+                found = note
+        return found
+
+    @property
+    def awaited(self) -> Note | None:
+        """The collective in which it waits for others: its thread, or its device."""
+        return self.inside or self.queued
+
+    @property
     def waited(self) -> float:
         """Seconds that it has waited for other ranks, as far as its notes tell, or its stack; 0: it does not."""
         inside = self.inside
         if inside is not None:
             return self.at - inside.entered
+        queued = self.queued
+        if queued is not None:
+            return max(0.0, self.at - queued.entered - LAG)
         return self.still if self.stack is not None and self.stack.waits else 0.0
 
     @property
@@ -90,9 +108,11 @@ class RankSnapshot:
 
     def described(self) -> str:
         """What it does, and where: ``"waits in all_reduce #417, train.py:88 (on_validation_epoch_end)"``."""
-        inside, stack = self.inside, self.stack
+        inside, stack, queued = self.inside, self.stack, self.queued
         if self.state in (STOPPED, GONE):
             what = f"{self.state} in {inside.named}" if inside is not None else self.state
+        elif inside is None and queued is not None:
+            what = f"waits in {queued.named} (queued on its device)"
         elif inside is not None:
             doing = "" if stack is None else stack.doing
             what = f"waits in {inside.named}" + (f" ({doing})" if doing not in ("", inside.operation) else "")
@@ -411,12 +431,69 @@ def stopped(snapshots: Sequence[RankSnapshot]) -> Divergence | None:
 # -- no proofs
 
 
+def outrun(snapshots: Sequence[RankSnapshot], limit: float) -> list[RankSnapshot]:
+    """The same ranks, where those wait that have gone past a collective to which another rank has not come for so long.
+
+    Calls return when they are queued on a device whose queue cannot be seen. Nobody is done with what all must come to.
+
+    Args:
+        snapshots: of all ranks that can be seen.
+        limit: seconds.
+    """
+    least: dict[tuple[str, tuple[int, ...]], int] = {}
+    for snapshot in snapshots:
+        for key, number in _newest(snapshot).items():
+            least[key] = min(number, least.get(key, number))
+
+    def waits(note: Note, at: float) -> bool:
+        known = note.done is not None and note.whole and note.number and not note.aside
+        return bool(known) and note.operation in TOGETHER and at - note.entered >= limit + LAG
+
+    found = []
+    for snapshot in snapshots:
+        at = snapshot.at
+        notes = tuple(
+            replace(note, done=None, queued=True)
+            if note.number > least.get((note.group, note.members), note.number) and waits(note, at)
+            else note
+            for note in snapshot.notes
+        )
+        found.append(snapshot if notes == snapshot.notes else replace(snapshot, notes=notes))
+    return found
+
+
+def _newest(snapshot: RankSnapshot) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Of each group that a rank's notes tell of, the number of its newest collective."""
+    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    for note in snapshot.notes:
+        if note.number:
+            found.setdefault((note.group, note.members), note.number)
+    return found
+
+
+def late(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]) -> set[int]:
+    """The ranks that have not come to what some have in a device's queue; in another one they may wait as well."""
+    awaited = {position(note): note for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
+    if not awaited:
+        return set()
+    found = set()
+    for snapshot in snapshots:
+        newest = _newest(snapshot)
+        for group, names, number in awaited:
+            if snapshot.rank in names and newest.get((group, names), number) < number:
+                found.add(snapshot.rank)
+    return found
+
+
 def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | None:
     """That ranks have waited longer than so many seconds, and what the others do."""
+    snapshots = outrun(snapshots, limit)
     waiting = [snapshot for snapshot in snapshots if snapshot.waited >= limit]
     if not waiting:
         return None
     seconds = max(snapshot.waited for snapshot in waiting)
+    behind = late(snapshots, waiting)
+    waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind] or waiting
     long = {snapshot.rank for snapshot in waiting}
     others = [snapshot for snapshot in snapshots if snapshot.rank not in long]
     said = "; ".join(filter(None, [told(others), told(waiting)]))

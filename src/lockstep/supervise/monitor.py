@@ -32,6 +32,7 @@ from lockstep.supervise.hang import (
     compare,
     diverged,
     mismatched,
+    outrun,
     overdue,
     parted,
     position,
@@ -169,6 +170,8 @@ class HangMonitor:
         if differing is not None:
             return self._told(differing)
         snapshots = {rank: self._snapshot(stand, still.get(rank, 0.0), now) for rank, stand in inside.items()}
+        if limit < math.inf:
+            snapshots = {each.rank: each for each in outrun(list(snapshots.values()), limit)}
         late = [snapshot for snapshot in snapshots.values() if snapshot.stopped >= HALTED]
         if late or self._is_due(snapshots, min(limit, kill), now):
             for rank, snapshot in snapshots.items():
@@ -306,7 +309,7 @@ class HangMonitor:
         with self._reads:
             notes = tuple(reading[1].newest(16)) if reading is not None else ()
         snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
-        if snapshot.inside is None and still == 0.0:
+        if snapshot.awaited is None and still == 0.0:
             self._waits.pop(stand.rank, None)
         return self._holding(snapshot)
 
@@ -358,6 +361,8 @@ class HangMonitor:
         if now < self._tell_at:
             return None
         began = time.thread_time()
+        if limit < math.inf:
+            snapshots = outrun(snapshots, limit)
         found = self._waiting(snapshots, limit, kill, now)
         self._tell_at = now + (time.thread_time() - began) / PART
         return found
@@ -375,7 +380,7 @@ class HangMonitor:
                 assert late is not None
                 _say(late, kill)
         # of one whose stack alone says that it waits, it counts since that was first seen
-        patient = longest >= kill and any(s.inside is not None and s.waited >= kill for s in snapshots)
+        patient = longest >= kill and any(s.awaited is not None and s.waited >= kill for s in snapshots)
         if not patient and not any(snapshot.held >= kill for snapshot in snapshots):
             return None
         asked = [self._asked(snapshot, now) if self._is_own(snapshot) else snapshot for snapshot in snapshots]
@@ -408,7 +413,7 @@ def _state(process: int) -> str:
 def _lacks_some(snapshots: list[RankSnapshot], waiting: list[RankSnapshot]) -> bool:
     """Whether nothing is known of a rank that is in a collective with one that waits: its node has not said anything
     for a while."""
-    groups = {id(note.members): note.members for note in (snapshot.inside for snapshot in waiting) if note is not None}
+    groups = {id(note.members): note.members for note in (snapshot.awaited for snapshot in waiting) if note is not None}
     known = {snapshot.rank for snapshot in snapshots}
     return any(not known.issuperset(members) for members in groups.values())
 

@@ -38,13 +38,20 @@ _MASK = ENTRIES - 1
 # places of 8 bytes in the header, and in a note
 _COUNT, _LENGTH = 1, 2
 _BATCH, _PHASE, _SAID = 3, 4, 5
+_WATCHED = 6
 _FIRST = _HEADER // 8
 _LEFT, _DONE = 6, 7
 _ENTERED = 10
 """Which of a note's values is the time of its begin."""
 
-WHOLE, MESSAGE, ASIDE = 1, 2, 4
+_FLAGS = 15
+"""Which of a note's values of 2 bytes are its flags."""
+
+WHOLE, MESSAGE, ASIDE, QUEUED = 1, 2, 4, 8
 """Flags of a note: see `Note`."""
+
+LAG = 1.5
+"""Seconds after which it is noted at the latest that a device is done with a collective, while its process is well."""
 
 
 _NUMBER = 40
@@ -106,6 +113,7 @@ class Note:
     done: float | None  #: None: not known to be complete. What waits for its end is complete when it is left
     whole: bool  #: whether it is known what the group did until then, so that numbers can be compared
     aside: bool = False  #: whether another thread than the one that trains has made it
+    queued: bool = False  #: whether it is in the queue of the rank's device, which was not done with it `LAG` ago
 
     @property
     def inside(self) -> bool:
@@ -162,6 +170,7 @@ class TraceMemory:
             begins, words by their numbers, and gives the note's index.
         leave: ``leave(index, complete)`` notes that the call is over, and whether the collective is too.
         complete: ``complete(index)`` notes that an asynchronous collective has been waited for.
+        queue: ``queue(index)`` notes that the collective is in a device's queue, and that its end there will be noted.
     """
 
     def __init__(self) -> None:
@@ -172,12 +181,12 @@ class TraceMemory:
             self.address = f"/proc/{os.getpid()}/fd/{handle}:{os.fstat(handle).st_ino}"
         self._memory = mmap.mmap(handle, _SIZE)
         view = memoryview(self._memory)[: _SIZE - WORDS]
-        self._longs, self._times = view.cast("q"), view.cast("d")
+        self._longs, self._times, shorts = view.cast("q"), view.cast("d"), view.cast("H")
         self._longs[0] = _MAGIC
         self._counts = dict.fromkeys(KINDS, 0)
         self._full: set[str] = set()
         self._lock = threading.RLock()  # a signal's handler may have a word, too
-        self.enter, self.leave, self.complete = _writers(self._memory, self._longs, self._times)
+        self.enter, self.leave, self.complete, self.queue = _writers(self._memory, self._longs, self._times, shorts)
 
     def word(self, kind: str, *value: object) -> int:
         """Give a word its number; 0 where there is no place for it.
@@ -206,10 +215,14 @@ class TraceMemory:
         self._longs[_BATCH], self._longs[_PHASE] = batch, phase
         self._times[_SAID] = time.monotonic()
 
+    def watched(self) -> None:
+        """Note that the ends of all queued collectives that a device is done with by now have been noted."""
+        self._times[_WATCHED] = time.monotonic()
+
 
 def _writers(
-    memory: mmap.mmap, longs: memoryview, times: memoryview[float]
-) -> tuple[Callable[..., int], Callable[[int, bool], None], Callable[[int], None]]:
+    memory: mmap.mmap, longs: memoryview, times: memoryview[float], shorts: memoryview
+) -> tuple[Callable[..., int], Callable[[int, bool], None], Callable[[int], None], Callable[[int], None]]:
     """What runs at each collective: functions of local names, since looking things up costs more than writing."""
     clock, counter, write = time.monotonic, itertools.count(1), ENTRY.pack_into
 
@@ -243,7 +256,12 @@ def _writers(
         if longs[at] == index:
             times[at + _DONE] = clock()
 
-    return enter, leave, complete
+    def queue(index: int) -> None:
+        at = index & _MASK
+        if longs[_FIRST + at * 8] == index:
+            shorts[4 * _FIRST + at * 32 + _FLAGS] |= QUEUED
+
+    return enter, leave, complete, queue
 
 
 _own: tuple[int, TraceMemory] | None = None
@@ -297,6 +315,11 @@ class Reading:
         """How many notes were made so far."""
         return self._long(_COUNT)
 
+    @property
+    def watched(self) -> float:
+        """When it was last noted which queued collectives a device is done with."""
+        return float(struct.unpack("=d", self._memory[8 * _WATCHED : 8 * _WATCHED + 8])[0])
+
     def said(self, since: float) -> tuple[str, int] | None:
         """The hook in which the rank is, and the batch, if it was asked for that and has answered since."""
         if struct.unpack("=d", self._memory[8 * _SAID : 8 * _SAID + 8])[0] < since:
@@ -345,6 +368,7 @@ class Reading:
             done=done or None,
             whole=bool(flags & WHOLE),
             aside=bool(flags & ASIDE),
+            queued=bool(flags & QUEUED) and not done and time.monotonic() - self.watched < 2 * LAG,
         )
 
     def _members_of(self, word: int, members: list[int]) -> Members:

@@ -1,0 +1,109 @@
+"""Marks behind collectives in a device's queue: a thread looks once a second which of them the device is done with.
+
+A collective of a device's backend returns when it is queued; the rank waits later, where it asks for a value.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.supervise.trace_memory import TraceMemory
+
+PERIOD = 1.0
+"""Seconds from one look to the next."""
+
+MOST = 1024
+"""Marks that are kept; a collective beyond counts as complete when its call returns."""
+
+
+class DeviceMarks:
+    """The collectives of this process that a device may not be done with.
+
+    Args:
+        memory: the trace in which their ends are noted.
+    """
+
+    def __init__(self, memory: TraceMemory) -> None:
+        self._memory = memory
+        self._open: deque[tuple[int, Any]] = deque()
+        self._free: list[Any] = []
+        self._new: dict[str, Callable[[], Any] | None] = {}
+        self._thread: threading.Thread | None = None
+        self._wakes = threading.Event()
+
+    def put(self, index: int, device: str) -> bool:
+        """Put a mark into the current queue of a device; False where that cannot be.
+
+        Args:
+            index: of the collective's note.
+            device: the type, as "cuda".
+        """
+        new = self._new.get(device)
+        if new is None:
+            if device in self._new:
+                return False
+            new = self._new[device] = _maker(device)
+            if new is None:
+                return False
+        if len(self._open) >= MOST or _is_captured(device):
+            return False
+        try:
+            mark = self._free.pop()
+        except IndexError:
+            mark = device, new()
+        if mark[0] != device:
+            mark = device, new()
+        mark[1].record()
+        self._memory.queue(index)
+        self._open.append((index, mark))
+        if self._thread is None:
+            self._memory.watched()
+            self._thread = threading.Thread(target=self._run, name="lockstep-device-marks", daemon=True)
+            self._thread.start()
+        return True
+
+    def look(self) -> None:
+        """Note the ends of those that the device is done with."""
+        for _ in range(len(self._open)):
+            index, mark = self._open.popleft()
+            try:
+                done = mark[1].query()
+            except RuntimeError:  # the device has failed: its process is about to say so
+                continue
+            if done:
+                self._memory.complete(index)
+                self._free.append(mark)
+            else:
+                self._open.append((index, mark))
+        self._memory.watched()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._wakes.set()
+
+    def _run(self) -> None:
+        while not self._wakes.wait(PERIOD):
+            self.look()
+
+
+def _maker(device: str) -> Callable[[], Any] | None:
+    """What makes a mark; None where a device has none."""
+    try:
+        event = torch.get_device_module(device).Event
+        event().record()
+    except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
+        return None
+    found: Callable[[], Any] = event
+    return found
+
+
+def _is_captured(device: str) -> bool:
+    """Whether what is queued now is not run but becomes a part of a graph."""
+    module = torch.get_device_module(device)
+    ask = getattr(module, "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
