@@ -177,7 +177,9 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Found], list[str]]]] = {
     "hangs": (
         "Twelve hangs",
         f"Promised: the ranks are named with their lines within `hang_timeout` + {verdict.SLACK:g} s of the moment at "
-        "which they went different ways, and the run is ended, but for a rank that is only busy.",
+        "which they went different ways, and the run is ended, but for a rank that is only busy. Where collectives "
+        "return when they are queued on a device, as NCCL's do, what the device is not done with is seen within 1.5 s, "
+        "and a late rank is named so much later; a circle of waits is no proof there, since a queue may still move.",
         of_hangs,
     ),
     "nodes": (

@@ -43,6 +43,13 @@ class Rank:
         location = self.collectives.word("location", "/me/train.py", self.number, "training_step")
         return self.collectives.enter(self.number, 0, location, self.words[operation], self.group, 0, WHOLE, -1, -1)
 
+    def queue(self, operation: str = "all_reduce") -> int:
+        """The call returns, and the device is not done."""
+        index = self.enter(operation)
+        self.collectives.leave(index, complete=False)
+        self.collectives.queue(index)
+        return index
+
     def make(self, operation: str = "all_reduce") -> None:
         self.collectives.leave(self.enter(operation), complete=True)
 
@@ -138,6 +145,40 @@ def test_a_rank_that_keeps_others_waiting_is_told_once(
     assert said.count("lockstep: ") == 1
     assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #1, /me/train.py:1" in said
     assert "the run goes on, and ends after hang_kill=1800 s of waiting" in said
+
+
+def test_a_rank_that_keeps_others_devices_waiting_is_told(
+    scene: Callable[..., Scene], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A collective of a device returns when it is queued. The rank turns round in a line of the user's then, which does
+    not look like waiting: nothing was said."""
+    played = scene()
+    for rank in played.ranks:
+        rank.make()
+    index = played.ranks[0].queue()
+    played.ranks[0].queue()
+    assert played.look(4.1) is None
+    assert capsys.readouterr().err == ""  # nobody looks what the device is done with
+    played.ranks[0].collectives.watched()
+    assert played.look(4.2) is None
+    assert capsys.readouterr().err == ""
+    assert played.look(6.0) is None
+    said = capsys.readouterr().err
+    assert "rank 1 is in its own code, /me/train.py:31; rank 0 waits in all_reduce #2 (queued on its device)" in said
+    found = str(played.lookout.divergence())  # where the device's backend aborts rank 0
+    assert found.startswith("rank 1 is in its own code, /me/train.py:31, and others waited in vain: rank 0 in all_red")
+    played.ranks[1].make()
+    played.ranks[0].collectives.complete(index)
+    assert "all_reduce #3" in str(played.lookout.divergence())
+    played.ranks[1].make()
+    assert played.lookout.divergence() is None
+
+
+def test_a_rank_whose_device_waits_for_ever_is_ended(scene: Callable[..., Scene]) -> None:
+    played = scene(3.0, 20.0)
+    played.ranks[0].queue()
+    played.ranks[0].collectives.watched()
+    assert "hang_kill=20 s are over" in str(played.look(25.0))
 
 
 def test_ranks_that_join_a_wait_are_no_news_until_nobody_is_late(

@@ -137,6 +137,7 @@ class CollectiveTrace:
         self._phases: dict[str, int] = {"": 0}
         self._pending: dict[int, int] = {}  # works that nobody has waited for, and their notes
         self._queues: dict[int, str] = {}  # those of them that are in a device's queue when they have been waited for
+        self._works: set[type] = {dist.Work}  # classes of what has been begun
         self._marks = DeviceMarks(self.memory)
         self._reductions = {id(value): f" {name}" for name, value in _REDUCTIONS.items()} | {id(None): ""}
         default = GroupMember.WORLD
@@ -201,8 +202,8 @@ class CollectiveTrace:
         nests = name not in _SIMPLE if nests is None else nests
         uncounted = nests or not numbered  # how many it makes is seen behind it; backends count messages apart, or not
         begin = self._begun(_SAME.get(name, name), names, payload, numbered)
-        busy, pending, groups, find, leave = self._busy, self._pending, self._groups, self._find, self.memory.leave
-        queues, mark = self._queues, self._marks.put
+        busy, groups, find = self._busy, self._groups, self._find
+        leave, pend, mark = self.memory.leave, self._pend, self._marks.put
 
         def noted(*args: object, **kwargs: object) -> Any:
             if is_compiling() or (busy and get_ident() in busy):
@@ -238,12 +239,7 @@ class CollectiveTrace:
                     complete, known.whole = True, False  # nobody knows whether it has been begun
                 leave(index, complete and not (known.queue and work is None and mark(index, known.queue)))
                 if not complete:
-                    pending[id(work)] = index
-                    if known.queue:
-                        queues[index] = known.queue
-                    if not index & 1023 and len(pending) > _PENDING:
-                        pending.clear()
-                        queues.clear()
+                    pend(work, index, known.queue)
             return work
 
         return functools.update_wrapper(noted, function)
@@ -297,6 +293,20 @@ class CollectiveTrace:
     def stop(self) -> None:
         """Note nothing of this thread any more, also where somebody has kept a function that notes."""
         self._busy.add(get_ident())
+
+    def _pend(self, work: Any, index: int, queue: str) -> None:
+        """What has been begun, and nobody has waited for."""
+        kind: Any = work.__class__
+        if kind not in self._works:
+            self._works.add(kind)
+            if issubclass(kind, dist.Work) and "wait" in kind.__dict__:  # a backend that is written in Python
+                _set(kind, "wait", self.waited(kind.wait))
+        self._pending[id(work)] = index
+        if queue:
+            self._queues[index] = queue
+        if not index & 1023 and len(self._pending) > _PENDING:
+            self._pending.clear()
+            self._queues.clear()
 
     # -- words
 

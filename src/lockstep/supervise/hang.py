@@ -134,7 +134,7 @@ def _outstanding(snapshot: RankSnapshot) -> str:
 
 
 def _when(snapshot: RankSnapshot) -> str:
-    inside = snapshot.inside
+    inside = snapshot.awaited
     if inside is None:
         loads = (
             snapshot.stack is not None and snapshot.stack.loads
@@ -471,7 +471,7 @@ def _newest(snapshot: RankSnapshot) -> dict[tuple[str, tuple[int, ...]], int]:
     return found
 
 
-def late(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]) -> set[int]:
+def behind_of(snapshots: Sequence[RankSnapshot], waiting: Iterable[RankSnapshot]) -> set[int]:
     """The ranks that have not come to what some have in a device's queue; in another one they may wait as well."""
     awaited = {position(note): note for snapshot in waiting if (note := snapshot.queued) is not None and note.whole}
     if not awaited:
@@ -492,7 +492,7 @@ def overdue(snapshots: Sequence[RankSnapshot], limit: float) -> Divergence | Non
     if not waiting:
         return None
     seconds = max(snapshot.waited for snapshot in waiting)
-    behind = late(snapshots, waiting)
+    behind = behind_of(snapshots, waiting)
     waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind] or waiting
     long = {snapshot.rank for snapshot in waiting}
     others = [snapshot for snapshot in snapshots if snapshot.rank not in long]

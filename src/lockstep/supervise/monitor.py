@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.launch.processes import FAREWELL as LONGEST
 from lockstep.launch.processes import stat_of
 from lockstep.supervise import signals
-from lockstep.supervise.causes import Cause, Divergence, Stand, located, named, strayed, was_caught
+from lockstep.supervise.causes import RULE, Cause, Divergence, Stand, alike, located, named, strayed, was_caught
 from lockstep.supervise.comparison import NOTES, Made
 from lockstep.supervise.elsewhere import QUIET, QUIET_AT_FIRST, OtherNodes, OtherRanks
 from lockstep.supervise.hang import (
@@ -28,6 +28,7 @@ from lockstep.supervise.hang import (
     TRACED,
     Position,
     RankSnapshot,
+    behind_of,
     circle,
     compare,
     diverged,
@@ -49,6 +50,8 @@ from lockstep.supervise.trace_memory import Note, Reading
 
 MOST = 256
 """Notes of a rank that are compared in one look; where more are made in a second, the older ones are not."""
+RECENT = 16
+"""Newest notes of a rank that tell what it does."""
 KNOWN = 8192
 """Collectives that some ranks have made and others not yet, of which the first rank's note is kept."""
 ANSWER = 0.03
@@ -232,15 +235,34 @@ class HangMonitor:
                 found = histories.take(rank, reading.notes(1), len(self._readings))
                 if found is not None:
                     return self._told(found)
-            return self._clash()
+            return self._clash() or self._unreached()
 
     def _clash(self) -> Divergence | None:
         """Of what some rank has not come out of: a collective to which ranks brought other sizes."""
         return mismatched(
             (rank, note.location or self._stands[rank].location, note)
             for rank, (_, reading) in sorted(self._readings.items())
-            for note in reading.newest(16)
+            for note in reading.newest(RECENT)
         )
+
+    def _unreached(self) -> Divergence | None:
+        """Of what devices have in their queues and are not done with: which rank has not come to it. Where a device's
+        backend loses patience it aborts the ranks that wait."""
+        snapshots = [
+            RankSnapshot(rank, 0.0, self._stands[rank], notes=tuple(reading.newest(RECENT)))
+            for rank, (_, reading) in sorted(self._readings.items())
+        ]
+        waiting = [snapshot for snapshot in snapshots if snapshot.queued is not None]
+        behind = behind_of(snapshots, waiting)
+        waiting = [snapshot for snapshot in waiting if snapshot.rank not in behind]
+        if not behind or not waiting:
+            return None
+        found = [self._asked(self._snapshot(self._stands[rank], 0.0, 0.0), 0.0) for rank in sorted(behind)]
+        if any(snapshot.state == GONE for snapshot in found):
+            return None  # that is why it did not come
+        words = {snapshot.rank: snapshot.queued.named for snapshot in waiting if snapshot.queued is not None}
+        said = "; ".join(f"{named(ranks)} in {what}" for what, ranks in alike(words.items()))
+        return Divergence(f"{told(found)}, and others waited in vain: {said}. {RULE}")
 
     def newest(self, rank: int) -> list[Note]:
         """The newest notes of a rank that can be compared, whether it is there or not."""
@@ -307,7 +329,9 @@ class HangMonitor:
             self._halted.pop(stand.rank, None)
         reading = self._readings.get(stand.rank)
         with self._reads:
-            notes = tuple(reading[1].newest(16)) if reading is not None else ()
+            notes = tuple(reading[1].newest(RECENT)) if reading is not None else ()
+            if reading is not None and any(note.queued for note in notes) and not reading[1].is_watched:
+                notes = tuple(replace(note, queued=False) for note in notes)
         snapshot = RankSnapshot(stand.rank, now, stand, state, still, halted, notes)
         if snapshot.awaited is None and still == 0.0:
             self._waits.pop(stand.rank, None)

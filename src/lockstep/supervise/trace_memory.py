@@ -113,7 +113,7 @@ class Note:
     done: float | None  #: None: not known to be complete. What waits for its end is complete when it is left
     whole: bool  #: whether it is known what the group did until then, so that numbers can be compared
     aside: bool = False  #: whether another thread than the one that trains has made it
-    queued: bool = False  #: whether it is in the queue of the rank's device, which was not done with it `LAG` ago
+    queued: bool = False  #: whether it is in the queue of the rank's device, which was not seen to be done with it
 
     @property
     def inside(self) -> bool:
@@ -316,9 +316,11 @@ class Reading:
         return self._long(_COUNT)
 
     @property
-    def watched(self) -> float:
-        """When it was last noted which queued collectives a device is done with."""
-        return float(struct.unpack("=d", self._memory[8 * _WATCHED : 8 * _WATCHED + 8])[0])
+    def is_watched(self) -> bool:
+        """Whether it is noted which queued collectives a device is done with; not where a process is stopped or holds
+        the interpreter's lock."""
+        at = struct.unpack("=d", self._memory[8 * _WATCHED : 8 * _WATCHED + 8])[0]
+        return bool(time.monotonic() - at < 2 * LAG)
 
     def said(self, since: float) -> tuple[str, int] | None:
         """The hook in which the rank is, and the batch, if it was asked for that and has answered since."""
@@ -368,7 +370,7 @@ class Reading:
             done=done or None,
             whole=bool(flags & WHOLE),
             aside=bool(flags & ASIDE),
-            queued=bool(flags & QUEUED) and not done and time.monotonic() - self.watched < 2 * LAG,
+            queued=bool(flags & QUEUED) and not done,
         )
 
     def _members_of(self, word: int, members: list[int]) -> Members:
