@@ -51,9 +51,8 @@ FABRIC = Refused(
     "lockstep has no Fabric. For a hand-written loop take its engines: lockstep.DistributedDataParallel "
     "(from lockstep.parallel.ddp), lockstep.precision, lockstep.checkpoint; else give the loop to lockstep.Trainer."
 )
-TPU = Refused("lockstep runs on CPUs and CUDA GPUs, not on TPUs (XLA): use accelerator='auto'.")
-MPS = Refused("lockstep runs on CPUs and CUDA GPUs, not on Apple's (MPS): use accelerator='cpu'.")
-HPU = Refused("lockstep runs on CPUs and CUDA GPUs, not on Intel's Gaudi (HPU): use accelerator='auto'.")
+TPU = Refused("it is made for torch_xla. lockstep takes TPUs as devices of torch's, by torch_tpu: accelerator='tpu'.")
+HPU = Refused("lockstep takes any device of torch's by its name: import Intel's package, and use accelerator='hpu'.")
 ACCELERATOR = Refused(
     "lockstep names its accelerators in one table, lockstep.ground.device.ACCELERATORS: give "
     "Trainer(accelerator=...) a name, or an instance of a class derived from lockstep.accelerators.Accelerator."
@@ -249,17 +248,16 @@ LOGGERS: dict[str, Rows | Refused] = {
 
 ENGINES: dict[str, Rows | Refused] = {
     "accelerators": {
-        **_all("Accelerator CPUAccelerator CUDAAccelerator", "ground.device"),
+        **_all("Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator", "ground.device"),
         "AcceleratorRegistry": ACCELERATOR,
         "find_usable_cuda_devices": DEVICES,
         "HPUAccelerator": HPU,
-        "MPSAccelerator": MPS,
         **_all("TPUAccelerator XLAAccelerator", TPU),
     },
     "accelerators.accelerator": {"Accelerator": "ground.device"},
     "accelerators.cpu": {"CPUAccelerator": "ground.device", "get_cpu_stats": DEVICE_STATS},
     "accelerators.cuda": {"CUDAAccelerator": "ground.device", "get_nvidia_gpu_stats": DEVICE_STATS},
-    "accelerators.mps": MPS,
+    "accelerators.mps": {"MPSAccelerator": "ground.device", "get_device_stats": DEVICE_STATS},
     "accelerators.xla": TPU,
     "profilers": {"XLAProfiler": TPU},
     "profilers.advanced": {"AdvancedProfiler": "profilers.base"},

@@ -79,7 +79,7 @@ FABRICS: dict[str, Rows | Refused] = {
     "accelerators.accelerator": ENGINES["accelerators.accelerator"],
     "accelerators.cpu": {"CPUAccelerator": "ground.device"},
     "accelerators.cuda": {"CUDAAccelerator": "ground.device"},
-    "accelerators.mps": ENGINES["accelerators.mps"],
+    "accelerators.mps": {"MPSAccelerator": "ground.device"},
     "accelerators.xla": ENGINES["accelerators.xla"],
     "cli": FABRIC,
     "connector": FABRIC,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
+from lockstep.config.devices import announce_device
 from lockstep.ground.device import (
     ACCELERATORS,
-    REFUSED,
+    PACKAGES,
     Accelerator,
+    carries,
+    find_accelerator,
     garbage_collection_cuda,
     is_oom_error,
     move_data_to_device,
     recursive_detach,
     resolve_accelerator,
+    untried,
 )
 from lockstep.ground.errors import MisconfigurationException
 
@@ -90,7 +98,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
@@ -148,10 +156,95 @@ def test_an_unknown_accelerator() -> None:
         resolve_accelerator("quantum")
 
 
-@pytest.mark.parametrize("accelerator", sorted(REFUSED))
+@pytest.mark.parametrize("accelerator", sorted(PACKAGES))
 def test_a_refused_accelerator_says_why(accelerator: str) -> None:
-    with pytest.raises(MisconfigurationException, match=rf"accelerator='{accelerator}': .*use accelerator='auto'"):
+    why = rf"accelerator='{accelerator}': torch .* has no such device here: .*accelerator='auto'"
+    with pytest.raises(MisconfigurationException, match=why):
         resolve_accelerator(accelerator)
+
+
+@pytest.mark.parametrize("accelerator", ["meta", "cuda:0", "vulkan", "quantum", "", 3, None])
+def test_what_is_no_kind_of_device_is_refused(accelerator: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"accelerator=.* is not known: use 'auto'"):
+        find_accelerator(accelerator)
+
+
+@pytest.mark.parametrize("accelerator", ["mps", "gpu", "auto"])
+def test_apples_gpu(accelerator: str, no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused on every machine."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    assert resolve_accelerator(accelerator) == ("mps", [torch.device("mps", 0)])
+    assert resolve_accelerator(accelerator, 1) == ("mps", [torch.device("mps", 0)])
+    with pytest.raises(MisconfigurationException, match="this machine has 1 mps device"):
+        resolve_accelerator(accelerator, 2)
+
+
+def test_apples_gpu_where_there_is_none(no_gpu: None) -> None:
+    with pytest.raises(MisconfigurationException, match=r"accelerator='mps', but torch .* finds no such device here"):
+        resolve_accelerator("mps")
+
+
+class Backend(SimpleNamespace):
+    """What a package adds to torch for its devices."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return 4
+
+
+@pytest.fixture
+def forgetting_modules() -> Iterator[None]:
+    """torch keeps the module of a kind of device."""
+    yield
+    torch.get_device_module.cache_clear()
+
+
+@pytest.mark.usefixtures("no_gpu", "forgetting_modules")
+def test_a_backend_out_of_torchs_tree_is_taken_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several devices one is taken, where no backend of process groups carries their tensors."""
+    monkeypatch.setattr(torch, "privateuseone", Backend(), raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("privateuseone"))
+    torch.get_device_module.cache_clear()
+    for asked in ("privateuseone", "auto"):
+        assert resolve_accelerator(asked) == ("privateuseone", [torch.device("privateuseone", 0)])
+    assert resolve_accelerator("privateuseone", [2])[1] == [torch.device("privateuseone", 2)]
+    capability = {**dist.Backend.backend_capability, "of-theirs": ["privateuseone"]}
+    monkeypatch.setattr(dist.Backend, "backend_capability", capability)
+    kinds = {**dist.Backend.default_device_backend_map, "privateuseone": "of-theirs"}
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", kinds)
+    assert len(resolve_accelerator("privateuseone")[1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "carried"),
+    [
+        ("gloo", "cpu", True),
+        ("gloo", "mps", False),
+        ("nccl", "cpu", False),
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cpu:gloo,cuda:nccl", "xpu", False),
+        (None, "xpu", True),
+        (None, "mps", False),
+        (None, "privateuseone", False),
+    ],
+)
+def test_what_a_backend_carries(backend: str | None, kind: str, carried: bool) -> None:
+    assert carries(backend, kind) is carried
+
+
+def test_a_device_on_which_nothing_ran_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    announce_device.cache_clear()
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        for kind in ("cpu", "xpu", "xpu"):
+            announce_device(kind)
+    assert untried("cpu") is None
+    assert [record.getMessage() for record in caplog.records] == [untried("xpu")]
+    announce_device.cache_clear()
 
 
 class Abacus(Accelerator):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep import Callback
 from lockstep.ground.errors import MisconfigurationException
+from lockstep.loop.logging import Entry
 from tests.loop.pieces import Recorder, Slope, numbers, quiet
 
 
@@ -518,3 +519,29 @@ def test_of_two_hooks_that_log_one_name_the_later_ones_value_is_shown() -> None:
     trainer.validate(TwoHooks(), numbers(4), verbose=False)
     assert trainer.callback_metrics["both"].item() == 102.5
     assert trainer.callback_metrics["both_epoch"].item() == 2.5
+
+
+class OnADevice(torch.Tensor):
+    """A tensor of a device other than the CPU, as far as logging asks."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum"])
+def test_sums_of_an_epoch_are_exact_where_the_device_has_no_float64(
+    reduce_fx: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 a sum of many values loses what is small against it: 0.1, 20,000 times, gave 1999.66."""
+    monkeypatch.setattr("lockstep.loop.logging.widest", lambda device: torch.float32)
+    entry = Entry(("training_step", -1, "loss"), (False, None, False, True, reduce_fx, True, False, False))
+    value = torch.tensor(0.1).as_subclass(OnADevice)
+    plain = torch.tensor(0.0)
+    for _ in range(20_000):
+        entry.add(value, 1.0, 1)
+        plain += value
+    exact = 20_000 * value.item()
+    assert abs(float(plain) - exact) > 0.1
+    assert entry.total.dtype == torch.float32
+    assert float(entry.total) == pytest.approx(exact, rel=1e-7)
+    entry.clear()
+    assert entry.lost == 0.0

@@ -84,9 +84,20 @@ def test_unknown_precision(flag: Any) -> None:
         make_precision(flag)
 
 
-def test_16_mixed_is_refused_where_it_has_no_kernels() -> None:
-    with pytest.raises(MisconfigurationException, match=r"precision='16-mixed' on 'mps'.*use precision='bf16-mixed'"):
-        make_precision("16-mixed", "mps")
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision_is_refused_where_torch_has_no_autocast(name: str) -> None:
+    """What the device lacks decides, not its name: 16-mixed was for CUDA and CPUs alone."""
+    with pytest.raises(MisconfigurationException, match=rf"precision='{name}'.*on 'meta' devices: use precision='"):
+        make_precision(name, "meta")
+    assert make_precision(name, "mps").name == name
+    assert make_precision(name, "xpu").name == name
+
+
+def test_double_precision_is_refused_where_the_device_has_none() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"precision='64-true': 'mps' devices .* use precision='32-true'"
+    ):
+        make_precision("64-true", "mps")
 
 
 def test_16_mixed_runs_on_the_cpu_with_a_line_that_advises_bf16(caplog: pytest.LogCaptureFixture) -> None:

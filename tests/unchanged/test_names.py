@@ -80,10 +80,10 @@ def test_what_a_script_finds_by_lightnings_names(ranks: RankPool, tmp_path: Path
     assert found["refused"] == [True, False]
     assert (
         found["made"]
-        == "MisconfigurationException: XLAStrategy(...): lockstep runs on CPUs and CUDA GPUs, not on TPUs "
-        "(XLA): use accelerator='auto'."
+        == "MisconfigurationException: XLAStrategy(...): it is made for torch_xla. lockstep takes TPUs as devices of "
+        "torch's, by torch_tpu: accelerator='tpu'."
     )
-    assert found["derived"].startswith("MisconfigurationException: Mine(...): lockstep runs on CPUs and CUDA GPUs")
+    assert found["derived"].startswith("MisconfigurationException: Mine(...): it is made for torch_xla")
     assert found["fabric"].startswith("MisconfigurationException: Fabric(...): lockstep has no Fabric. Keep your loop")
     assert found["loops"].startswith("MisconfigurationException: _FitLoop(...): Lightning's loops are inner parts")
     assert found["mps"] == "nothing"

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import swa_utils
 
 from lockstep.callbacks.base import Callback
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.parameters import refuse_lazy
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
@@ -298,7 +299,8 @@ class StochasticWeightAveraging(Callback):
                 continue  # it has seen the samples of all ranks
             for statistic in (layer.running_mean, layer.running_var):
                 assert statistic is not None
-                packed = torch.cat([statistic.double() * batches, statistic.new_tensor([batches]).double()])
+                wide = statistic.to(widest(statistic.device))
+                packed = torch.cat([wide * batches, wide.new_tensor([batches])])
                 total = trainer.strategy.reduce(packed, reduce_op="sum")
                 statistic.copy_(total[:-1] / total[-1])
             if layer.num_batches_tracked is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lockstep.callbacks.model_checkpoint import Checkpoint
 from lockstep.checkpoint.storage import is_remote
 from lockstep.cluster.torchelastic import sees_all_devices
 from lockstep.config.run import RunConfig, check_writable, whole
-from lockstep.ground.device import Accelerator
+from lockstep.ground.device import Accelerator, untried
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.launch.environment import fix_cublas_workspaces
@@ -136,8 +137,17 @@ def apply_to_process(config: RunConfig, device_type: str) -> None:
         fix_cublas_workspaces()
 
 
+@cache
+def announce_device(device_type: str) -> None:
+    """Say, once and on rank 0, that this release never ran on such a device, where that is so."""
+    told = untried(device_type)
+    if told is not None:
+        rank_zero_info(told)
+
+
 def announce(config: RunConfig, precision: str, device_type: str) -> None:
-    """Say what makes a run slow, in the process that the user has started."""
+    """Say what is new about a run and what makes it slow, in the process that the user has started."""
+    announce_device(device_type)
     if precision == "16-mixed" and device_type == "cpu":
         rank_zero_info(
             'Trainer(precision="16-mixed") on a CPU is for trying a script that is meant for GPUs: "bf16-mixed" is '

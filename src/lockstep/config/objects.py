@@ -301,7 +301,7 @@ def make_profiler(flag: Profiler | str | None) -> Profiler | None:
     if not isinstance(flag, str) or flag.lower() not in _PROFILERS:
         raise MisconfigurationException(
             f'Trainer(profiler={flag!r}): give None, "simple", "advanced", "pytorch", or a lockstep.profilers.Profiler'
-            + ("; lockstep does not run on TPUs." if flag == "xla" else ".")
+            + ("; that one is torch_xla's." if flag == "xla" else ".")
         )
     file, name = _PROFILERS[flag.lower()].split(":")
     profiler: Profiler = getattr(import_module(f"lockstep.profilers.{file}"), name)()  # late: torch.profiler costs

@@ -98,7 +98,8 @@ def _refresh_rate(value: int | None) -> Today:
     return {} if value is None else {"callbacks": TQDMProgressBar(refresh_rate=value)}
 
 
-_NO_DEVICE = "lockstep runs on CPUs and CUDA GPUs; use accelerator='auto'"
+_TPU = "say accelerator='tpu', devices=8; torch_tpu makes TPUs devices of torch's"
+_IPU = "the maker's package for torch has ended; use accelerator='auto'"
 
 # Those that choose devices, strategy and precision mean something only together: `_where` and `_precision` read them.
 TOGETHER = frozenset(
@@ -154,9 +155,9 @@ ROWS: dict[str, Row] = {
     ),
     "auto_select_gpus": _refused("name the devices: devices=[...], or set CUDA_VISIBLE_DEVICES", False),
     "resume_from_checkpoint": Row(why="a fit whose call names no `ckpt_path` goes on from it"),
-    "tpu_cores": _refused(_NO_DEVICE, None),
-    "num_tpu_cores": _refused(_NO_DEVICE, None),
-    "ipus": _refused(_NO_DEVICE, None),
+    "tpu_cores": _refused(_TPU, None),
+    "num_tpu_cores": _refused(_TPU, None),
+    "ipus": _refused(_IPU, None),
     "move_metrics_to_cpu": _no_effect("what is logged is kept as sums, not as a history"),
     "multiple_trainloader_mode": _refused(
         "give fit() `train_dataloaders=CombinedLoader(loaders, mode=...)`", "max_size_cycle"

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import platform
+import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -111,6 +114,13 @@ def devices_of(kind: str, started: bool = False) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(module.device_count())] if there() else []
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        # `torch.mps` has one device and takes no argument
+        device_module(device).synchronize(*[device][: device.type != "mps"])
+
+
 @cache
 def has_pinned_memory(kind: str) -> bool:
     """Whether the host's memory can be pinned for a kind of device, which then reads it while the host goes on."""
@@ -120,13 +130,154 @@ def has_pinned_memory(kind: str) -> bool:
         return True
     try:
         return bool(torch.empty(1).pin_memory().is_pinned())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU in memory that ``device`` reads while the host goes on, where there is such memory."""
     return tensor.pin_memory() if has_pinned_memory(device.type) else tensor
+
+
+@cache
+def has_float64(kind: str) -> bool:
+    """Whether a kind of device computes in double precision."""
+    if kind in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        torch.ones((), dtype=torch.float64, device=kind) + 1
+    except (RuntimeError, TypeError, AssertionError):  # the last one: torch was built without such devices
+        return False
+    return True
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype in which sums are taken on a device: float64, or float32 where it has no such."""
+    return torch.float64 if has_float64(device.type) else torch.float32
+
+
+def plus(total: Tensor | float, lost: Tensor | float, value: Tensor) -> tuple[Tensor, Tensor]:
+    """``total + value``, and what rounding takes from it, for the next value: sums in float32 that stay exact to a bit.
+
+    Args:
+        total: so far.
+        lost: what the last sum gave; 0 at first.
+        value: to be added.
+    """
+    rest = value - lost
+    found = total + rest
+    return found, (found - total) - rest
+
+
+def has_autocast(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a kind of device has ``torch.autocast`` to a dtype."""
+    if kind == "cuda" or not torch.amp.is_autocast_available(kind):
+        return kind == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # by which torch says that it leaves autocast off
+        try:
+            torch.autocast(kind, dtype=dtype)
+        except (UserWarning, RuntimeError):
+            return False
+    return True
+
+
+# -- streams and events
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device can be put into several streams, which wait for one another by events."""
+    return device.type != "cpu" and all(hasattr(device_module(device), name) for name in ("Stream", "stream", "Event"))
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream of a device that has such."""
+    return device_module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream into which this thread puts what it computes on a device that has streams."""
+    return device_module(device).current_stream(device)
+
+
+def in_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Inside, what is computed goes into ``stream``."""
+    made: AbstractContextManager[Any] = device_module(stream.device).stream(stream)
+    return made
+
+
+def has_timed_events(device: torch.device) -> bool:
+    """Whether a device notes the time at which it comes to an event, so that nobody waits for it."""
+    return device.type != "cpu" and hasattr(device_module(device), "Event")
+
+
+def timed_event(device: torch.device) -> Any:
+    """An event that knows its time, of a device that has such; it belongs to the current one of the kind."""
+    return device_module(device).Event(enable_timing=True)
+
+
+# -- memory of a device
+
+
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """What torch's allocator says of a device's memory, by the names of ``torch.cuda.memory_stats``; empty where it
+    says nothing."""
+    if device.type == "cpu":
+        return {}
+    module = device_module(device)
+    if hasattr(module, "memory_stats"):
+        return dict(module.memory_stats(device))
+    if hasattr(module, "driver_allocated_memory"):  # torch.mps
+        return {
+            "allocated_bytes.all.current": module.current_allocated_memory(),
+            "reserved_bytes.all.current": module.driver_allocated_memory(),
+        }
+    return {}
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes of a device that tensors of this process hold; 0 where nobody tells."""
+    return memory_stats(device).get("allocated_bytes.all.current", 0)
+
+
+def memory_peak(device: torch.device) -> int | None:
+    """The most bytes that they have held since `forget_memory_peak`; None where nobody tells."""
+    return memory_stats(device).get("allocated_bytes.all.peak")
+
+
+def forget_memory_peak(device: torch.device) -> None:
+    """Let the peak begin with what is held now."""
+    forget = getattr(device_module(device), "reset_peak_memory_stats", None)
+    if device.type != "cpu" and forget is not None:
+        forget(device)
+
+
+def memory_cached(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from a device and no tensor holds."""
+    stats = memory_stats(device)
+    return max(0, stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0))
+
+
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of an accelerator's memory that no process has taken, and all of them; None where nobody tells."""
+    if device.type == "cpu":
+        return None
+    module = device_module(device)
+    if hasattr(module, "recommended_max_memory"):  # torch.mps: its memory is the host's
+        most = int(module.recommended_max_memory())
+        return max(0, most - int(module.driver_allocated_memory())), most
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, total = module.mem_get_info(device)
+    return int(free), int(total)
+
+
+def device_name(device: torch.device) -> str:
+    """The name that its maker gave a device, or its kind where nobody tells."""
+    if device.type == "cpu":
+        return platform.processor() or "cpu"
+    named = getattr(device_module(device), "get_device_name", None)
+    return device.type if named is None else str(named(device))
 
 
 # -- accelerators --------------------------------------------------------------------------------------------
@@ -196,10 +347,38 @@ class CPUAccelerator(Accelerator):
         return [torch.device("cpu")] * count
 
 
-class CUDAAccelerator(Accelerator):
+class TorchAccelerator(Accelerator):
+    """A kind of accelerator by the interface that torch has for all: ``torch.xpu``, or the module that a package of its
+    maker's brings (``torch_tpu``, say: a backend out of torch's tree).
+
+    Args:
+        kind: as in ``torch.device(kind)``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.name = self.device_type = kind
+
+    def is_available(self) -> bool:  # type: ignore[override]  # a static method of classes that are for one kind
+        """Whether torch finds one."""
+        return bool(device_module(self.device_type).is_available())
+
+    def auto_device_count(self) -> int:  # type: ignore[override]
+        """All that torch sees, where a backend of process groups carries their tensors; else one."""
+        present = int(device_module(self.device_type).device_count())
+        return present if carries(None, self.device_type) else min(present, 1)
+
+    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
+        """The devices of these numbers, in the order given."""
+        kind = self.device_type
+        present = self.auto_device_count() if devices == "auto" else int(device_module(kind).device_count())
+        return [torch.device(kind, index) for index in _indices(devices, present, kind)]
+
+
+class CUDAAccelerator(TorchAccelerator):
     """NVIDIA's GPUs, and AMD's under a ROCm build of torch, which has the same name there."""
 
-    name = device_type = "cuda"
+    def __init__(self) -> None:
+        super().__init__("cuda")
 
     @staticmethod
     def is_available() -> bool:
@@ -211,57 +390,136 @@ class CUDAAccelerator(Accelerator):
         """All that torch sees, which ``CUDA_VISIBLE_DEVICES`` may limit."""
         return torch.cuda.device_count()
 
-    def get_parallel_devices(self, devices: Devices) -> list[torch.device]:
-        """The GPUs of these numbers, in the order given."""
-        return [torch.device("cuda", index) for index in _indices(devices, self.auto_device_count(), "cuda")]
+
+class MPSAccelerator(TorchAccelerator):
+    """Apple's GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("mps")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether torch finds one."""
+        return torch.backends.mps.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """It is one."""
+        return 1
 
 
-ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator}
-"""Name to class; ``"auto"`` is the last one that is available, ``"gpu"`` the first of ``GPUS`` that is."""
-GPUS = ("cuda",)
-
-REFUSED = {
-    "mps": "its sums and its random numbers are untried there (there is no float64), so the promise of equal numbers "
-    "cannot be kept",
-    "tpu": "it needs torch_xla, whose collectives and compiled steps lockstep's engine does not have",
-    "xla": "it needs torch_xla, whose collectives and compiled steps lockstep's engine does not have",
-    "hpu": "it needs Intel's own build of torch; Lightning 2.6 has it in another package, too",
-    "ipu": "Lightning has dropped it, too: the maker's build of torch ended",
+ACCELERATORS: dict[str, Callable[[], Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "xpu": partial(TorchAccelerator, "xpu"),
+    "mps": MPSAccelerator,
+    "cuda": CUDAAccelerator,
 }
-"""Lightning's other names, and why lockstep does not have them."""
+"""Name to what makes one. ``"auto"`` is the backend that is not in torch itself, else the last of these that is
+available, ``"gpu"`` the last of ``GPUS`` that is."""
+GPUS = ("xpu", "mps", "cuda")
+
+PACKAGES = {
+    "tpu": "the package torch_tpu brings it, for the version of torch that it names: install both, and leave "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD on, by which torch finds it",
+    "xla": "tensors of torch_xla are not torch's own, and its steps run when they are asked for: on TPUs, install "
+    "torch_tpu and give accelerator='tpu'",
+    "hpu": "Intel's package brings it: import it before the Trainer is made",
+    "ipu": "the maker's package for torch has ended",
+}
+"""Kinds of devices of which users know, and where they come from."""
+
+RAN = ("cpu",)
+"""Kinds of devices on which this release has run: the README's table says when, and a test holds the two together."""
 
 
 def find_accelerator(asked: str | Accelerator = "auto") -> Accelerator:
     """The accelerator for a name or an object.
 
     Args:
-        asked: ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"gpu"``, ``"cuda"``, or an Accelerator.
+        asked: ``"auto"`` (an accelerator if there is one), ``"gpu"`` (NVIDIA's or AMD's, Apple's or Intel's),
+            ``"cpu"``, ``"cuda"``, ``"mps"``, ``"xpu"``, ``"tpu"``, the name of any device that torch has, or an
+            Accelerator.
 
     Raises:
-        MisconfigurationException: one that is not known, refused, or not here.
+        MisconfigurationException: one that torch does not have, or that is not here.
     """
     if isinstance(asked, Accelerator):
         found = asked
     elif asked == "auto":
-        return next(made for made in map(_make, reversed(ACCELERATORS)) if made.is_available())
+        return next(made for made in _all_made() if made.is_available())
     elif asked == "gpu":
-        found = next((made for made in map(_make, GPUS) if made.is_available()), CUDAAccelerator())
-    elif isinstance(asked, str) and asked in ACCELERATORS:
-        found = _make(asked)
-    elif isinstance(asked, str) and asked in REFUSED:
-        raise MisconfigurationException(
-            f"accelerator={asked!r}: lockstep does not run there: {REFUSED[asked]}; use accelerator='auto' or 'cpu'"
-        )
+        of_gpus = [_make(name) for name in reversed(GPUS)]
+        found = next((made for made in of_gpus if made.is_available()), of_gpus[0])
     else:
-        raise MisconfigurationException(
-            f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))} or 'gpu'"
-        )
+        found = _by_name(asked)
     if not found.is_available():
         raise MisconfigurationException(
             f"accelerator={asked!r}, but torch {torch.__version__} finds no such device here{_old_driver()}: "
             "use accelerator='auto' or 'cpu', or install a build of torch for your GPU"
         )
     return found
+
+
+def _all_made() -> Iterator[Accelerator]:
+    """One of each kind, in the order in which ``"auto"`` asks them."""
+    outside = torch.accelerator.current_accelerator()
+    if outside is not None and outside.type not in ACCELERATORS:
+        yield TorchAccelerator(outside.type)
+    yield from map(_make, reversed(ACCELERATORS))
+
+
+def _by_name(asked: object) -> Accelerator:
+    """The accelerator of a name that is one kind's.
+
+    Raises:
+        MisconfigurationException: torch has no device of the name, or no module for it.
+    """
+    if isinstance(asked, str) and asked in ACCELERATORS:
+        return _make(asked)
+    try:
+        made = TorchAccelerator(torch.device(asked).type if isinstance(asked, str) and asked != "meta" else "")
+        there = made.name == asked and all(
+            hasattr(device_module(made.name), needed) for needed in ("is_available", "device_count")
+        )
+    except RuntimeError:  # no such device, or no module for it
+        there = False
+    if there:
+        return made
+    if isinstance(asked, str) and asked in PACKAGES:
+        raise MisconfigurationException(
+            f"accelerator={asked!r}: torch {torch.__version__} has no such device here: {PACKAGES[asked]}; or use "
+            "accelerator='auto' or 'cpu'"
+        )
+    raise MisconfigurationException(
+        f"accelerator={asked!r} is not known: use 'auto', {', '.join(map(repr, ACCELERATORS))}, 'gpu', 'tpu', or the "
+        "name of a device that a package has added to torch (import it before the Trainer is made)"
+    )
+
+
+def untried(kind: str) -> str | None:
+    """What to say at the start of a run on a kind of device on which this release never ran; None where it did."""
+    if kind in RAN:
+        return None
+    return (
+        f'accelerator={kind!r}: this release of lockstep has not run on such a device yet (README, "Where it has '
+        'run"): compare the first losses with a run on the CPU, and report what differs.'
+    )
+
+
+def carries(backend: str | None, kind: str) -> bool:
+    """Whether a backend of process groups carries tensors of a kind of device.
+
+    Args:
+        backend: as torch writes it, "gloo" or "cpu:gloo,cuda:nccl"; None: the kind's own.
+        kind: "cpu", "mps".
+    """
+    if not dist.is_available():
+        return False
+    if backend is None:
+        backend = dist.Backend.default_device_backend_map.get(kind, "undefined")
+    if ":" in backend:
+        return any(entry.startswith(f"{kind}:") for entry in backend.split(","))
+    return kind in dist.Backend.backend_capability.get(backend, ())
 
 
 def _old_driver() -> str:
@@ -359,9 +617,9 @@ def resolve_accelerator(
     """The device type and this node's devices, one for each rank.
 
     Args:
-        accelerator: ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"gpu"``, ``"cuda"``, or an Accelerator.
+        accelerator: as in `find_accelerator`.
         devices: how many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``), all (``-1``, ``"-1"``), or
-            ``"auto"``, which is all GPUs. On the CPU the number of processes; ``"auto"`` is one.
+            ``"auto"``, which is all of an accelerator. On the CPU the number of processes; ``"auto"`` is one.
 
     Returns:
         ``("cuda", [cuda:0, cuda:2])``, ``("cpu", [cpu, cpu])``.
@@ -414,10 +672,11 @@ def is_oom_error(exception: BaseException) -> bool:
 
 
 def garbage_collection_cuda() -> None:
-    """Collect Python's garbage and give the cached memory of CUDA devices back to them."""
+    """Collect Python's garbage and give the cached memory of accelerators back to them."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    for kind in accelerator_kinds():
+        if devices_of(kind, started=True) and hasattr(device_module(kind), "empty_cache"):
+            device_module(kind).empty_cache()
 
 
 # -- where tensors are made -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.ground.comm import Combine
+from lockstep.ground.device import plus, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import does, warn_once
 from lockstep.loop.logged_rows import NEUTRAL, Part, Rows, Total, each_step_wanted, extreme, joined, shown_value
@@ -91,6 +92,7 @@ class Entry:
         "last",
         "last_weight",
         "logger",
+        "lost",
         "metric",
         "name",
         "on_epoch",
@@ -136,13 +138,14 @@ class Entry:
         # 0-dim tensors on the device where they are on one, so that nothing waits for it.
         self.last: Any = 0.0
         self.total: Any = NEUTRAL[self.op]
+        self.lost: Any = 0.0  # of the total, by rounding, where it is float32
         self.clear()
 
     def clear(self) -> None:
         """Forget what was collected."""
         self.epoch_fresh, self.step_fresh = False, 0
         self.weight = self.last_weight = 0.0
-        self.total = NEUTRAL[self.op]
+        self.total, self.lost = NEUTRAL[self.op], 0.0
 
     def add(self, value: Tensor | float, weight: float, micro_batch: int) -> None:
         """Take in one value, a number or a tensor of one element, that was logged in this micro-batch."""
@@ -161,10 +164,13 @@ class Entry:
             self.epoch_fresh = True
             self.weight += weight
             op = self.op
-            if op == "mean":
-                self.total = self.total + value * weight
-            elif op == "sum":
-                self.total = self.total + value
+            if op == "mean" or op == "sum":
+                if op == "mean":
+                    value = value * weight
+                if isinstance(value, Tensor) and value.dtype == torch.float32:  # the device has no float64
+                    self.total, self.lost = plus(self.total, self.lost, value)
+                else:
+                    self.total = self.total + value
             elif isinstance(value, Tensor):
                 pick = torch.minimum if op == "min" else torch.maximum
                 self.total = pick(torch.as_tensor(self.total, dtype=value.dtype, device=value.device), value)
@@ -173,8 +179,7 @@ class Entry:
 
     def _on_device(self, value: Tensor) -> Tensor:
         """A copy (the caller may change its loss in place) in double precision, or the widest that the device has."""
-        wide = torch.float32 if value.device.type == "mps" else torch.float64
-        return value.detach().to(wide, copy=True)
+        return value.detach().to(widest(value.device), copy=True)
 
     def _scalar(self, value: Tensor) -> Tensor:
         if value.numel() != 1:
@@ -206,11 +211,11 @@ class Entry:
 
     def snapshot(self) -> tuple[Any, ...]:
         """How far it has come, for :meth:`go_back`."""
-        return self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
+        return self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh
 
     def go_back(self, snapshot: tuple[Any, ...]) -> None:
         """Forget what came after :meth:`snapshot`."""
-        self.total, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
+        self.total, self.lost, self.weight, self.epoch_fresh, self.last, self.last_weight, self.step_fresh = snapshot
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of an epoch that is not over."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from lockstep.ground.closures import demands_closure, takes_closure
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.rank import rank_zero_warn, warn_once
 from lockstep.loop.feed import Window
@@ -267,8 +268,7 @@ class Step:
                 return total
             # a line search steers by it, so it must be the same number on all ranks; one without samples does not know
             # its type
-            wide = torch.float32 if total.device.type == "mps" else torch.float64
-            mean: Tensor = self.strategy.reduce(total.to(wide), reduce_op="mean")
+            mean: Tensor = self.strategy.reduce(total.to(widest(total.device)), reduce_op="mean")
             return mean
 
         optimizer: Any = self.wrapped[0]  # which stands for an Optimizer

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from lockstep.ground import comm
+from lockstep.ground.device import widest
 from lockstep.ground.tree import tree_map
 from lockstep.parallel.backward_watcher import BackwardWatcher, find_tensors
 from lockstep.parallel.consistency import broadcast_module_state
@@ -60,7 +61,8 @@ class Weight:
         self._factor: Tensor | None = None
         if self._world > 1:
             # not `torch.tensor`, for which a GPU would be waited for
-            self._total = torch.full((), weight, dtype=torch.float64, device=comm.carrier(group, device))
+            by = comm.carrier(group, device)
+            self._total = torch.full((), weight, dtype=widest(by), device=by)
             self._work: Any = dist.all_reduce(self._total, group=group, async_op=True)
 
     def factor(self) -> Tensor | float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException
 
 
@@ -151,7 +152,7 @@ class LossScaler:
         """Take the scale out of gradients, in place."""
         scale = self._grad_scaler._scale
         assert scale is not None
-        _multiply(gradients, scale.double().reciprocal().float())
+        _multiply(gradients, scale.to(widest(scale.device)).reciprocal().float())
 
     def look(self, optimizer: Optimizer) -> None:
         """Note whether a gradient, with no scale in it, is not finite."""

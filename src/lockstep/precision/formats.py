@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.ground.device import has_autocast, has_float64
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tree_map
 from lockstep.precision.base import LossScaler, Precision
@@ -30,12 +31,20 @@ class TruePrecision(Precision):
     Args:
         name: ``"64-true"``, ``"bf16-true"`` or ``"16-true"``.
         device_type: where the steps run.
+
+    Raises:
+        MisconfigurationException: ``64-true`` on a device without float64.
     """
 
     def __init__(self, name: str, device_type: str = "cpu") -> None:
         super().__init__(device_type)
         self.name = name
         self.dtype = DTYPES[name]
+        if self.dtype == torch.float64 and not has_float64(device_type):
+            raise MisconfigurationException(
+                f"precision={name!r}: {device_type!r} devices do not compute in float64: use precision='32-true', or "
+                "accelerator='cpu'"
+            )
         self._complex = torch.complex128 if name == "64-true" else None
         self.convert_input = self._convert_batch
         self.context = self.init_context = self._default_dtype
@@ -82,19 +91,20 @@ class MixedPrecision(Precision):
         device_type: where the steps run.
 
     Raises:
-        MisconfigurationException: ``16-mixed`` where there is neither a CUDA device nor a CPU to run on.
+        MisconfigurationException: torch has no such autocast on the devices.
     """
 
     def __init__(self, name: str, device_type: str = "cpu") -> None:
         super().__init__(device_type)
         self.name = name
         self.autocast_dtype = torch.bfloat16 if name == "bf16-mixed" else torch.float16
+        if not has_autocast(device_type, self.autocast_dtype):
+            others = ("bf16-mixed", "16-mixed", "32-true")
+            raise MisconfigurationException(
+                f"precision={name!r}: torch has no autocast to {str(self.autocast_dtype).removeprefix('torch.')} on "
+                f"{device_type!r} devices: use precision={' or '.join(repr(each) for each in others if each != name)}"
+            )
         if name == "16-mixed":
-            if device_type not in ("cuda", "cpu"):
-                raise MisconfigurationException(
-                    f"precision='16-mixed' on {device_type!r}: float16 is for CUDA devices, and for trials on the CPU; "
-                    "use precision='bf16-mixed', which has the range of float32, or '32-true'"
-                )
             self.scaler = LossScaler(device_type)
         self.context = self._autocast
 
@@ -191,7 +201,7 @@ def make_precision(flag: str | int | None, device_type: str = "cpu") -> Precisio
 
     Args:
         flag: a name in `PRECISIONS`, a short one in `ALIASES`, or None.
-        device_type: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+        device_type: ``"cpu"``, ``"cuda"``, ``"mps"``.
 
     Raises:
         MisconfigurationException: there is no such precision, or not on this device.

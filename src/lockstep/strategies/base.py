@@ -14,7 +14,7 @@ from lockstep.checkpoint.io import CheckpointIO, CheckpointWriter, Path
 from lockstep.cluster.world import World
 from lockstep.ground import comm
 from lockstep.ground.agreement import ConsensusFlags
-from lockstep.ground.device import make_current
+from lockstep.ground.device import make_current, widest
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.tree import tensors_in
 from lockstep.module import LightningModule
@@ -211,7 +211,7 @@ class Strategy(Engine):
 
     def divide_gradients(self, weight: float | Tensor) -> float:
         """Divide the window's gradients by the weights that all ranks' training steps returned; gives the factor."""
-        mine, local = torch.as_tensor(weight, dtype=torch.float64, device=self.root_device), self.local_steps
+        mine, local = torch.as_tensor(weight, dtype=widest(self.root_device), device=self.root_device), self.local_steps
         if local is not None:
             total, ranks = local.summed_weight(mine)
         else:

@@ -20,6 +20,7 @@ from lockstep.cluster.local import let_others_call
 from lockstep.cluster.meeting import meet
 from lockstep.cluster.world import World
 from lockstep.ground import comm
+from lockstep.ground.device import carries
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.fork import protect_forks, settle, settle_at_exit
 from lockstep.ground.installed import EXIT_GROUP
@@ -85,6 +86,12 @@ class RankedStrategy(Strategy):
         backend = self.process_group_backend
         if world.size > 1 and (backend == "nccl" or (device.type == "cuda" and "nccl" in backend)):
             _check_nccl(device.type)
+        if world.size > 1 and device.type != "cpu" and not carries(backend, device.type):
+            raise MisconfigurationException(
+                f"{world.size} ranks on {device.type!r} devices: the backend {backend!r} of process groups does not "
+                f"carry their tensors: use devices=1, or {type(self).__name__}(process_group_backend=...) with the one "
+                "of the device's package."
+            )
 
     def setup_environment(self) -> None:
         """Join the process group, making it where it is not there."""

@@ -53,7 +53,7 @@ NAMES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 WITHOUT_NOTEBOOK_NAME = ("fsdp", "fsdp_cpu_offload", "model_parallel", "balanced")
 """Names that spawn where there is no script to start; of "ddp" there is "ddp_notebook"."""
 
-_XLA = 'lockstep does not run on TPUs (XLA); use accelerator="auto", strategy="auto"'
+_XLA = 'it is for torch_xla; TPUs are devices of torch by torch_tpu: use accelerator="tpu", strategy="auto"'
 _SLICED = (
     "Lightning has dropped it, too; use DDPStrategy(shard_optimizer=True), which shares out optimizers' work and state"
 )

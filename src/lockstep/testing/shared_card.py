@@ -25,6 +25,7 @@ class SharedCard(CUDAAccelerator):
     """
 
     def __init__(self, number: int = 0) -> None:
+        super().__init__()
         self.number = number
 
     def get_parallel_devices(self, devices: Devices) -> list[torch.device]:

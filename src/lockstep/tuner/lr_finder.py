@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.callbacks.base import Callback
 from lockstep.ground import comm
+from lockstep.ground.device import widest
 from lockstep.ground.errors import MisconfigurationException, missing_extra
 from lockstep.ground.rank import rank_zero_info, rank_zero_warn
 from lockstep.ground.types import STEP_OUTPUT, LRSchedulerConfig
@@ -201,7 +202,8 @@ def _mean_loss(trainer: Trainer, window: list[float]) -> float:
     """The loss of a window of micro-batches, the same on all ranks; NaN where none has one. Collective."""
     total, count, ranks = sum(window), float(len(window)), trainer.world_size
     if ranks > 1:
-        mine = torch.tensor([total, count], dtype=torch.float64, device=trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        mine = torch.tensor([total, count], dtype=widest(device), device=device)
         total, count = comm.all_reduce(mine, "sum").tolist()  # ranks without samples come here, too
     return total / ranks / math.ceil(count / ranks) if count else math.nan
 

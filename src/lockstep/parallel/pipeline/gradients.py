@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from lockstep.ground import comm
+from lockstep.ground.device import widest
 from lockstep.ground.tree import tree_leaves
 from lockstep.parallel.pipeline.layout import Ownership
 
@@ -74,8 +75,8 @@ def clip_by_norm(
         device: of this rank, where it adds up.
     """
     norms = [torch.linalg.vector_norm(p.grad) for p in owned.mine(parameters) if p.grad is not None]
-    there = [norm.double().to(device, non_blocking=True) for norm in norms]
-    squares = torch.stack(there).square().sum() if there else torch.zeros((), dtype=torch.float64, device=device)
+    there = [norm.to(widest(norm.device)).to(device, non_blocking=True) for norm in norms]
+    squares = torch.stack(there).square().sum() if there else torch.zeros((), dtype=widest(device), device=device)
     total = comm.all_reduce(squares, "sum", pipeline).sqrt()
     factor = torch.clamp(bound / (total + 1e-6), max=1.0)
     factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # one copy for each device

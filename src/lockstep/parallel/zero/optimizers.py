@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from lockstep.ground import comm
 from lockstep.ground.compiled import has_compiled
+from lockstep.ground.device import widest
 from lockstep.ground.parameters import clip_by_value
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.zero.exchange import SharedBuffer
@@ -520,12 +521,12 @@ class ShardedOptimizers:
         return total
 
     def _square(self, gradients: list[Tensor]) -> Tensor:
-        """The sum of their elements' squares: a double, as squares of the largest float32 numbers are."""
+        """The sum of their elements' squares: a double, as squares of the largest float32 numbers are, where it can."""
         device = next((flat.device for flat in self._flats), torch.device("cpu"))
         if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return torch.zeros((), dtype=widest(device), device=device)
         norms = [norm.to(device) for norm in torch._foreach_norm(gradients)]
-        return torch.linalg.vector_norm(torch.stack(norms).double()).square()
+        return torch.linalg.vector_norm(torch.stack(norms).to(widest(device))).square()
 
     def unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """``scaler.unscale_(optimizer)`` for a ``torch.amp.GradScaler``, all ranks seeing what is not finite on any."""
