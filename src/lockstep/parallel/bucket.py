@@ -269,6 +269,13 @@ class Bucket:
         nothing = torch.full((1,), -0.0, dtype=flat.dtype, device=flat.device)
         self._blank = [nothing.expand_as(run) for run in self._clean]
 
+    def let_go(self) -> None:
+        """Hold on to none of the buffer's memory; another layout has taken this one's place."""
+        self.flat = self.buffer = self._tail = self.flat.new_empty(0)
+        self._storage = self.flat.untyped_storage()
+        self.views, self._pairs, self._small = [], [], []
+        self._runs, self._clean, self._blank = [], [], []
+
     # -- a round
 
     def arm(self, views: bool, early: bool) -> None:
@@ -445,6 +452,9 @@ class SparseBucket(Bucket):
     def lay_out(self, flat: Tensor) -> None:
         self.flat = flat
 
+    def let_go(self) -> None:
+        """It has no memory beside the gradient."""
+
     def arm(self, views: bool, early: bool) -> None:
         """Note whether there is a gradient by now."""
         self.kept = None
@@ -478,6 +488,30 @@ class SparseBucket(Bucket):
         if anywhere is not None:
             self.used[0] = anywhere[0] != 0
             self.parameters[0].grad = self.flat if self.used[0] else None
+
+
+def lay_out_anew(before: Iterable[Bucket], buckets: Iterable[Bucket], buffers: Iterable[Tensor]) -> None:
+    """Give ``buckets`` their buffers, and move the gradients there that lie in those of the layout before.
+
+    An earlier bucket lets go of its memory when nothing is left in it, so that gradients are not there twice where
+    ``buffers`` are made one by one.
+    """
+    owners = {id(parameter): (bucket, i) for bucket in before for i, parameter in enumerate(bucket.parameters)}
+    left = {id(bucket): len(bucket.parameters) for bucket in before}
+    for bucket, flat in zip(buckets, buffers, strict=True):
+        bucket.lay_out(flat)
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=False):  # of a sparse one there are none
+            old, place = owners.pop(id(parameter), (None, 0))
+            if old is None:
+                continue
+            if old.views and parameter.grad is old.views[place]:
+                view.copy_(old.views[place])
+                parameter.grad = view
+            left[id(old)] -= 1
+            if not left[id(old)]:
+                old.let_go()
+    for bucket in before:
+        bucket.let_go()
 
 
 # -- what a communication hook is given ----------------------------------------------------------------------

@@ -59,6 +59,7 @@ from lockstep.parallel.bucket import (
     fit_plan,
     in_order_of_arrival,
     infos_of,
+    lay_out_anew,
     plan_buckets,
 )
 from lockstep.parallel.shared_memory import SharedReduction
@@ -298,10 +299,10 @@ class Reducer:
             self._transport.close()
             self._transport = AllReduce(self._group)
         assert buffers is not None
-        for bucket, flat in zip(made, buffers, strict=True):
-            bucket.lay_out(flat)
+        before, self._buckets = self._buckets, made
+        lay_out_anew(before, made, buffers)
+        for bucket in made:
             bucket.waiting.clear()  # outside of prepare and finish each gradient completes: see `_complete`
-        self._buckets = made
 
     def _add_hooks(self) -> None:
         listen = PassingHook if self._static else Parameter.register_post_accumulate_grad_hook

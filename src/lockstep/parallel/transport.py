@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -34,7 +34,7 @@ class Transport(Protocol):
     inline_used: bool
     alignment: int
 
-    def buffers(self, sizes: list[Size]) -> list[Tensor] | None:
+    def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
         """A flat buffer of zeros for each bucket; None, on all ranks, if they cannot be had."""
         ...
 
@@ -66,8 +66,9 @@ class AllReduce:
     def __init__(self, group: comm.Group) -> None:
         self._group = group
 
-    def buffers(self, sizes: list[Size]) -> list[Tensor]:
-        return [torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in sizes]
+    def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
+        """One by one, as they are asked for."""
+        return (torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
         """Scale, and hand over to the group."""
@@ -185,7 +186,7 @@ class SkipUnused:
         self._count = 0
         self._is_settled = False
 
-    def buffers(self, sizes: list[Size]) -> list[Tensor] | None:
+    def buffers(self, sizes: list[Size]) -> Iterable[Tensor] | None:
         """The inner one's; who uses the buckets of this layout is not known yet."""
         self.skipped.clear()
         self._unused.clear()

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any, TypeAlias
@@ -494,7 +494,7 @@ class HookTransport(AllReduce):
         self._error: Exception | None = None
         self._callbacks = CallbackErrors()
 
-    def buffers(self, sizes: list[Size]) -> list[Tensor]:
+    def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
         several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
         self._one_by_one = several and any(carrier(self._group, device) == "gloo" for _, _, device in sizes)
         return super().buffers(sizes)

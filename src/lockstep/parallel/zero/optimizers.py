@@ -265,16 +265,16 @@ class ShardedOptimizers:
         aliases = find_aliases(buckets, self._module)
         shared = self._shared_memory()
         pairs = zip(buckets, padded, strict=True)
+        before = self._flats
         self._flats = [
             FlatBuffer(bucket, buffer, self._group, self._shared_buffer, aliases) for bucket, buffer in pairs
         ]
-        before, self._shards = self._shards, {id(p.parameter): p for flat in self._flats for p in flat.shards}
+        self._shards = {id(p.parameter): p for flat in self._flats for p in flat.shards}
         for optimizer, state in zip(self._optimizers, states, strict=True):
             if state:
                 self._cut_state(optimizer, state)
-        for key, old in before.items():
-            if key not in self._shards:  # frozen by now: whole on every rank again
-                old.release()
+        for flat in before:  # what is frozen by now is whole on every rank again
+            flat.release()
         for parameter, old in shared:
             if id(parameter) not in self._shards and id(old.parameter) not in self._shards:
                 parameter.data = old.parameter.data
