@@ -75,6 +75,12 @@ def carrier(group: Group, preferred: torch.device) -> torch.device:
     return _accelerators.get(_found(group)) or current_of(kinds[0])
 
 
+def backend_of(group: Group, kind: str) -> str:
+    """The backend by which ``group`` carries tensors of a kind of device: "gloo", "nccl"; empty where it cannot."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return backends.get(kind, "")
+
+
 def travel_by(device: torch.device, group: Group = None) -> None:
     """Let what lives on the CPU travel over ``group`` by way of ``device``, if that is an accelerator, not the current
     one.
@@ -114,8 +120,11 @@ def barrier(group: Group = None) -> None:
     """Return once every rank of ``group`` has come here."""
     if world_size(group) == 1:
         return
-    if "cpu:" in dist.get_backend_config(group):
-        dist.barrier(group)
+    if backend_of(group, "cpu"):
+        if getattr(_found(group), "bound_device_id", None) is None:
+            dist.barrier(group)
+        else:  # torch's would go by the device that the group is bound to
+            dist.all_reduce(torch.zeros(1), group=group)
     else:
         dist.barrier(group, device_ids=[carrier(group, torch.device("cpu")).index])
 

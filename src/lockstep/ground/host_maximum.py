@@ -126,7 +126,7 @@ class HostMaximum:
 
     def _connected(self) -> comm.Group:
         """A gloo group of the leaders, where the ranks' own is none."""
-        if not self._leads or len(self._heads) == 1 or "cpu:gloo" in dist.get_backend_config(self._group):
+        if not self._leads or len(self._heads) == 1 or comm.backend_of(self._group, "cpu") == "gloo":
             return None
         members = [self._ranks[head] for head in self._heads]
         made: comm.Group = dist.new_group(members, backend="gloo", use_local_synchronization=True)

@@ -57,7 +57,7 @@ class RowExchange:
             self._page = _shared(2 * self._world * self._row.size, group)
         if self._page is not None:
             return
-        if dist.get_backend(group) == "gloo":
+        if comm.backend_of(group, "cpu") == "gloo":
             self._group = dist.group.WORLD if group is None else group
         else:
             members = None if group is None else dist.get_process_group_ranks(group)

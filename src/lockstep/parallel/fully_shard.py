@@ -613,7 +613,8 @@ def cut_like(own: object, value: Any) -> Any:
     if value.shape != own.shape:
         return value
     # every rank has read the whole: nothing is sent
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    found = distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return found.to(own.device)  # torch puts it onto the mesh's device, and offloaded shards are on the CPU
 
 
 def place_like(module: nn.Module, in_place: bool) -> Callable[[str, torch.Size, torch.dtype], Tensor]:

@@ -305,18 +305,22 @@ class Collectives:
 
     def decide(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks decided for it, or (``all=False``) any of them."""
-        agreed = self.reduce(torch.tensor(bool(decision)).int(), reduce_op="min" if all else "max")
-        return bool(agreed)
+        if self.world.size == 1:
+            return bool(decision)
+        self.check_present("strategy.reduce_boolean_decision(...)")
+        return bool(comm.all_reduce(self._sent(torch.tensor(int(decision))), "min" if all else "max"))
 
     def gather_stacked(self, vector: Tensor) -> Tensor:
         """A CPU vector of equal length from all ranks: ``(world_size, n)``."""
-        return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(vector.to(self.device)).cpu()
+        return vector.unsqueeze(0) if self.world.size == 1 else comm.all_gather_tensor(self._sent(vector)).cpu()
 
     def combined(self, vector: Tensor, combine: comm.Combine) -> Tensor:
         """CPU vectors of equal length from all ranks, made one along a tree of fixed shape; see `comm.combined`."""
-        if self.world.size > 1 and comm.carrier(None, vector.device).type != "cpu":
-            vector = vector.to(self.device)
-        return comm.combined(vector, combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
+        return comm.combined(self._sent(vector), combine) if self.world.size > 1 else combine(vector.unsqueeze(0))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor where it can be sent: as it is, or on this rank's device, where only that has a backend."""
+        return tensor if comm.backend_of(None, "cpu") else tensor.to(self.device)
 
     def from_zero(self, obj: object, make: Callable[[list[Any]], Any]) -> Any:
         """What rank 0 makes of small picklable objects of all ranks, on every rank. ``make`` must not fail."""

@@ -80,7 +80,7 @@ class DDPStrategy(RankedStrategy):
             first of them after the first local step. Or a mapping of such to numbers of ranks.
         outer_optimizer: let an outer optimizer step from average to average (local SGD, DiLoCo): a dict of arguments
             of `lockstep.parallel.averaging.OuterOptimizer`, ``{}`` for DiLoCo's.
-        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).

@@ -86,7 +86,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary: of
             ``deepspeed.checkpointing``, where the model uses it.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         nccl: NCCL's variables, as of ``DDPStrategy``.
         activation_checkpointing: compute activations again in the backward: True (of the repeated blocks), or classes.

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
@@ -65,7 +66,7 @@ class FSDPStrategy(ShardedStrategy):
     Args:
         accelerator, parallel_devices: None; choose devices by ``Trainer(accelerator=..., devices=...)``.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         cpu_offload: keep shards, their gradients and optimizer states on the CPU: True, or torch's ``CPUOffload``
             or ``CPUOffloadPolicy``.
@@ -144,7 +145,7 @@ class FSDPStrategy(ShardedStrategy):
                 'for sharding_strategy="HYBRID_SHARD".'
             )
         self._given_mesh = device_mesh
-        self._offloads = _is_on("cpu_offload", cpu_offload, "offload_params")
+        self._offloads = self.keeps_parameters_on_cpu = _is_on("cpu_offload", cpu_offload, "offload_params")
         self._mixed = mixed_precision
         if mixed_precision is not None:
             _mixed_policy(mixed_precision)  # what it cannot be is said here
@@ -217,6 +218,12 @@ class FSDPStrategy(ShardedStrategy):
             shard,
         )
 
+        if self._offloads and not comm.backend_of(None, "cpu"):
+            raise MisconfigurationException(
+                f"FSDPStrategy(cpu_offload=True): shards are on the CPU, and the ranks' group, "
+                f"{dist.get_backend_config()!r}, carries none: leave out process_group_backend, or make the group by "
+                'init_process_group("cpu:gloo,cuda:nccl").'
+            )
         with _named("auto_wrap_policy", self._policy):
             blocks = find_blocks(module) if self._policy is None else blocks_by(self._policy, module)
         policy = _mixed_policy(self._mixed)

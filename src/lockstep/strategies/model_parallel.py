@@ -70,7 +70,7 @@ class ModelParallelStrategy(FSDPStrategy):
         tensor_parallel_size: ranks of a row; "auto": the ranks of a node, or what the other size leaves.
         save_distributed_checkpoint: True: a checkpoint is a folder, into which each rank writes its part; any strategy
             reads it. False: it is one file, gathered by rank 0.
-        process_group_backend: "gloo" or "nccl"; default: nccl on CUDA devices, gloo elsewhere.
+        process_group_backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; default: the last on CUDA, gloo on CPUs.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
         async_save: ranks copy their parts and train on, while a thread of each writes them.

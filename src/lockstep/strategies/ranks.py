@@ -37,14 +37,21 @@ if TYPE_CHECKING:
 
 HALF_AN_HOUR = timedelta(minutes=30)
 
+CONNECTED = 1024
+"""Ranks from which on what is on the CPU travels by the devices: gloo connects each two ranks."""
+
+BOUND = ("nccl", "xccl")
+"""Backends that are told the device of a rank when the group is made."""
+
 
 class RankedStrategy(Strategy):
     """One process for each device, joined to a process group.
 
     Args:
         cluster_environment, checkpoint_io, precision_plugin: as in ``Trainer(plugins=[...])``.
-        process_group_backend: "gloo" or "nccl"; default: torch's own for the kind of device, nccl
-            for CUDA, gloo for the CPU; that of another kind is the one that its package has registered.
+        process_group_backend: "gloo", "nccl", or one for each kind of device, as torch writes them; default: gloo for
+            what is on the CPU and torch's own for the kind of device, ``"cpu:gloo,cuda:nccl"``; that of another kind
+            is the one that its package has registered.
         timeout: how long a collective waits for the other ranks; None: 30 minutes.
         start_method: "popen" (this script once per rank), "spawn" (the call, in fresh processes) or "fork" (the call,
             in copies of this process, which start at once and share its memory).
@@ -56,6 +63,7 @@ class RankedStrategy(Strategy):
     """
 
     takes_lazy = False
+    keeps_parameters_on_cpu = False
 
     def __init__(
         self,
@@ -119,13 +127,19 @@ class RankedStrategy(Strategy):
 
     @property
     def process_group_backend(self) -> str:
-        """What carries messages: as asked, else torch's own for the devices, "nccl" for CUDA; else gloo.
+        """What carries messages: as asked, else gloo for what is on the CPU, and for the devices torch's own.
 
-        Ranks that share a device have gloo: NCCL wants one for each.
+        Ranks that share a device have gloo: NCCL wants one for each. From `CONNECTED` ranks on, each of which would be
+        connected with all others, messages go by the device, unless there are parameters on the CPU.
         """
-        if self._backend is None and len(set(self.devices)) < len(self.devices):
+        if self._backend is not None:
+            return self._backend
+        kind = self.root_device.type
+        own = dist.Backend.default_device_backend_map.get(kind, "gloo")
+        if own == "gloo" or len(set(self.devices)) < len(self.devices):
             return "gloo"
-        return self._backend or dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
+        connects = self.world.size < CONNECTED or self.keeps_parameters_on_cpu
+        return f"cpu:gloo,{kind}:{own}" if connects and dist.is_gloo_available() else own
 
     @does("joining the other ranks")
     def _make_group(self) -> None:
@@ -138,12 +152,13 @@ class RankedStrategy(Strategy):
         if backend == "nccl" and self.root_device.type != "cuda":
             _check_nccl(self.root_device.type)  # `connect` asks for several ranks only
         let_others_call(world)
-        if world.size > 1 and "nccl" not in backend:  # which has few connections
+        if world.size > 1 and ("gloo" in backend or "nccl" not in backend):  # NCCL has few connections
             provide_files(world.size)
         # one rank has nobody to meet, so that no port is needed
         store = dist.HashStore() if world.size == 1 else meet(world, self._timeout)
         meet_nodes(side(), world, store)
-        device = self.root_device if backend == "nccl" else None
+        # without it NCCL connects when it is first used, and once more for each pair that sends and receives
+        device = self.root_device if _own(backend, self.root_device.type) in BOUND else None
         dist.init_process_group(
             backend, rank=world.rank, world_size=world.size, timeout=self._timeout, device_id=device, store=store
         )
@@ -156,6 +171,11 @@ class RankedStrategy(Strategy):
         super().teardown()
         if self._nccl is not None:
             self._nccl.restore()
+
+
+def _own(backend: str, kind: str) -> str:
+    """Of a backend of process groups, as torch writes it, that of a kind of device."""
+    return dict(entry.split(":") for entry in backend.split(",")).get(kind, "") if ":" in backend else backend
 
 
 # Loaded where they are asked for: most runs need neither, and importing lockstep is to be quick.

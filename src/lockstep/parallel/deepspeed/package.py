@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.ground.installed import DEEPSPEED_BUILDS, DEEPSPEED_WARNINGS
 from lockstep.ground.rank import log
@@ -63,7 +64,7 @@ def prepared(device: torch.device, level: int) -> Iterator[None]:
     logger.setLevel(level if dist.get_rank() == 0 else max(level, logging.ERROR))
     _forget_other_groups()
     with _quiet(), _without_shared_memory():
-        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(comm.backend_of(None, device.type), auto_mpi_discovery=False, verbose=False)
     try:
         with _builds_watched(), torchs_names_quiet():
             yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.ground import comm
 from lockstep.ground.errors import MisconfigurationException
 from lockstep.parallel.hooks.compress import Int8State, allreduce, bf16, fp16, int8
-from lockstep.parallel.hooks.hook_transport import carrier, innermost, name_of, torch_name
+from lockstep.parallel.hooks.hook_transport import innermost, name_of, torch_name
 from lockstep.parallel.hooks.local_sgd import PostLocalSGDState, node_group, post_local_sgd
 from lockstep.parallel.hooks.powersgd import PowerSGDState, power_sgd
 
@@ -149,7 +149,7 @@ def _refuse_broken(name: str | None, parameters: list[Tensor], group: comm.Group
 
 
 def _carried_by(group: comm.Group, device: torch.device) -> str:
-    return carrier(group, device) if comm.is_distributed() else ""
+    return comm.backend_of(group, device.type) if comm.is_distributed() else ""
 
 
 def prepare_state(state: Any, group: comm.Group = None, hook: object = None) -> Any:

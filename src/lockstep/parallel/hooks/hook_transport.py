@@ -61,19 +61,13 @@ def open_queue(group: comm.Group, device: torch.device) -> OrderedQueue:
         return OrderedQueue()
     parent: Any = dist.group.WORLD if group is None else group
     kinds = _queues.setdefault(parent, {})
-    kind = carrier(parent, device)
+    kind = comm.backend_of(parent, device.type)
     if kind not in kinds:
         if kind == "gloo":
             kinds[kind] = ThreadQueue(_own_group(parent))
         else:
             kinds[kind] = StreamQueue() if kind == "nccl" else OrderedQueue()
     return kinds[kind]
-
-
-def carrier(group: comm.Group, device: torch.device) -> str:
-    """The backend by which ``group`` carries tensors of ``device``: "gloo", "nccl", ...; empty where it cannot."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
-    return backends.get(device.type, "")
 
 
 def _own_group(group: dist.ProcessGroup) -> Any:
@@ -458,7 +452,7 @@ class _InQueue:
 
 
 def _one_by_one(group: comm.Group, bucket: GradBucket) -> bool:
-    return comm.world_size(group) > 1 and carrier(group, bucket.buffer().device) == "gloo"
+    return comm.world_size(group) > 1 and comm.backend_of(group, bucket.buffer().device.type) == "gloo"
 
 
 # -- the transport -------------------------------------------------------------------------------------------
@@ -502,7 +496,9 @@ class HookTransport(AllReduce):
 
     def buffers(self, sizes: list[Size]) -> Iterable[Tensor]:
         several = comm.world_size(self._group) > 1 and not keeps_order(self._hook)
-        self._one_by_one = several and any(carrier(self._group, device) == "gloo" for _, _, device in sizes)
+        self._one_by_one = several and any(
+            comm.backend_of(self._group, device.type) == "gloo" for _, _, device in sizes
+        )
         return super().buffers(sizes)
 
     def start(self, bucket: Bucket, scale: float) -> None:
