@@ -18,6 +18,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.disable()  # until torch is imported: it would go through all that is there dozens of times
 
+# scripts/test --device made-up: each process that imports torch, and each that those start, has the device.
+DEVICE = os.environ.get("LOCKSTEP_TEST_ACCELERATOR", "cpu")
+if DEVICE == "madeup":
+    _tests = os.path.dirname(__file__)
+    _folders = [os.path.join(_tests, "accelerator", "autoload"), os.path.dirname(_tests)]
+    sys.path[:0] = _folders
+    os.environ["PYTHONPATH"] = os.pathsep.join([*_folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 from collections.abc import Generator, Iterator  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from typing import Any  # noqa: E402
@@ -32,14 +40,15 @@ from lockstep.testing import leaks  # noqa: E402
 from lockstep.testing.pool import RankPool, pool_processes  # noqa: E402
 
 gc.enable()
-
+if DEVICE == "madeup":
+    pass
 SECONDS_SLOW = 900
 """The time limit of a test marked slow that sets none; pyproject has that of the others, and some files theirs."""
 
 PRELOAD = ("lockstep.trainer", "torch.distributed.fsdp", "torchmetrics")
 """What most ranks import in their lives, 1.5 s of a processor in each of them."""
 
-seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 """Without a device, the former notes the whole stack three times, for the seeds of devices to come."""
 
 # A drawn example may take as long as the machine lets it: a test that fails once in a hundred runs tells nothing.

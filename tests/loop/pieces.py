@@ -10,14 +10,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import LightningModule, Trainer
 from lockstep.loggers.base import Logger
+from lockstep.testing.devices import chosen_accelerator
 
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
+    "accelerator": chosen_accelerator(),
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+if QUIET["accelerator"] != "cpu":
+    QUIET["devices"] = 1  # "auto" is one process on the CPU, and elsewhere all devices
 
 
 def quiet(**flags: Any) -> Trainer:

@@ -1,4 +1,4 @@
-"""How much more memory this process may use: of the host, within its limits, and of an accelerator."""
+"""How much more memory this process may use: of the host, within its limits, and of a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import resource
 from pathlib import Path
 
 import torch
-
-from lockstep.ground.device import memory_cached, memory_info
 
 _LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 _CGROUP = Path("/sys/fs/cgroup")
@@ -17,12 +15,12 @@ def free_memory(device: torch.device, ranks: int = 1) -> int | None:
     """Bytes that are free for this process on a device; None where nobody tells.
 
     Args:
-        device: an accelerator, or the CPU.
-        ranks: processes of this host that share the CPU's.
+        device: a GPU; of any other it is the host's memory.
+        ranks: processes of this host that share it.
     """
-    if device.type != "cpu":
-        known = memory_info(device)
-        return None if known is None else known[0] + memory_cached(device)
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     found = [free for free in (_of_host(ranks), *_within_limits(), _of_container(ranks)) if free is not None]
     return max(0, min(found)) if found else None
 

@@ -26,6 +26,7 @@ from lockstep.ground.parameters import plain_name
 from lockstep.ground.seed import isolate_rng
 from lockstep.module import LightningModule
 from lockstep.strategies.base import Strategy
+from lockstep.testing.devices import chosen_accelerator
 from lockstep.trainer import Trainer
 
 # -- the verdict ---------------------------------------------------------------------------------------------
@@ -278,8 +279,8 @@ def check_equivalence(
 ) -> EquivalenceReport:
     """Train twice from the same seed, and compare every optimizer step.
 
-    Once on one process, where a batch is the whole global batch; once with ``strategy`` on ``devices`` ranks,
-    each of which takes ``accumulate`` micro-batches of ``batch_size`` samples for a step. Compared, by name:
+    Once on one process of the CPU, where a batch is the whole global batch; once with ``strategy`` on ``devices``
+    ranks, each of which takes ``accumulate`` micro-batches of ``batch_size`` samples for a step. Compared, by name:
     the parameters at the start, each step's gradient before and after clipping, the parameters after it; and
     the buffers with which the ranks' forwards run, with rank 0's.
 
@@ -312,7 +313,7 @@ def check_equivalence(
     common = {**_QUIET, "max_steps": steps, **flags}
     compare = _Compare(tolerance, common.get("gradient_clip_val"), common.get("gradient_clip_algorithm"))
     own = {"strategy": strategy, "devices": devices, "accumulate_grad_batches": accumulate}
-    trainer = _trainer({**common, **own}, compare, seed)
+    trainer = _trainer({**common, "accelerator": chosen_accelerator(), **flags, **own}, compare, seed)
     with isolate_rng():
         whole = batch_size * trainer.strategy.replicas.count * accumulate
         tape = _one_process(make_module, make_data(whole), common, seed)

@@ -149,8 +149,9 @@ class RankPool:
             *args: its arguments.
             world: how many ranks take part; default: all of the pool.
             timeout: seconds until ranks that have not come back are ended.
-            group: make a gloo process group for the call. Without it there is only the environment of a
-                launcher, as there is with it; a group that the call makes itself is destroyed after it.
+            group: make a process group for the call (`lockstep.testing.devices.chosen_backend`). Without it there is
+                only the environment of a launcher, as there is with it; a group that the call makes itself is
+                destroyed after it.
 
         Raises:
             RankFailure: a rank raised, died, or left a process or thread behind. It names the first rank to

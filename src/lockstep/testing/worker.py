@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from lockstep.ground.fork import protect_forks, wait_for_torch_threads
 from lockstep.testing import leaks
+from lockstep.testing.devices import chosen_backend
 
 # A signal that neither clusters nor training programs use, so that no handler of theirs hides the stacks.
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGXCPU)
@@ -123,7 +124,7 @@ def run(call: Call, before: leaks.Snapshot) -> Outcome:
             world = int(call.environ["WORLD_SIZE"])
             protect_forks()
             dist.init_process_group(
-                "gloo",
+                chosen_backend(),
                 store=dist.FileStore(call.store, world),
                 rank=call.rank,
                 world_size=world,

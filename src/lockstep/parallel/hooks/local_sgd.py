@@ -41,8 +41,9 @@ def group_of(members: list[int], group: comm.Group = None) -> Any:
     """
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     whole: Any = dist.group.WORLD if group is None else group
-    by = comm.carrier(group, torch.device("cpu"))
-    timeout = whole._get_backend(torch.device(by.type)).options._timeout
+    backends = dist.get_backend_config(group)
+    kind = "cuda" if "cuda:" in backends and "cpu:" not in backends else "cpu"
+    timeout = whole._get_backend(torch.device(kind)).options._timeout
     members_of_all = [ranks[member] for member in members]
     made = dist.new_group(members_of_all, timeout=timeout, backend=_backend(group), use_local_synchronization=True)
     comm.barrier(made)  # a rank that ends at once must not be gone while another still connects to it

@@ -1,0 +1,165 @@
+"""What torch has for devices written in C++, and not for those written in Python: put in place here, by name.
+
+Each of them is something that an out-of-tree device has from its C++ part (a guard, an allocator, hooks).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.accelerator.madeup import memory
+from tests.accelerator.madeup.memory import on_device, on_it
+from tests.accelerator.madeup.module import module
+from tests.accelerator.madeup.settings import NAME
+
+_data: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_to: Any = Tensor.to
+
+
+def numbered(value: Any) -> Any:
+    """The device "madeup" with the number of the current one: the guard of a Python backend says 0."""
+    if value == NAME or (isinstance(value, torch.device) and value.type == NAME and value.index is None):
+        return torch.device(NAME, module.current_device())
+    return value
+
+
+def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``Tensor.to``."""
+    made: Tensor = _to(tensor, *map(numbered, args), **{name: numbered(value) for name, value in kwargs.items()})
+    return made
+
+
+def set_data(tensor: Tensor, other: Tensor) -> None:
+    """``tensor.data = other``: to another device it goes by an exchange of the whole tensor."""
+    if on_it(tensor) == on_it(other):
+        _data.__set__(tensor, other)
+        return
+    made = other.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, made)
+
+
+def restored(storage: Any, location: str) -> Any:
+    """A storage that `torch.load` has read, on the device that it was saved from."""
+    kind, _, index = location.partition(":")
+    if kind != NAME:
+        return None
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return on_device(flat.clone(), int(index) if index else module.current_device()).untyped_storage()
+
+
+def pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function as `torch.empty` that knows ``pin_memory=True``."""
+
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return memory.pinned(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+
+    return made
+
+
+class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+    """What torch's C++ asks for the kind of device, also while it leaves a function because of an exception.
+
+    An exception of a hook in a backward is then still set in the interpreter, in which state no call of Python returns;
+    torch would end the process. So it is taken out here, and raised by `in_this_thread`.
+    """
+
+    def type_(self) -> Any:
+        try:
+            _look()
+        except BaseException as error:
+            _taken.append(error)
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+_look = ctypes.pythonapi.Py_IsInitialized  # ctypes raises what is set in the interpreter, after any such call
+_taken: list[BaseException] = []
+
+
+def in_this_thread(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd's engine without its threads, which know one number of a Python backend's devices."""
+
+    @functools.wraps(backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                return backward(*args, **kwargs)
+        except SystemError as error:
+            if not _taken:
+                raise
+            first = _taken[0]
+            _taken.clear()
+            raise first from error.__cause__
+
+    return run
+
+
+_new_storage: Any = torch.UntypedStorage.__new__
+
+
+def new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """``UntypedStorage(size, device="madeup")``, for which torch asks the device's allocator."""
+    if device is None or torch.device(device).type != NAME:
+        return (
+            _new_storage(cls, *args, **kwargs) if device is None else _new_storage(cls, *args, device=device, **kwargs)
+        )
+    return torch.empty(args[0], dtype=torch.uint8, device=device).untyped_storage()
+
+
+def found_builtin(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """How `torch.jit` finds the operator of a function of torch, for those of `pinning`, too."""
+    return lambda function: find(getattr(function, "__wrapped__", function))
+
+
+def _stats(index: int) -> dict[str, Any]:
+    """As torch's C++ has them: `torch.accelerator.memory_stats` makes names of nested dicts."""
+    nested: dict[str, Any] = {}
+    for name, value in module.memory_stats(index).items():
+        inner = nested
+        *path, last = name.split(".")
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return OrderedDict(nested)
+
+
+def apply() -> None:
+    """Put all of them in place."""
+    Tensor.to = to  # type: ignore[method-assign,assignment]
+    Tensor.data = property(_data.__get__, set_data)  # type: ignore[assignment,method-assign]
+    torch.__future__.set_swap_module_params_on_conversion(True)  # Module.to: parameters stay the same objects
+    storage: Any = torch.UntypedStorage
+    storage.resize_, storage.size, storage.nbytes = memory.resize_storage, memory.storage_size, memory.storage_nbytes
+    Tensor.is_pinned = lambda tensor, device=None: memory.is_pinned(tensor)  # type: ignore[method-assign]
+    storage.__new__ = new_storage
+    for name in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like"):
+        setattr(torch, name, pinning(getattr(torch, name)))
+    torch.jit._builtins._find_builtin = found_builtin(torch.jit._builtins._find_builtin)
+    torch.serialization.register_package(1, lambda _: None, restored)
+    run = in_this_thread(torch.autograd.graph._engine_run_backward)
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    generic = {
+        "getDeviceIndex": module.current_device,
+        "setDeviceIndex": lambda index: None if index < 0 else module.set_device(index),
+        "exchangeDevice": module._exchange_device,
+        "maybeExchangeDevice": module._exchange_device,
+        "getStream": module.current_stream,
+        "setStream": module.set_stream,
+        "synchronizeDevice": module.synchronize,
+        "isAllocatorInitialized": lambda: True,
+        "emptyCache": module.empty_cache,
+        "getDeviceStats": _stats,
+        "resetPeakStats": module.reset_peak_memory_stats,
+        "getMemoryInfo": module.mem_get_info,
+    }
+    for name, function in generic.items():
+        setattr(torch._C, f"_accelerator_{name}", function)
