@@ -14,12 +14,14 @@ BYTES = 256
 
 
 class Size(NamedTuple):
-    """Width, depth and context of a GPT."""
+    """Width, depth and context of a GPT; how many tokens it knows, and whether embedding and head are one matrix."""
 
     width: int
     layers: int
     heads: int = 4
     context: int = 64
+    tokens: int = BYTES
+    tied: bool = False
 
 
 TINY = Size(64, 2)
@@ -30,6 +32,8 @@ MIDDLE = Size(256, 6)
 """5 million."""
 LARGE = Size(512, 8, heads=8)
 """25 million."""
+GPT2 = Size(768, 12, heads=12, context=1024, tokens=50257, tied=True)
+"""124 million: the measures of GPT-2."""
 
 
 class Block(nn.Module):
@@ -66,11 +70,13 @@ class GPT(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.bytes = nn.Embedding(BYTES, size.width)
+            self.bytes = nn.Embedding(size.tokens, size.width)
             self.places = nn.Embedding(size.context, size.width)
             self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
             self.norm = nn.LayerNorm(size.width)
-            self.head = nn.Linear(size.width, BYTES)
+            self.head = nn.Linear(size.width, size.tokens, bias=not size.tied)
+            if size.tied:
+                self.head.weight = self.bytes.weight
             for name, parameter in self.named_parameters():
                 if parameter.ndim == 2:
                     deep = name.endswith(("projection.weight", "output.weight"))
@@ -79,7 +85,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(parameter)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits (batch, time, 256) for bytes (batch, time)."""
+        """Logits (batch, time, tokens) for tokens, which are bytes as a rule (batch, time)."""
         x = self.bytes(text) + self.places.weight[: text.shape[1]]
         for block in self.blocks:
             x = block(x)

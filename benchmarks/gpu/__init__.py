@@ -1,0 +1,1 @@
+"""One command that tries and measures everything about an accelerator: `scripts/gpu`."""

@@ -1,0 +1,67 @@
+"""The parts of `scripts/gpu` in their order, and what the process of each is told. Needs nothing but Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """A part: the file `benchmarks/gpu/parts/NAME.py`.
+
+    Attributes:
+        name: of the part and its file.
+        title: what it looks at.
+        seconds: its limit, where the whole run has 570.
+    """
+
+    name: str
+    title: str
+    seconds: float
+
+
+PARTS: tuple[PartPlan, ...] = (
+    PartPlan("suite", "the tests marked gpu", 45),
+    PartPlan("fits", "fits in every precision, resumed to the same bits", 60),
+    PartPlan("waits", "places where a step waits for the device", 40),
+    PartPlan("one_card", "two ranks on one device, against one process", 80),
+    PartPlan("collectives", "what goes over NCCL: reducer, hooks, objects, shards", 45),
+    PartPlan("speed", "steps beside a hand-written loop, torch's DDP, Lightning, Accelerate", 150),
+    PartPlan("memory", "peaks, what is left, what a plan predicts", 50),
+    PartPlan("kernels", "SyncBatchNorm, offloaded states, copies to the host", 30),
+    PartPlan("life", "how ranks begin and end, failures and hangs", 60),
+    PartPlan("several", "several devices: equality, scaling, who is late", 120),
+)
+"""In the order in which they run: the most valuable first."""
+WHOLE = 570.0
+"""Seconds that the limits above are made for."""
+
+
+def chosen(names: str) -> list[PartPlan]:
+    """The parts of a list with commas between them, in their own order; all for an empty one.
+
+    Raises:
+        ValueError: for a name that no part has.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [part.name for part in PARTS]
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        raise ValueError(f"--parts {names}: no part is called {', '.join(unknown)}; there are {', '.join(known)}")
+    return [part for part in PARTS if not wanted or part.name in wanted]
+
+
+def limit_of(part: PartPlan, later: Sequence[PartPlan], left: float) -> float:
+    """Seconds for a part: its own limit, longer where there is time to spare, shorter where there is less left.
+
+    Args:
+        part: the one that is to begin.
+        later: those behind it.
+        left: seconds of the whole run.
+    """
+    planned = part.seconds + sum(each.seconds for each in later)
+    return min(left, part.seconds * max(1.0, left / planned))
