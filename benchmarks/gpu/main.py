@@ -107,7 +107,7 @@ def in_process(command: list[str], limit: float, name: str, log: IO[str], folder
 def own_session(command: list[str], log: IO[str], folder: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own, working in a scratch folder; whatever is left of it is ended."""
     process = subprocess.Popen(
-        command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder, env=environment(), start_new_session=True
+        command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder, env=environment(folder), start_new_session=True
     )
     try:
         yield process
@@ -117,17 +117,26 @@ def own_session(command: list[str], log: IO[str], folder: str) -> Iterator[subpr
         process.wait()
 
 
-def environment() -> dict[str, str]:
-    """The variables of the parts: this checkout is what they import, without being installed."""
+def environment(folder: str) -> dict[str, str]:
+    """The variables of a part: this checkout is what it imports, without being installed.
+
+    Args:
+        folder: of the part. It gets a package ``tests`` that stands for this checkout's: some other package that is
+            installed may have brought one of that name.
+    """
+    standing_in = Path(folder) / "imports" / "tests"
+    standing_in.mkdir(parents=True, exist_ok=True)
+    (standing_in / "__init__.py").write_text(f"__path__ = [{str(ROOT / 'tests')!r}]\n")
     before = [path for path in (os.environ.get("PYTHONPATH"),) if path]
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *before])
+    path = os.pathsep.join([str(standing_in.parent), str(ROOT / "src"), str(ROOT), *before])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def surroundings(args: argparse.Namespace, log: IO[str]) -> dict[str, Any]:
     """Versions, devices and the commit, asked of a process: this one makes no context on a device."""
     command = [sys.executable, "-m", "benchmarks.gpu.surroundings", args.device]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=log, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, env=environment(folder), stdout=subprocess.PIPE, stderr=log, text=True)
     if done.returncode:
         return {"devices": 0}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

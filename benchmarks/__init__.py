@@ -1,0 +1,1 @@
+"""Measurements: each script here writes a page of docs/."""
