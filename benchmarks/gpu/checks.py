@@ -25,11 +25,14 @@ class Skip(Exception):
 
 
 class Missed(AssertionError):
-    """A number that is not what it is to be; what was measured is kept."""
+    """A number that is not what it is to be; what was measured is kept, also on the way from a rank."""
 
     def __init__(self, message: str, numbers: Numbers) -> None:
         super().__init__(message)
         self.numbers = numbers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.numbers)
 
 
 @dataclass
@@ -63,13 +66,9 @@ class Part:
             return
         try:
             told["numbers"] = function(*arguments) or {}
-        except Skip as reason:
-            told |= {"result": SKIPPED, "said": str(reason)}
-        except Missed as missed:
-            told |= {"result": FAILED, "said": str(missed), "numbers": missed.numbers}
         except Exception as error:
             print(f"----- {name}", *traceback.format_exception(error), sep="\n", file=sys.stderr, flush=True)
-            told |= {"result": FAILED, "said": last_words(error)}
+            told |= verdict(error)
         self._keep(told | {"seconds": round(time.monotonic() - start, 3)})
 
     def has(self, library: str) -> bool:
@@ -117,6 +116,17 @@ class Part:
         if self.kept is not None:
             with open(self.kept, "a") as file:
                 file.write(json.dumps(told) + "\n")
+
+
+def verdict(error: BaseException) -> dict[str, Any]:
+    """What an exception says of a check; one on a rank of a pool is the cause of what the pool raises."""
+    if not isinstance(error, Skip | Missed) and isinstance(error.__cause__, Skip | Missed):
+        error = error.__cause__
+    if isinstance(error, Skip):
+        return {"result": SKIPPED, "said": str(error)}
+    if isinstance(error, Missed):
+        return {"result": FAILED, "said": str(error), "numbers": error.numbers}
+    return {"result": FAILED, "said": last_words(error)}
 
 
 def last_words(error: BaseException) -> str:

@@ -1,0 +1,172 @@
+"""What goes over NCCL with one rank, and over gloo with two where there is no such device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.gpu.checks import Numbers, Part, expect
+from benchmarks.gpu.devices import accelerator_of
+from benchmarks.gpu.equal import allow_this_torch
+from benchmarks.gpu.modules import QUIET, Classifier, perceptron, rows
+
+HOOKS = ("allreduce", "fp16", "bf16", "int8", "power_sgd")
+"""PowerSGD keeps an approximation of low rank: of that only the size is looked at."""
+
+
+def run(part: Part) -> None:
+    """Each check with each backend."""
+    for backend in ("nccl", "cpu:gloo,cuda:nccl") if part.is_cuda else ("gloo",):
+        for function in (reduced, *(hooked(name) for name in HOOKS), objects, exchanged):
+            part.check(f"{function.__doc__} [{backend}]", on_ranks, part, function, backend)
+        for name in ("optimizer in shards", "fsdp, clipped and saved", "fsdp on the CPU, clipped and saved"):
+            part.check(f"{name} [{backend}]", on_ranks, part, fitted, backend, name)
+
+
+def on_ranks(part: Part, function: Any, backend: str, *arguments: Any) -> Numbers:
+    """What a function returns on the first of the ranks."""
+    world = 1 if part.is_cuda else 2
+    found: Numbers = part.ranks(world, in_group, function, part.device, backend, *arguments, group=not part.is_cuda)[0]
+    return found
+
+
+def in_group(function: Any, device: str, backend: str, *arguments: Any) -> Numbers:
+    """On a rank: the function, in a group of this backend."""
+    allow_this_torch()
+    if not dist.is_initialized():
+        where = torch.device("cuda", 0)
+        torch.cuda.set_device(where)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=where)
+    start = time.perf_counter()
+    numbers: Numbers = function(device, *arguments)
+    return {"ranks": dist.get_world_size(), **numbers, "ms": round(1e3 * (time.perf_counter() - start), 1)}
+
+
+# -- in a loop of one's own ------------------------------------------------------------------------------------
+
+
+def network(device: str) -> nn.Module:
+    """Two sizes of gradients."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(70, 70), nn.Tanh(), nn.Linear(70, 5)).to(device)
+
+
+def batch(step: int, rank: int, device: str) -> Tensor:
+    """That of a rank's step."""
+    return torch.randn(6, 70, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    """Copies."""
+    return [p.grad.detach().clone() for p in net.parameters() if p.grad is not None]
+
+
+def averaged(device: str, hook: str | None, tolerance: float) -> Numbers:
+    """The largest difference of averaged gradients from those of one process, over some steps."""
+    from lockstep.parallel import hooks
+    from lockstep.parallel.reducer import Reducer
+    from lockstep.parallel.transport import AllReduce
+
+    net, plain = network(device), network(device)
+    reducer = Reducer(net.named_parameters(), bucket_cap_mb=0.01, transport=AllReduce(None))
+    if hook is not None:
+        state = {"int8": hooks.Int8State, "power_sgd": lambda: hooks.PowerSGDState(rank=5, start=2)}.get(hook)
+        reducer.register_comm_hook(state() if state else None, getattr(hooks, hook))
+    world, largest = dist.get_world_size(), 0.0
+    for step in range(4):
+        plain.zero_grad()
+        for rank in range(world):
+            (plain(batch(step, rank, device)).square().mean() / world).backward()
+        net.zero_grad()
+        loss = net(batch(step, dist.get_rank(), device)).square().mean()
+        reducer.prepare()
+        loss.backward()
+        reducer.finish()
+        right = gradients(plain)
+        scale = max(float(each.abs().max()) for each in right)
+        pairs = zip(gradients(net), right, strict=True)
+        largest = max(largest, *(float((one - other).abs().max()) / scale for one, other in pairs))
+    reducer.detach()
+    numbers = {"largest difference": largest}
+    expect(largest <= tolerance, "the gradients differ", numbers)
+    return numbers
+
+
+def reduced(device: str) -> Numbers:
+    """gradients by the reducer"""
+    return averaged(device, None, 1e-5)
+
+
+def hooked(name: str) -> Any:
+    """A check of one communication hook."""
+
+    def one(device: str) -> Numbers:
+        return averaged(device, name, {"allreduce": 1e-5, "power_sgd": 2.0}.get(name, 0.05))
+
+    one.__doc__ = f"gradients by the hook {name}"
+    return one
+
+
+def objects(device: str) -> Numbers:
+    """objects with tensors of the device"""
+    from lockstep.ground import comm
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    told = {"rank": rank, "tensor": torch.full((3,), float(rank), device=device).cpu()}
+    gathered = comm.all_gather_object(told)
+    broadcast = comm.broadcast_object(told, 0)
+    reduced = comm.all_reduce(torch.tensor([float(rank + 1)]), "sum")
+    expect([each["rank"] for each in gathered] == list(range(world)), "gathered objects are not those of the ranks")
+    expect(broadcast["rank"] == 0 and float(broadcast["tensor"].sum()) == 0, "the broadcast object is another")
+    expect(float(reduced) == world * (world + 1) / 2, "the sum of CPU tensors is wrong")
+    return {}
+
+
+def exchanged(device: str) -> Numbers:
+    """rows and maxima of all ranks"""
+    from lockstep.ground.host_maximum import HostMaximum
+    from lockstep.ground.row_exchange import RowExchange
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    exchange = RowExchange(2)
+    exchange.tell([float(rank), 1.0])
+    heard = exchange.hear()
+    exchange.close()
+    maximum = HostMaximum(1)
+    maximum.begin([rank])
+    maximum.start()
+    largest = maximum.finish()
+    maximum.close()
+    expect(heard == [(float(each), 1.0) for each in range(world)], f"rows {heard}")
+    expect(largest == [world - 1], f"maximum {largest}")
+    return {}
+
+
+# -- by the Trainer --------------------------------------------------------------------------------------------
+
+
+def fitted(device: str, name: str) -> Numbers:
+    """On a rank: a fit that clips by the norm and saves a checkpoint of the whole model."""
+    from lockstep import Trainer
+    from lockstep.callbacks import ModelCheckpoint
+    from lockstep.strategies import DDPStrategy, FSDPStrategy
+
+    strategies: dict[str, Any] = {
+        "optimizer in shards": lambda: DDPStrategy(shard_optimizer=True),
+        "fsdp, clipped and saved": FSDPStrategy,
+        "fsdp on the CPU, clipped and saved": lambda: FSDPStrategy(cpu_offload=True),
+    }
+    folder = Path(f"saved-{name}").resolve()
+    saved = ModelCheckpoint(dirpath=folder, save_last=True)
+    flags: dict[str, Any] = {**QUIET, "accelerator": accelerator_of(device), "devices": dist.get_world_size()}
+    flags |= {"enable_checkpointing": True, "callbacks": saved, "gradient_clip_val": 0.5, "max_epochs": 1}
+    trainer = Trainer(**flags, strategy=strategies[name]())
+    trainer.fit(Classifier(perceptron()), rows(16, 4), rows(8, 4))
+    numbers = {"loss": float(trainer.callback_metrics["loss"])}
+    expect((folder / "last.ckpt").exists(), "no checkpoint was saved", numbers)
+    return numbers
