@@ -45,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "gpu.log", "w") as log:
-        found = {"format": report.FORMAT, "command": command_line(args), "began": time.strftime(report.TIME, time.gmtime())}
+        found = {
+            "format": report.FORMAT,
+            "command": command_line(args),
+            "began": time.strftime(report.TIME, time.gmtime()),
+        }
         found |= surroundings(args, log)
         if found["devices"] == 0:
             print(f"torch finds no {args.device} device here; --device cpu --small is a trial of this script")
@@ -107,7 +111,13 @@ def in_process(command: list[str], limit: float, name: str, log: IO[str], folder
 def own_session(command: list[str], log: IO[str], folder: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own, working in a scratch folder; whatever is left of it is ended."""
     process = subprocess.Popen(
-        command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder, env=environment(folder), start_new_session=True
+        command,
+        stdout=log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        cwd=folder,
+        env=environment(folder),
+        start_new_session=True,
     )
     try:
         yield process

@@ -106,7 +106,9 @@ def overview(found: Found) -> str:
     for part in PARTS:
         told = found["parts"].get(part.name)
         if told is not None:
-            counts = [sum(check["result"] == word for check in told["checks"]) for word in ("passed", "failed", "skipped")]
+            counts = [
+                sum(check["result"] == word for check in told["checks"]) for word in ("passed", "failed", "skipped")
+            ]
             rows.append([part.name, part.title, told["result"], *counts, told.get("seconds")])
     return table(["part", "what", "verdict", "passed", "failed", "left out", "seconds"], rows)
 

@@ -42,7 +42,12 @@ def same_bits(part: Part, steps: int) -> Numbers:
     """With dropout, whose numbers the device draws."""
     half = steps // 2
     ends = []
-    for name, upto, resumed in (("one", steps, None), ("other", steps, None), ("half", half, None), ("rest", steps, "half")):
+    for name, upto, resumed in (
+        ("one", steps, None),
+        ("other", steps, None),
+        ("half", half, None),
+        ("rest", steps, "half"),
+    ):
         seed_everything(3, verbose=False)
         module = Classifier(perceptron(dropout=0.5))
         saved = ModelCheckpoint(dirpath=name, save_last=True, every_n_train_steps=half)

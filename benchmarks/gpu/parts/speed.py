@@ -21,8 +21,8 @@ from benchmarks.engine.race import Tower
 from benchmarks.gpu.checks import Numbers, Part, expect
 from benchmarks.gpu.devices import MIB, Clock, clear, counted_waits, in_use, peak, settle
 from benchmarks.gpu.groups import one_rank_group
+from benchmarks.gpu.kernel_times import profiled
 from benchmarks.gpu.models import Llama, ResNet, Shape, image_loss, language_loss, resnet50
-from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.ways import (
     ACCELERATE,
     CONTAINER,
@@ -184,7 +184,10 @@ def measured(part: Part, case: Case) -> Numbers:
     """All ways through a case, in turns, and whether they reach the goals."""
     works = made(part, case)
     times = raced(part, case, works)
-    numbers: Numbers = {"unit": case.unit, "ways": {name: row(part, case, name, work, times) for name, work in works.items()}}
+    numbers: Numbers = {
+        "unit": case.unit,
+        "ways": {name: row(part, case, name, work, times) for name, work in works.items()},
+    }
     if part.is_cuda and not case.compiled:
         for name in (HAND, TRAINER):
             numbers |= {f"{name}: {key}": value for key, value in profiled(WAYS[name], works[name]).items()}
@@ -197,7 +200,9 @@ def measured(part: Part, case: Case) -> Numbers:
 
 def made(part: Part, case: Case) -> dict[str, Work]:
     """What each way trains: copies where it changes the model, else one and the same."""
-    missing = [name for name, library in ((LIGHTNING, "lightning"), (ACCELERATE, "accelerate")) if not part.has(library)]
+    missing = [
+        name for name, library in ((LIGHTNING, "lightning"), (ACCELERATE, "accelerate")) if not part.has(library)
+    ]
     left_out = [*missing, *(() if case.containers else (TORCH, TORCH_HOOK, CONTAINER))]
     torch.manual_seed(0)
     origin = case.make().to(part.device)

@@ -26,7 +26,9 @@ def run(part: Part) -> None:
 
 def needed() -> Numbers:
     """What the tests' own files import beside torch and lockstep."""
-    missing = [name for name in ("pytest", "pytest_timeout", "hypothesis", "cloudpickle", "numpy") if find_spec(name) is None]
+    missing = [
+        name for name in ("pytest", "pytest_timeout", "hypothesis", "cloudpickle", "numpy") if find_spec(name) is None
+    ]
     if missing:
         raise Skip(f"not installed: {', '.join(missing)}")
     return {}

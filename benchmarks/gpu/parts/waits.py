@@ -82,7 +82,10 @@ def cases(steps: int) -> dict[str, tuple[Callable[[], Made], float | None]]:
         "bf16-mixed": (of(plain, precision="bf16-mixed"), 0),
         "16-mixed": (of(plain, precision="16-mixed"), 1),
         "average of weights": (of(plain, callbacks=lambda: EMAWeightAveraging()), 0),
-        "ModelCheckpoint, no save": (of(plain, enable_checkpointing=True, callbacks=lambda: ModelCheckpoint("kept")), 0),
+        "ModelCheckpoint, no save": (
+            of(plain, enable_checkpointing=True, callbacks=lambda: ModelCheckpoint("kept")),
+            0,
+        ),
         "progress bar": (of(lambda: plain(prog_bar=True), enable_progress_bar=True), None),
         "IterableDataset": (of(plain, lambda: DataLoader(Stream(4 * steps), 4)), 0),
         "weight on the device": (of(lambda: Weighted(perceptron(), metric=False)), None),

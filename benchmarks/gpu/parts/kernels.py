@@ -1,0 +1,120 @@
+"""Pieces by themselves: synchronized BatchNorm, offloaded optimizer states, copies of a checkpoint to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.checks import Numbers, Part, expect
+from benchmarks.gpu.devices import MIB, Clock, clear, settle
+from benchmarks.gpu.groups import one_rank_group
+
+LIKE_TORCH = 1.2
+"""Goal: our synchronized BatchNorm over torch's."""
+
+
+def run(part: Part) -> None:
+    """Each check on one device, in a group of one rank."""
+    with one_rank_group(part.device):
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            part.check(f"SyncBatchNorm forward and backward, {name}", normed, part, dtype)
+    part.check("optimizer states on the host", offloaded, part)
+    part.check("copy of a checkpoint to the host", copied, part)
+
+
+def timed(part: Part, runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each, the median of calls in turns behind some that do not count."""
+    warm, calls = (1, 2) if part.small else (5, 20)
+    clocks = {name: Clock(part.device) for name in runs}
+    for number in range(warm + calls):
+        for name, call in runs.items():
+            if number >= warm:
+                clocks[name].tick()
+            call()
+            if number >= warm:
+                clocks[name].tick()
+    return {name: round(median(clock.intervals()[::2]), 4) for name, clock in clocks.items()}
+
+
+def normed(part: Part, dtype: torch.dtype) -> Numbers:
+    """Ours, torch's, and a BatchNorm that is not synchronized."""
+    from lockstep.parallel.sync_batchnorm import convert_sync_batchnorm
+
+    shape = (4, 3, 5, 5) if part.small else (128, 64, 56, 56)
+    x = torch.randn(shape, device=part.device, dtype=dtype, requires_grad=True)
+    grad = torch.randn(shape, device=part.device, dtype=dtype)
+
+    def step(layer: nn.Module) -> Callable[[], object]:
+        def once() -> None:
+            x.grad = None
+            layer(x).backward(grad)
+
+        return once
+
+    layers: dict[str, nn.Module] = {
+        "plain": nn.BatchNorm2d(shape[1]),
+        "ours": convert_sync_batchnorm(nn.BatchNorm2d(shape[1])),
+    }
+    if part.is_cuda:
+        layers["torch's"] = nn.SyncBatchNorm(shape[1])
+    found = timed(part, {name: step(layer.to(part.device)) for name, layer in layers.items()})
+    numbers: Numbers = {f"{name}, ms": ms for name, ms in found.items()}
+    if part.is_cuda:
+        over = numbers["ours, ms"] / numbers["torch's, ms"]
+        numbers["ours over torch's"] = round(over, 3)
+        expect(part.small or over <= LIKE_TORCH, f"{over:.2f} times torch's", numbers)
+    return numbers
+
+
+def offloaded(part: Part) -> Numbers:
+    """An update with states on the host, beside the time that their bytes need for the way."""
+    from lockstep.parallel.offload import OffloadedStates
+
+    width, layers = (16, 2) if part.small else (2048, 16)
+    device = torch.device(part.device)
+
+    def update(offloads: bool) -> Callable[[], object]:
+        net = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if offloads:
+            OffloadedStates(optimizer, device)
+        return lambda: (net, optimizer.step())
+
+    size = 2 * 4 * layers * (width * width + width)
+    found = timed(part, {"on the device": update(False), "on the host": update(True), **copies(part, size)})
+    clear(part.device)
+    there_and_back = found["up"] + found["down"]
+    return {f"{name}, ms": ms for name, ms in found.items()} | {
+        "MiB each way": round(size / MIB, 1),
+        "update over copies alone": round(found["on the host"] / there_and_back, 2),
+    }
+
+
+def copies(part: Part, size: int) -> dict[str, Callable[[], object]]:
+    """The same bytes up to the device and down to the host, from pinned memory where there is any."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=part.is_cuda)
+    there = torch.empty(size, dtype=torch.uint8, device=part.device)
+    return {"up": lambda: there.copy_(host, non_blocking=True), "down": lambda: host.copy_(there, non_blocking=True)}
+
+
+def copied(part: Part) -> Numbers:
+    """GB a second of the copy that an asynchronous save waits for."""
+    from lockstep.checkpoint.io import snapshot
+
+    count, size = (2, 1000) if part.small else (64, 2**22)
+    tensors: dict[str, Any] = {str(number): torch.ones(size, device=part.device) for number in range(count)}
+    settle(part.device)
+    found = timed(part, {"copy": lambda: snapshot(tensors)})
+    return {
+        "MiB": round(4 * count * size / MIB, 2),
+        "ms": found["copy"],
+        "GB/s": round(4e-6 * count * size / found["copy"], 2),
+    }
